@@ -1,0 +1,62 @@
+# Two commands on a fresh machine: `make test` and `make train`. Both create .venv and install what they need first.
+# An existing .venv is kept, and so is the build of torch it holds, as long as its version is the tested one.
+
+PYTHON  ?= python3
+WORKERS ?= 2
+ARGS    ?=
+
+VENV    := .venv
+BIN     := $(VENV)/bin
+STAMP   := $(VENV)/.wholestep-installed
+TORCH   := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
+PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help install test lint unit train zoo bench-cpu sz clean distclean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP)  ## .venv with the tested versions (PYTHON=python3.12 to choose the interpreter)
+
+test: lint unit  ## lint, then the tests
+
+lint: $(STAMP)  ## ruff and mypy
+	@echo "ruff"
+	@$(BIN)/ruff check --quiet .
+	@echo "mypy"
+	@$(BIN)/mypy
+
+unit: $(STAMP)  ## the tests alone (WORKERS=4, ARGS="-k dropout")
+	@$(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
+
+train: $(STAMP)  ## train a small model (ARGS="gpt-10m --steps 100")
+	@$(BIN)/python -m wholestep train $(ARGS)
+
+zoo: $(STAMP)  ## capture and check every model of the zoo, slow ones included
+	@$(BIN)/python -m pytest -q -n $(WORKERS) -m zoo $(ARGS)
+
+bench-cpu: $(STAMP)  ## time the compiled step against eager on the CPU
+	@$(BIN)/python benchmarks/cpu_gpt.py $(ARGS)
+
+sz:  ## lines per folder
+	@$(PYTHON) scripts/sz.py
+
+clean:  ## remove caches and build outputs; .venv stays
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean  ## clean, and remove .venv too
+	@rm -rf $(VENV)
+
+$(BIN)/python:
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+# Torch goes first and by itself: it is the large download, and a failure here is then easy to tell from any other.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing $(TORCH)"
+	@$(PIP) $(TORCH)
+	@echo "installing wholestep and its tools"
+	@$(PIP) -e '.[dev,hf]'
+	@touch $@

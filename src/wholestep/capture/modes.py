@@ -1,0 +1,267 @@
+"""What the user's code sees while it runs for us: the same torch, with keyed randomness and our attention.
+
+Two modes, used alike when a step is traced and when eager PyTorch runs as its reference, so that both draw the same bits:
+
+- `FunctionLevel` works above autograd. It swaps dropout and scaled-dot-product attention for the `ws` operators, and notes
+  the source line of every call.
+- `DispatchLevel` works below autograd. It swaps every other random operator for keyed arithmetic, refuses those it does not
+  know, and keeps a fingerprint of the operators that ran, by which two runs are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from wholestep import compat
+from wholestep.capture.sites import Sites
+from wholestep.errors import CaptureRefused
+from wholestep.kernels.attention import scaled_dot_product_attention
+
+aten = torch.ops.aten
+ws = torch.ops.ws
+
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+_OUR_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+def is_user_file(name: str) -> bool:
+    """Neither torch's, nor ours, nor generated."""
+    return not name.startswith((_TORCH_FOLDER, _OUR_FOLDER, "<")) and not name.endswith("contextlib.py")
+
+
+def user_source() -> str | None:
+    """`file.py:line` of the innermost frame of the user's code (or of the library that holds the model)."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if is_user_file(name):
+            return f"{os.path.basename(name)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+class ScalarDraw:
+    """`torch.rand([])`, not drawn yet: HF compares one with `layerdrop` for every layer, which is decidable when that is 0.
+
+    Anything else done with it draws for real.
+    """
+
+    def __init__(self, draw: Callable[[], torch.Tensor]) -> None:
+        self._draw = draw
+        self._value: torch.Tensor | None = None
+
+    def tensor(self) -> torch.Tensor:
+        if self._value is None:
+            self._value = self._draw()
+        return self._value
+
+    def __lt__(self, probability: Any) -> Any:
+        if isinstance(probability, int | float):
+            if probability <= 0:
+                return False
+            raise CaptureRefused(
+                f"a layer is skipped at random (probability {probability}): which layers run is decided in Python",
+                where=user_source(),
+            )
+        return self.tensor() < probability
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor(), name)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        def real(value: Any) -> Any:
+            return value.tensor() if isinstance(value, ScalarDraw) else value
+
+        return func(*map(real, args), **{k: real(v) for k, v in (kwargs or {}).items()})
+
+
+class FunctionLevel(TorchFunctionMode):
+    """Dropout and attention become `ws` operators; calls leave their source line."""
+
+    def __init__(self, sites: Sites, *, tracing: bool) -> None:
+        super().__init__()
+        self.sites, self.tracing = sites, tracing
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self.tracing:
+            source = user_source()
+            if source is not None:
+                compat.note_source(source)
+        if func is F.dropout or func is torch.dropout:
+            return self._dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            # its body runs with this mode switched off, so the two functions it calls are swapped by name
+            with _patched(F, "dropout", self._dropout), _patched(F, "scaled_dot_product_attention", self._attention):
+                return func(*args, **kwargs)
+        if func is torch.rand and _is_scalar_size(args, kwargs):
+            return ScalarDraw(lambda: func(*args, **kwargs))
+        return func(*args, **kwargs)
+
+    def _dropout(
+        self,
+        input: torch.Tensor,  # noqa: A002 - torch's own name, callers use the keyword
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+        train: bool | None = None,
+    ) -> torch.Tensor:
+        if not (training if train is None else train) or p == 0.0:
+            return input
+        if not 0.0 <= p <= 1.0:
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+        dropped = ws.dropout(input, float(p), self.sites.next_key(input.device))
+        return input.copy_(dropped) if inplace else dropped
+
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        device = query.device.type
+        if torch.is_autocast_enabled(device):  # autocast lowers attention's inputs; it does not know our operator
+            dtype = torch.get_autocast_dtype(device)
+            query, key, value = (t.to(dtype) if t.dtype == torch.float32 else t for t in (query, key, value))
+            if attn_mask is not None and attn_mask.dtype == torch.float32:
+                attn_mask = attn_mask.to(dtype)
+        site = self.sites.next_key(query.device) if dropout_p > 0.0 else None
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key=site
+        )
+
+
+def _is_scalar_size(args: tuple, kwargs: dict) -> bool:
+    if len(args) == 1 and isinstance(args[0], list | tuple) and len(args[0]) == 0:
+        return not set(kwargs) - {"device", "dtype"}
+    return not args and "size" in kwargs and len(kwargs["size"]) == 0
+
+
+@contextlib.contextmanager
+def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    kept = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, kept)
+
+
+class DispatchLevel(TorchDispatchMode):
+    """Random operators draw from the step's keys; the fingerprint tells whether two runs did the same."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, sites: Sites, *, record: bool = False) -> None:
+        super().__init__()
+        self.sites = sites
+        self.record = record
+        self.fingerprint: list[tuple] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self.record:
+            shapes = tuple(tuple(a.shape) for a in args if isinstance(a, torch.Tensor))
+            self.fingerprint.append((str(func), shapes))
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and not _draws_nothing(func, args, kwargs):
+            return self._random(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _random(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        handler = _RANDOM.get(func)
+        if handler is None or kwargs.get("generator") is not None:
+            reason = "with its own generator" if handler else "that has no keyed form yet"
+            raise CaptureRefused(f"the model draws random numbers by {func} {reason}", where=user_source())
+        return handler(self.sites, *args, **kwargs)
+
+
+def _draws_nothing(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Attention kernels are tagged as random for their dropout; at probability 0 they draw nothing."""
+    name = str(func)
+    if "attention" not in name:
+        return False
+    names = [a.name for a in func._schema.arguments]
+    values = dict(zip(names, args, strict=False)) | kwargs
+    return values.get("dropout_p", 0.0) == 0.0
+
+
+def _uniform(sites: Sites, size: Any, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
+    return ws.uniform(list(size), sites.next_key(device), dtype or torch.get_default_dtype())
+
+
+def _normal(sites: Sites, size: Any, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
+    return ws.normal(list(size), sites.next_key(device), dtype or torch.get_default_dtype())
+
+
+def _device(kwargs: dict) -> torch.device:
+    return torch.device(kwargs.get("device") or "cpu")
+
+
+def _chance(sites: Sites, like: torch.Tensor, probability: Any) -> torch.Tensor:
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return _uniform(sites, like.shape, like.device, dtype) < probability
+
+
+def _randint(sites: Sites, low: int, high: int, size: Any, **kwargs: Any) -> torch.Tensor:
+    drawn = _uniform(sites, size, _device(kwargs), torch.float64) * (high - low)
+    return (drawn.floor() + low).to(kwargs.get("dtype") or torch.int64)
+
+
+def _native_dropout(sites: Sites, x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if train is False or p == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    keep = _chance(sites, x, 1 - p)
+    return torch.where(keep, x * (1.0 / (1.0 - p)), torch.zeros_like(x)), keep
+
+
+_RANDOM: dict[Any, Callable[..., Any]] = {
+    aten.rand.default: lambda s, size, **k: _uniform(s, size, _device(k), k.get("dtype")),
+    aten.randn.default: lambda s, size, **k: _normal(s, size, _device(k), k.get("dtype")),
+    aten.rand_like.default: lambda s, x, **k: _uniform(s, x.shape, x.device, k.get("dtype") or x.dtype),
+    aten.randn_like.default: lambda s, x, **k: _normal(s, x.shape, x.device, k.get("dtype") or x.dtype),
+    aten.randint.default: lambda s, high, size, **k: _randint(s, 0, high, size, **k),
+    aten.randint.low: _randint,
+    aten.randint_like.default: lambda s, x, high, **k: _randint(
+        s, 0, high, x.shape, device=x.device, dtype=k.get("dtype") or x.dtype
+    ),
+    aten.randperm.default: lambda s, n, **k: _uniform(s, [n], _device(k), torch.float64).argsort(),
+    aten.bernoulli.default: lambda s, x, **k: _chance(s, x, x).to(x.dtype),
+    aten.bernoulli.p: lambda s, x, p, **k: _chance(s, x, p).to(x.dtype),
+    aten.bernoulli_.float: lambda s, x, p=0.5, **k: x.copy_(_chance(s, x, p)),
+    aten.bernoulli_.Tensor: lambda s, x, p, **k: x.copy_(_chance(s, x, p)),
+    aten.uniform_.default: lambda s, x, low=0.0, high=1.0, **k: x.copy_(
+        _uniform(s, x.shape, x.device, x.dtype) * (high - low) + low
+    ),
+    aten.normal_.default: lambda s, x, mean=0.0, std=1.0, **k: x.copy_(
+        _normal(s, x.shape, x.device, x.dtype) * std + mean
+    ),
+    aten.exponential_.default: lambda s, x, rate=1.0, **k: x.copy_(
+        -torch.log1p(-_uniform(s, x.shape, x.device, x.dtype)) / rate
+    ),
+    aten.native_dropout.default: _native_dropout,
+}
+
+
+@contextlib.contextmanager
+def keyed(sites: Sites, *, tracing: bool = False, record: bool = False) -> Iterator[DispatchLevel]:
+    """Run user code with keyed randomness and our attention; yields the lower mode (for its fingerprint)."""
+    lower = DispatchLevel(sites, record=record)
+    with lower, FunctionLevel(sites, tracing=tracing):
+        yield lower

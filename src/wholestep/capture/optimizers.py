@@ -1,0 +1,157 @@
+"""torch's optimizers as one functional node per parameter group.
+
+`plan_updates` reads a torch optimizer and says, group by group, which operator updates it, which state it needs and which
+flags are fixed. Every number (lr, betas, momentum, the step count) stays out of the graph: it enters as a float64 tensor that
+`hyper_values` fills before each step, because schedulers move them (OneCycleLR moves betas too).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+ws = torch.ops.ws
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UpdatePlan:
+    """How one parameter group (or the part of it that shares a step count) is updated."""
+
+    group: int
+    """Index in `optimizer.param_groups`."""
+    part: int
+    """Parameters of one group that took a different number of steps are updated apart: bias correction differs."""
+    kind: str
+    """`adamw` (Adam too) or `sgd`."""
+    names: tuple[str, ...]
+    """Parameters, in the group's order."""
+    state_keys: tuple[str, ...]
+    """Per-parameter tensors in `optimizer.state`, as torch names them."""
+    flags: tuple[tuple[str, Any], ...]
+    """What is fixed in the node: amsgrad, maximize, nesterov, decoupled, implementation."""
+
+    @property
+    def hyper_name(self) -> str:
+        return f"group{self.group}" if self.part == 0 else f"group{self.group}.{self.part}"
+
+
+def supported(optimizer: Optimizer) -> str | None:
+    """None when the optimizer's update is captured; otherwise the reason why its own eager step is used."""
+    if type(optimizer) not in (SGD, Adam, AdamW):
+        return f"{type(optimizer).__name__} is not one of torch's SGD, Adam, AdamW"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # type: ignore[attr-defined]
+        return "it has step hooks, which must run in Python"
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            return "a group has differentiable=True"
+        for key, value in group.items():
+            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                return f"{key} is a tensor on {value.device}; make it a number or a CPU tensor"
+    return None
+
+
+def plan_updates(optimizer: Optimizer, names: Mapping[int, str]) -> list[UpdatePlan]:
+    """One plan per group (and step count); `names` maps id(parameter) to its name and holds only the trained ones."""
+    plans = []
+    for index, group in enumerate(optimizer.param_groups):
+        members = [p for p in group["params"] if id(p) in names]
+        by_step: dict[float, list[torch.Tensor]] = {}
+        for p in members:
+            by_step.setdefault(steps_taken(optimizer, p), []).append(p)
+        for part, step in enumerate(sorted(by_step, reverse=True)):
+            params = by_step[step]
+            describe = _describe_sgd if type(optimizer) is SGD else _describe_adam
+            kind, state_keys, flags = describe(optimizer, group, params)
+            chosen = tuple(names[id(p)] for p in params)
+            plans.append(UpdatePlan(index, part, kind, chosen, state_keys, tuple(flags.items())))
+    return plans
+
+
+def _describe_adam(optimizer: Optimizer, group: dict, params: Sequence[torch.Tensor]) -> tuple[str, tuple, dict]:
+    amsgrad = bool(group["amsgrad"])
+    decoupled = bool(group.get("decoupled_weight_decay", type(optimizer) is AdamW))
+    flags = dict(amsgrad=amsgrad, maximize=bool(group["maximize"]), decoupled=decoupled)
+    keys = ("exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if amsgrad else ())
+    return "adamw", keys, flags | {"implementation": _implementation(group, params)}
+
+
+def _describe_sgd(optimizer: Optimizer, group: dict, params: Sequence[torch.Tensor]) -> tuple[str, tuple, dict]:
+    flags = dict(nesterov=bool(group["nesterov"]), maximize=bool(group["maximize"]))
+    keys = ("momentum_buffer",) if float(group["momentum"]) != 0.0 else ()
+    return "sgd", keys, flags | {"implementation": _implementation(group, params)}
+
+
+def _implementation(group: dict, params: Sequence[torch.Tensor]) -> str:
+    """The one of torch's three implementations the optimizer itself would take, so that bits can agree."""
+    if group.get("fused"):
+        return "fused"
+    if group.get("foreach") or (group.get("foreach") is None and all(p.is_cuda for p in params)):
+        return "foreach"
+    return "single"
+
+
+def steps_taken(optimizer: Optimizer, parameter: torch.Tensor) -> float:
+    """How many updates a parameter has had, as `optimizer.state` tells it."""
+    state = optimizer.state.get(parameter)
+    if not state:
+        return 0.0
+    if type(optimizer) is SGD:
+        return 1.0 if state.get("momentum_buffer") is not None else 0.0
+    return float(state.get("step", 0.0))
+
+
+def hyper_values(plan: UpdatePlan, group: dict, steps: float) -> list[float]:
+    """The numbers of one group for the update after `steps` earlier ones, in the order the operators read them."""
+    if plan.kind == "adamw":
+        beta1, beta2 = group["betas"]
+        return [steps + 1, *map(float, (group["lr"], beta1, beta2, group["eps"], group["weight_decay"]))]
+    # torch's first momentum step takes the gradient undamped; with a zero buffer that is dampening 0
+    dampening = float(group["dampening"]) if steps > 0 else 0.0
+    return [float(group["lr"]), float(group["momentum"]), dampening, float(group["weight_decay"])]
+
+
+def hyper_size(plan: UpdatePlan) -> int:
+    return 6 if plan.kind == "adamw" else 4
+
+
+def new_state(optimizer: Optimizer, plan: UpdatePlan, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The state torch would create for a parameter at its first step."""
+    group = optimizer.param_groups[plan.group]
+    state = {k: torch.zeros_like(parameter, memory_format=torch.preserve_format) for k in plan.state_keys}
+    if plan.kind == "adamw":
+        on_device = bool(group.get("capturable") or group.get("fused"))
+        device = parameter.device if on_device else torch.device("cpu")
+        dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+        state = {"step": torch.zeros((), dtype=dtype, device=device)} | state
+    return state
+
+
+def call_update(
+    plan: UpdatePlan,
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    states: Mapping[str, Sequence[torch.Tensor]],
+    hyper: torch.Tensor,
+    scale: torch.Tensor | None,
+) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
+    """The functional update: new parameters, and new state by key."""
+    flags = dict(plan.flags)
+    count = len(params)
+    if plan.kind == "adamw":
+        highest = list(states.get("max_exp_avg_sq", []))
+        values = ws.adamw(
+            list(params), list(grads), list(states["exp_avg"]), list(states["exp_avg_sq"]), highest, hyper, scale,
+            flags["amsgrad"], flags["maximize"], flags["decoupled"], flags["implementation"],
+        )  # fmt: skip
+    else:
+        buffers = list(states.get("momentum_buffer", []))
+        values = ws.sgd(
+            list(params), list(grads), buffers, hyper, scale,
+            flags["nesterov"], flags["maximize"], flags["implementation"],
+        )  # fmt: skip
+    news = [list(values[i * count : (i + 1) * count]) for i in range(1 + len(plan.state_keys))]
+    return news[0], dict(zip(plan.state_keys, news[1:], strict=True))

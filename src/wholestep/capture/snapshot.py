@@ -1,0 +1,127 @@
+"""What a forward leaves behind on its modules, seen and undone.
+
+Tracing runs the user's forward on fake tensors. Whatever it stores on a module (a cached rotary table, a counter, the last
+hidden state) would be a fake value, or a Python value advanced by a run that never happened. `Snapshot` keeps every module's
+attributes, tells what changed, and puts all of it back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from wholestep import compat
+
+_SKIPPED = {"_parameters", "_buffers", "_modules"}  # swapped and restored by the tracer itself
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Change:
+    """One attribute that a forward wrote."""
+
+    path: str
+    attribute: str
+    value: Any
+
+    def __str__(self) -> str:
+        return f"{self.path}.{self.attribute}" if self.path else self.attribute
+
+
+class Snapshot:
+    """The attributes of every module below `root`, as they are now."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.entries: list[tuple[str, nn.Module, dict[str, Any], dict[str, dict], dict[str, Any]]] = []
+        for path, module in root.named_modules():
+            plain = {k: v for k, v in module.__dict__.items() if k not in _SKIPPED}
+            tables = {k: dict(module.__dict__[k]) for k in _SKIPPED if k in module.__dict__}
+            inner = {k: _copy_container(v) for k, v in plain.items() if isinstance(v, list | dict | set)}
+            self.entries.append((path, module, plain, tables, inner))
+
+    def changes(self) -> list[Change]:
+        """Attributes whose object (or, for plain containers, whose content) is another than at the snapshot."""
+        found = []
+        for path, module, plain, _, inner in self.entries:
+            for name, value in module.__dict__.items():
+                if name in _SKIPPED:
+                    continue
+                if name not in plain or not _same(plain[name], value):
+                    found.append(Change(path, name, value))
+                elif name in inner and not _same_container(inner[name], value):
+                    found.append(Change(path, name, value))
+        return found
+
+    def restore(self) -> None:
+        """Put every attribute, buffer and container back as it was."""
+        for _, module, plain, tables, inner in self.entries:
+            for name in [n for n in module.__dict__ if n not in plain and n not in _SKIPPED]:
+                del module.__dict__[name]
+            for name, value in plain.items():
+                module.__dict__[name] = value
+                if name in inner:
+                    _refill(value, inner[name])
+            for name, table in tables.items():
+                live = module.__dict__[name]
+                if list(live) != list(table) or any(live[k] is not v for k, v in table.items()):
+                    live.clear()
+                    live.update(table)
+
+
+def leftover_fakes(root: nn.Module) -> list[str]:
+    """Where a fake tensor is still reachable from a module's attributes; empty after a clean capture."""
+    found = []
+    for path, module in root.named_modules():
+        for name, value in module.__dict__.items():
+            if any(compat.is_fake(t) for t in _tensors(value)):
+                found.append(f"{path}.{name}" if path else name)
+    return found
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor) or type(a) is not type(b):
+        return False
+    if isinstance(a, int | float | str | bool | bytes | tuple):
+        try:
+            return bool(a == b)
+        except Exception:
+            return False
+    return False
+
+
+def _copy_container(value: Any) -> Any:
+    return type(value)(value) if type(value) in (list, dict, set) else value
+
+
+def _same_container(kept: Any, live: Any) -> bool:
+    if type(kept) is dict and type(live) is dict:
+        return list(kept) == list(live) and all(_same(kept[k], live[k]) for k in kept)
+    if type(kept) is list and type(live) is list:
+        return len(kept) == len(live) and all(_same(a, b) for a, b in zip(kept, live, strict=True))
+    if type(kept) is set and type(live) is set:
+        return kept == live
+    return True
+
+
+def _refill(live: Any, kept: Any) -> None:
+    if live is kept or _same_container(kept, live):
+        return
+    live.clear()
+    if isinstance(live, list):
+        live.extend(kept)
+    else:
+        live.update(kept)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for v in value.values() for t in _tensors(v)]
+    if isinstance(value, list | tuple | set):
+        return [t for v in value for t in _tensors(v)]
+    return []

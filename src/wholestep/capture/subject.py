@@ -1,0 +1,138 @@
+"""The subject of a capture: the user's modules, loss and optimizer, with their tensors named once.
+
+Whatever the user passes as `model` (one module, a dict or a tuple of them) becomes one root module here, so that every
+parameter and buffer has one name; tied ones have one name and several aliases.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from wholestep.errors import BadLoss, BadOption, UnsupportedModel, UnsupportedOptimizer
+
+
+class Bundle(nn.Module):
+    """Several modules under one root, without touching them."""
+
+    def __init__(self, members: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, module in members.items():
+            self.add_module(name, module)
+
+
+@dataclasses.dataclass(slots=True)
+class Subject:
+    """What is trained, and how; the tensors are looked up live, never copied."""
+
+    model: Any
+    root: nn.Module
+    loss_fn: Callable[[Any, Any], Any]
+    optimizer: Optimizer | None
+    precision: str = "fp32"
+    accumulate: int = 1
+    clip_norm: float | None = None
+    parameters: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    aliases: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Every name a tensor has -> the one it is known by here."""
+
+    def refresh(self) -> None:
+        """Look all tensors up again (a module may have been changed by the user)."""
+        self.parameters = dict(self.root.named_parameters())
+        self.buffers = dict(self.root.named_buffers())
+        first = {id(t): n for n, t in [*self.parameters.items(), *self.buffers.items()]}
+        every = [
+            *self.root.named_parameters(remove_duplicate=False),
+            *self.root.named_buffers(remove_duplicate=False),
+        ]
+        self.aliases = {n: first[id(t)] for n, t in every}
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters the step differentiates: the optimizer's, or all that require a gradient."""
+        wanted = {n: p for n, p in self.parameters.items() if p.requires_grad}
+        if self.optimizer is None:
+            return wanted
+        members = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        return {n: p for n, p in wanted.items() if id(p) in members}
+
+    @property
+    def device(self) -> torch.device:
+        first = next(iter(self.trained.values()), None)
+        return torch.device("cpu") if first is None else first.device
+
+
+def make_subject(
+    model: Any,
+    loss_fn: Callable[[Any, Any], Any] | None,
+    optimizer: Optimizer | None,
+    *,
+    precision: str = "fp32",
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+) -> Subject:
+    """Check the arguments of `compile` that need no batch, and name every tensor."""
+    root = _root_of(model)
+    if loss_fn is None:
+        if not isinstance(model, nn.Module):
+            raise BadLoss("loss_fn=None means model(**batch).loss, which needs a single module", hint="pass a loss_fn")
+        loss_fn = model_loss
+    if not callable(loss_fn):
+        raise BadLoss(f"loss_fn is a {type(loss_fn).__name__}, not a function of (model, batch)")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise UnsupportedOptimizer(
+            f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer",
+            hint="pass the optimizer itself, or optimizer=None to get gradients in p.grad and step it yourself",
+        )
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise BadOption(f"accumulate={accumulate!r}", hint="use a whole number of micro-batches, 1 or more")
+    if clip_norm is not None and not clip_norm > 0:
+        raise BadOption(f"clip_norm={clip_norm!r}", hint="use a positive number, or None for no clipping")
+    subject = Subject(model, root, loss_fn, optimizer, precision, accumulate, clip_norm)
+    subject.refresh()
+    _check_optimizer_members(subject)
+    return subject
+
+
+def model_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The default loss: what Hugging Face models return when the batch holds labels."""
+    output = model(**batch) if isinstance(batch, Mapping) else model(batch)
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if loss is None:
+        raise BadLoss(
+            f"{type(model).__name__} returned no .loss", hint="put labels in the batch, or pass loss_fn(model, batch)"
+        )
+    return loss
+
+
+def _root_of(model: Any) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    if isinstance(model, Mapping) and model and all(isinstance(m, nn.Module) for m in model.values()):
+        return Bundle({str(k): m for k, m in model.items()})
+    if isinstance(model, list | tuple) and model and all(isinstance(m, nn.Module) for m in model):
+        return Bundle({str(i): m for i, m in enumerate(model)})
+    raise UnsupportedModel(
+        f"model is a {type(model).__name__}", hint="pass an nn.Module, or a dict or tuple of all modules the loss reads"
+    )
+
+
+def _check_optimizer_members(subject: Subject) -> None:
+    if subject.optimizer is None:
+        return
+    known = {id(p) for p in subject.parameters.values()}
+    for g, group in enumerate(subject.optimizer.param_groups):
+        for i, p in enumerate(group["params"]):
+            if id(p) not in known:
+                raise UnsupportedOptimizer(
+                    f"parameter {i} of optimizer group {g}, shape {tuple(p.shape)}, is in none of the modules given",
+                    hint="pass every module that is trained: model={'a': a, 'b': b}",
+                )

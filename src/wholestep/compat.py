@@ -1,0 +1,112 @@
+"""The only file that touches private torch APIs that differ between versions, or may.
+
+Everything here exists in torch 2.11 and 2.13; a name that moves is mended here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.nn.utils import stateless
+
+TESTED_TORCH = ("2.11", "2.13")
+
+FakeMode = FakeTensorMode
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """A mode whose tensors have shapes and no data; real tensors that reach it (closures) are taken in and noticed later."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+def is_fake(value: object) -> bool:
+    return isinstance(value, FakeTensor)
+
+
+def to_fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A fake of the same shape, strides, dtype and device, all sizes static."""
+    return mode.from_tensor(tensor.detach(), static_shapes=True)
+
+
+def new_symbol(mode: FakeTensorMode, name: str, hint: int) -> torch.SymInt:
+    """One symbolic size, to be shared by every input dimension that means the same thing."""
+    from torch._dynamo.source import ConstantSource
+
+    source = ConstantSource(name)
+    env = mode.shape_env
+    assert env is not None
+    symbol = env.create_unspecified_symbol(hint, source, DimDynamic.DYNAMIC)
+    made = env.create_symintnode(symbol, hint=hint, source=source)
+    env.constrain_symbol_range(symbol, 2, 1 << 24)
+    return made
+
+
+def trace(
+    function: Callable[..., Any], arguments: list[Any], *, mode: FakeTensorMode, functional: bool = False
+) -> fx.GraphModule:
+    """One make_fx pass. `functional` removes mutations (legal only where no autograd is left inside)."""
+    traced = torch.func.functionalize(function, remove="mutations") if functional else function
+    with (
+        mode,
+        tracing(TracingContext(mode)),
+        enable_python_dispatcher(),
+        fx_traceback.preserve_node_meta(),
+        torch.autograd.set_multithreading_enabled(False),
+        torch.no_grad() if functional else contextlib.nullcontext(),
+    ):
+        return make_fx(traced, record_module_stack=False)(*arguments)
+
+
+@contextlib.contextmanager
+def fake_run(mode: FakeTensorMode) -> Iterator[None]:
+    """The same surroundings as `trace`, without recording."""
+    with mode, tracing(TracingContext(mode)), enable_python_dispatcher():
+        yield
+
+
+def annotate(**facts: Any) -> Any:
+    """Context: every node made inside carries `facts` in meta["custom"]."""
+    return fx_traceback.annotate(facts)
+
+
+def note_source(source: str) -> None:
+    """Sets the source line of the nodes made from now on; cheaper than a context per operator call."""
+    custom = fx_traceback.current_meta.get("custom")
+    if custom is not None:
+        custom["source"] = source
+
+
+def number_backward(loss: torch.Tensor) -> None:
+    """Backward nodes will carry the sequence number of the forward operator they belong to."""
+    if loss.grad_fn is not None:
+        setup_stacktrace_preservation_hooks([loss.grad_fn])
+
+
+def swapped_tensors(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Any:
+    """Context: `module` runs on `tensors` instead of its own parameters and buffers."""
+    return stateless._reparametrize_module(module, tensors)
+
+
+def shape_guards(mode: FakeTensorMode) -> list[Any]:
+    """The facts about symbolic sizes that the trace relied on, as sympy expressions."""
+    env = mode.shape_env
+    return [] if env is None else [guard.expr for guard in env.guards]
+
+
+def dynamo_export(module: nn.Module, arguments: tuple[Any, ...]) -> fx.GraphModule:
+    """Dynamo's graph of one module call, with the module's own parameters; raises on a graph break."""
+    from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+
+    return dynamo_graph_capture_for_export(module)(*arguments)

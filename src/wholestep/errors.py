@@ -1,0 +1,62 @@
+"""Every error and warning a user can meet: what happened, where in their model, the values, what to try.
+
+`WholestepError` and its children stop the call. `CaptureRefused` does not: the fallback ladder catches it, takes the next
+rung and tells the reason. Warnings are for requests that are honoured in another way than asked.
+"""
+
+from __future__ import annotations
+
+
+class WholestepError(ValueError):
+    """The request cannot be honoured; the message says what to do instead."""
+
+    def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
+        self.what, self.where, self.hint = what, where, hint
+        parts = [what if where is None else f"{what} (at {where})"]
+        if hint:
+            parts.append(hint)
+        super().__init__(". ".join(part.rstrip(".") for part in parts) + ".")
+
+
+class UnsupportedModel(WholestepError):
+    """The model, as wrapped or placed, would train differently without anyone noticing."""
+
+
+class UnsupportedOptimizer(WholestepError):
+    """The optimizer (or what wraps it) needs something a captured step cannot give."""
+
+
+class BadLoss(WholestepError):
+    """The loss function returned something that cannot be differentiated."""
+
+
+class BadBatch(WholestepError):
+    """The batch cannot be used with this Step."""
+
+
+class BadOption(WholestepError):
+    """An argument of `compile` or `verify` has no such value."""
+
+
+class NotBuiltYet(WholestepError):
+    """A documented request whose stage is not part of this version."""
+
+
+class CompilerMissing(WholestepError):
+    """No C++ compiler for backend `inductor` on the CPU."""
+
+
+class FirstStepDiffers(WholestepError):
+    """`check="first"`: the compiled step and eager PyTorch disagree on the first live batch."""
+
+
+class CaptureRefused(Exception):  # noqa: N818 - a control-flow signal of the ladder, not a user-facing error
+    """This rung of the ladder cannot capture the step faithfully; the next rung is tried and `reason` is told."""
+
+    def __init__(self, reason: str, *, where: str | None = None) -> None:
+        self.reason, self.where = reason, where
+        super().__init__(reason if where is None else f"{reason} (at {where})")
+
+
+class WholestepWarning(UserWarning):
+    """A request is honoured in another way than asked; the text says which."""

@@ -1,0 +1,161 @@
+"""When values die and how many bytes are alive: a TrainingGraph in, last uses and a peak out.
+
+Views share the storage of what they look at, so a storage lives until the last use of any of its aliases. Aliases are
+read from the operators' schemas (`Tensor(a) self -> Tensor(a)`), not from the storages of the fake tensors: passes and
+the cache make new fake tensors, schemas stay true.
+
+This is a model, not a measurement. It follows the order of the graph one node at a time, knows nothing of fusion (which
+never materialises most pointwise values), of workspaces inside operators, or of the rounding of an allocator.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.graph.training_graph import OutputKind, TrainingGraph, phase_of
+
+Storages = Any
+"""A storage number, None for what is no tensor, or a list of these: the shape of a node's `meta["val"]`."""
+
+
+def storages(graph: TrainingGraph) -> dict[fx.Node, Storages]:
+    """Which storage each value lives in. Numbers are shared by aliases; a new number means that the node allocates."""
+    found: dict[fx.Node, Storages] = {}
+    count = 0
+    for node in graph.graph.nodes:
+        if node.op == "output":
+            continue
+        if node.target is operator.getitem and isinstance(found.get(node.args[0]), list):
+            found[node] = found[node.args[0]][node.args[1]]
+            continue
+        viewed = _viewed_storage(node, found)
+        found[node], count = _number_value(node.meta.get("val"), viewed, count)
+    return found
+
+
+def last_uses(graph: TrainingGraph) -> dict[fx.Node, list[fx.Node]]:
+    """Node -> the values that die after it: those whose storage nobody, through any alias, reads later.
+
+    Inputs, constants and outputs never die. A value that nobody reads dies where it is made.
+    """
+    found = storages(graph)
+    nodes = list(graph.graph.nodes)
+    last = _last_positions(nodes, found)
+    lasting = _held_by_others(found)
+    dying: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for value, tree in found.items():
+        numbers = _flat(tree)
+        if value.op != "call_function" or not numbers or not lasting.isdisjoint(numbers):
+            continue
+        end = nodes[max(last[number] for number in numbers)]  # a list of tensors dies with the last of them
+        if end.op != "output":
+            dying[end].append(value)
+    return dict(dying)
+
+
+def peak_bytes(graph: TrainingGraph, *, donate: bool = True) -> int:
+    """The most bytes alive at any node beyond the inputs and constants, by the model this file describes.
+
+    With `donate`, a new parameter or state made in the update phase takes the storage of the input it replaces, as the
+    lowered step does, and counts nothing.
+    """
+    found = storages(graph)
+    nodes = list(graph.graph.nodes)
+    last = _last_positions(nodes, found)
+    not_counted = _held_by_others(found) | (_donated(graph, found) if donate else set())
+    sizes: dict[int, int] = {}
+    born: dict[int, list[int]] = defaultdict(list)
+    for position, node in enumerate(nodes):
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        for number, tensor in _with_tensors(found[node], node.meta.get("val")):
+            if number not in sizes and number not in not_counted:
+                sizes[number] = _storage_bytes(tensor)
+                born[position].append(number)
+    dying: dict[int, list[int]] = defaultdict(list)
+    for number in sizes:
+        dying[last[number]].append(number)
+    alive = peak = 0
+    for position in range(len(nodes)):
+        alive += sum(sizes[number] for number in born[position])
+        peak = max(peak, alive)
+        alive -= sum(sizes[number] for number in dying[position])
+    return peak
+
+
+def _last_positions(nodes: list[fx.Node], found: dict[fx.Node, Storages]) -> dict[int, int]:
+    """Storage -> the position of the last node that makes or reads any value in it."""
+    last: dict[int, int] = {}
+    for position, node in enumerate(nodes):
+        for value in (node, *node.all_input_nodes):
+            last.update(dict.fromkeys(_flat(found.get(value)), position))
+    return last
+
+
+def _held_by_others(found: dict[fx.Node, Storages]) -> set[int]:
+    """The storages of inputs and constants: alive before and after the step, whoever looks at them."""
+    return {number for node, tree in found.items() if node.op != "call_function" for number in _flat(tree)}
+
+
+def _viewed_storage(node: fx.Node, found: dict[fx.Node, Storages]) -> int | None:
+    """The storage that the results of a view operator share, or None when it makes its own."""
+    schema = getattr(node.target, "_schema", None)
+    # The alias set of a list of views (`split`) is empty in the schema object; that it exists is what tells.
+    if schema is None or schema.is_mutable or not any(entry.alias_info for entry in schema.returns):
+        return None
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None:
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        numbers = found.get(value) if isinstance(value, fx.Node) else None
+        if isinstance(numbers, int):
+            return numbers
+    return None
+
+
+def _number_value(value: Any, viewed: int | None, count: int) -> tuple[Storages, int]:
+    if isinstance(value, torch.Tensor):
+        return (viewed, count) if viewed is not None else (count, count + 1)
+    if isinstance(value, list | tuple):
+        entries = []
+        for entry in value:
+            numbers, count = _number_value(entry, viewed, count)
+            entries.append(numbers)
+        return entries, count
+    return None, count
+
+
+def _flat(numbers: Storages) -> list[int]:
+    if isinstance(numbers, list):
+        return [number for entry in numbers for number in _flat(entry)]
+    return [] if numbers is None else [numbers]
+
+
+def _with_tensors(numbers: Storages, value: Any) -> list[tuple[int, torch.Tensor]]:
+    if isinstance(numbers, list):
+        return [pair for entry, inner in zip(numbers, value, strict=True) for pair in _with_tensors(entry, inner)]
+    return [] if numbers is None else [(numbers, value)]
+
+
+def _donated(graph: TrainingGraph, found: dict[fx.Node, Storages]) -> set[int]:
+    return {
+        number
+        for entry, value in zip(graph.outputs, graph.output_values, strict=True)
+        if entry.kind is OutputKind.UPDATE and isinstance(value, fx.Node) and phase_of(value) == "update"
+        for number in _flat(found[value])
+    }
+
+
+def _storage_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the storage that holds the tensor: up to its last element (an expanded tensor holds one row)."""
+    if not all(isinstance(number, int) for number in (*tensor.shape, *tensor.stride())):
+        raise ValueError(f"symbolic shape {tuple(tensor.shape)}: bytes are known only for fixed shapes")
+    if tensor.numel() == 0:
+        return 0
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return extent * tensor.element_size()

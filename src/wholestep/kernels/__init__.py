@@ -1,0 +1,25 @@
+"""Operators of the library namespace `ws`: importing this package registers them.
+
+Out: `IN_PLACE` (functional update overload -> Python function that updates parameters and states in place) and `DECOMPOSITIONS`
+(overload -> aten arithmetic that Inductor fuses). Importing touches no GPU and does not import Triton.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch._ops import OpOverload
+
+from wholestep.kernels import adamw, attention, clip, dropout, random_bits, sgd
+
+IN_PLACE: dict[OpOverload, Callable[..., None]] = {
+    torch.ops.ws.adamw.default: adamw.update_in_place,
+    torch.ops.ws.sgd.default: sgd.update_in_place,
+}
+
+DECOMPOSITIONS: dict[OpOverload, Callable[..., torch.Tensor]] = {
+    torch.ops.ws.dropout.default: dropout.reference,
+    torch.ops.ws.uniform.default: random_bits.uniform,
+    torch.ops.ws.normal.default: random_bits.normal,
+}
+
+__all__ = ["DECOMPOSITIONS", "IN_PLACE", "adamw", "attention", "clip", "dropout", "random_bits", "sgd"]

@@ -1,0 +1,241 @@
+"""What the multi-tensor update operators share: argument checks, torch.optim flags, and the device tables of a one-launch Triton kernel.
+
+In: lists of tensors. Out: `Table`s, i.e. a device int64 matrix of addresses (one row per list: params, grads, states) with a static chunk
+table that gives each Triton program its tensor and its first element. Why: one launch for hundreds of parameters instead of one each.
+
+Addresses change from step to step only when the allocator moves gradients, so tables are cached by content. A table uploaded while a CUDA
+graph is being captured owns its pinned host buffer for ever: the graph copies from that buffer at every replay.
+"""
+
+import functools
+import importlib.util
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IMPLEMENTATIONS = ("single", "foreach", "fused")
+# Elements per Triton program: 4 warps x 32 lanes x 16 elements; enough loads in flight, and small tensors waste little.
+BLOCK = 2048
+MAX_CACHED_TABLES = 64
+MAX_SPARE_BUFFERS = 64
+
+
+def implementation_flags(implementation: str) -> dict[str, bool]:
+    """The keyword arguments by which torch.optim's functional code selects its implementation."""
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+    return {"foreach": implementation == "foreach", "fused": implementation == "fused"}
+
+
+def scaled_grads(grads: list[Tensor], scale: Tensor | None) -> list[Tensor]:
+    """grads * scale as clip_grad_norm_ does it, into new tensors; the list itself is always new."""
+    return list(grads) if scale is None else [g * scale for g in grads]
+
+
+def check_lengths(params: list[Tensor], lists: dict[str, list[Tensor]], op: str) -> None:
+    """Every list has one tensor per parameter."""
+    for name, tensors in lists.items():
+        if len(tensors) != len(params):
+            raise ValueError(f"{op}: {name} has {len(tensors)} tensors, expected {len(params)}")
+
+
+@functools.cache
+def triton_reason() -> str | None:
+    """Why Triton kernels cannot be used here, or None when they can."""
+    return None if importlib.util.find_spec("triton") is not None else "triton is not installed"
+
+
+# ---- grouping and layout -------------------------------------------------------------------------------------
+
+
+def group_by_dtype(lists: list[list[Tensor]]) -> dict[tuple[torch.dtype, ...], list[int]]:
+    """Indices of the tensors whose (param, grad, state...) dtypes are the same: one launch each."""
+    groups: dict[tuple[torch.dtype, ...], list[int]] = {}
+    for index, row in enumerate(zip(*lists, strict=True)):
+        if row[0].numel() > 0:
+            groups.setdefault(tuple(t.dtype for t in row), []).append(index)
+    return groups
+
+
+def is_dense(t: Tensor) -> bool:
+    """True when the elements fill one block of memory without gaps or overlaps, in any order of dimensions."""
+    if t.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def same_layout(a: Tensor, b: Tensor) -> bool:
+    """True when element i of the memory of `a` is element i of the memory of `b` (strides of size-1 dimensions do not count)."""
+    if a.stride() == b.stride():
+        return True
+    return all(s == t for s, t, size in zip(a.stride(), b.stride(), a.shape, strict=True) if size != 1)
+
+
+def matching(t: Tensor, like: Tensor) -> Tensor:
+    """`t` itself, or a copy of it in the layout of the dense tensor `like`."""
+    if same_layout(t, like):
+        return t
+    return torch.empty_like(like, dtype=t.dtype).copy_(t)
+
+
+# ---- tables --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The static half of a table: which tensor and which first element each program works on."""
+
+    tensor: Tensor  # int32 [num_chunks]
+    start: Tensor  # int64 [num_chunks]
+    size: Tensor  # int64 [num_tensors], elements of each tensor
+    num_chunks: int
+
+
+@dataclass(slots=True)
+class HostBuffer:
+    """A pinned staging buffer, with the event after which it may be written again."""
+
+    memory: Tensor
+    ready: torch.cuda.Event | None = None
+
+
+@dataclass(slots=True)
+class TableStore:
+    """Tables of one device: cached by content, uploaded through pinned buffers."""
+
+    device: torch.device
+    chunks: dict[tuple[int, ...], Chunks] = field(default_factory=dict)
+    tables: OrderedDict[bytes, Tensor] = field(default_factory=OrderedDict)
+    ring: dict[int, list[HostBuffer]] = field(default_factory=dict)
+    spare: dict[int, list[Tensor]] = field(default_factory=dict)
+    captured: list[Tensor] = field(default_factory=list)
+
+
+@functools.cache
+def store_of(device: torch.device) -> TableStore:
+    return TableStore(device)
+
+
+def chunks_of(store: TableStore, sizes: tuple[int, ...]) -> Chunks:
+    """The chunk table for these tensor sizes, built once (its upload waits for the device, so warm up before a capture)."""
+    found = store.chunks.get(sizes)
+    if found is None:
+        counts = np.array([-(-size // BLOCK) for size in sizes], dtype=np.int64)
+        tensor = np.repeat(np.arange(len(sizes), dtype=np.int32), counts)
+        first = np.repeat(np.cumsum(counts) - counts, counts)
+        start = (np.arange(len(tensor), dtype=np.int64) - first) * BLOCK
+        found = Chunks(
+            torch.from_numpy(tensor).to(store.device),
+            torch.from_numpy(start).to(store.device),
+            torch.tensor(sizes, dtype=torch.int64, device=store.device),
+            len(tensor),
+        )
+        store.chunks[sizes] = found
+    return found
+
+
+def address_table(store: TableStore, rows: list[list[Tensor]]) -> tuple[Tensor, bool]:
+    """The device int64 [len(rows) * num_tensors] table of addresses, and whether all are 16-byte aligned."""
+    addresses = np.array([t.data_ptr() for row in rows for t in row], dtype=np.int64)
+    aligned = not bool((addresses & 15).any())
+    if store.device.type != "cuda":
+        return torch.from_numpy(addresses), aligned
+    content = addresses.tobytes()
+    capturing = torch.cuda.is_current_stream_capturing()
+    table = store.tables.get(content)
+    if table is not None:
+        store.tables.move_to_end(content)
+        if capturing:
+            store.captured.append(table)
+        return table, aligned
+    if capturing:
+        return _upload_captured(store, addresses), aligned
+    table = _upload(store, addresses)
+    store.tables[content] = table
+    if len(store.tables) > MAX_CACHED_TABLES:
+        store.tables.popitem(last=False)
+    return table, aligned
+
+
+def _size_class(num_words: int) -> int:
+    return max(64, 1 << (num_words - 1).bit_length())
+
+
+def _upload(store: TableStore, addresses: np.ndarray) -> Tensor:
+    """Copy through a ring buffer whose previous copy has ended; keep spares for a later capture, where pinning memory is not allowed."""
+    size_class = _size_class(len(addresses))
+    ring = store.ring.setdefault(size_class, [])
+    buffer = next((b for b in ring if b.ready is None or b.ready.query()), None)
+    if buffer is None:
+        buffer = HostBuffer(torch.empty(size_class, dtype=torch.int64, pin_memory=True))
+        ring.append(buffer)
+    spare = store.spare.setdefault(size_class, [])
+    if len(spare) < MAX_SPARE_BUFFERS:
+        spare.append(torch.empty(size_class, dtype=torch.int64, pin_memory=True))
+    buffer.memory.numpy()[: len(addresses)] = addresses
+    table = torch.empty(len(addresses), dtype=torch.int64, device=store.device)
+    table.copy_(buffer.memory[: len(addresses)], non_blocking=True)
+    buffer.ready = buffer.ready or torch.cuda.Event()
+    buffer.ready.record(torch.cuda.current_stream(store.device))
+    return table
+
+
+def _upload_captured(store: TableStore, addresses: np.ndarray) -> Tensor:
+    """Record the copy in the graph; its pinned source is never reused. Not cached: the table is written only when the graph replays."""
+    spare = store.spare.setdefault(_size_class(len(addresses)), [])
+    memory = spare.pop() if spare else torch.empty(_size_class(len(addresses)), dtype=torch.int64, pin_memory=True)
+    memory.numpy()[: len(addresses)] = addresses
+    store.captured.append(memory)
+    table = torch.empty(len(addresses), dtype=torch.int64, device=store.device)
+    table.copy_(memory[: len(addresses)], non_blocking=True)
+    return table
+
+
+# ---- launching -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What one launch over a dtype group needs; `rows` keeps the tensors of the table alive until the launch is queued."""
+
+    table: Tensor
+    chunks: Chunks
+    aligned: bool
+    dtypes: tuple[torch.dtype, ...]
+    rows: list[list[Tensor]]
+    write_back: list[tuple[Tensor, Tensor]]  # (where the user's tensor is, the dense copy that was updated)
+
+
+def launches(params: list[Tensor], grads: list[Tensor], states: list[list[Tensor]]) -> list[Launch]:
+    """Group by dtype, bring every tensor of a parameter into one memory layout, and build the tables."""
+    store = store_of(params[0].device)
+    result = []
+    for dtypes, indices in group_by_dtype([params, grads, *states]).items():
+        columns, write_back = [], []
+        for i in indices:
+            param = params[i] if is_dense(params[i]) else params[i].contiguous()
+            column = [param, matching(grads[i], param), *(matching(s[i], param) for s in states)]
+            originals = (params[i], grads[i], *(s[i] for s in states))
+            write_back += [(o, c) for row, (o, c) in enumerate(zip(originals, column, strict=True)) if row != 1 and o is not c]
+            columns.append(column)
+        rows = [list(row) for row in zip(*columns, strict=True)]
+        table, aligned = address_table(store, rows)
+        chunks = chunks_of(store, tuple(p.numel() for p in rows[0]))
+        result.append(Launch(table, chunks, aligned, dtypes, rows, write_back))
+    return result
+
+
+def copy_back(launch: Launch) -> None:
+    """Give tensors that are not dense their new values."""
+    for original, copy in launch.write_back:
+        original.copy_(copy)

@@ -1,0 +1,238 @@
+"""Functional graph -> imperative graph: state is written into the tensors that hold it.
+
+In goes a TrainingGraph, whose updates leave as outputs. Out comes an FX graph of the same operators, in the same order, where
+
+- an optimizer node whose results are the new values of the very inputs it reads is replaced by its in-place twin
+  (`kernels.IN_PLACE`), so no second copy of parameters and optimizer state ever exists;
+- every other update (buffers, statistics, accumulated gradients) is an `aten.copy_` right after the last reader of the old value;
+- a value that shares memory with a written input, and is returned or copied elsewhere, is cloned before the write (two
+  buffers that swap, a parameter returned as an extra output).
+
+The result's outputs are the outputs that are no updates, then the watched nodes. Both lowerings start from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.graph.training_graph import OutputKind, TrainingGraph
+from wholestep.lower.aliases import alias_roots, may_alias
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(slots=True)
+class ImperativeGraph:
+    """What runs: an FX graph with explicit writes. Do not eliminate dead code on it, `copy_` has no users."""
+
+    graph: fx.Graph
+    owner: torch.nn.Module
+    """Where `get_attr` constants live."""
+    origin: dict[fx.Node, fx.Node]
+    """Node of this graph -> node of the training graph it came from."""
+    num_in_place: int
+    num_copies: int
+    num_snapshots: int
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    @property
+    def results(self) -> tuple[Any, ...]:
+        return tuple(next(iter(reversed(self.graph.nodes))).args[0])  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(slots=True)
+class _Writes:
+    """What the analysis decided, in terms of the training graph's nodes."""
+
+    twins: dict[fx.Node, Callable[..., None]]
+    renamed: dict[fx.Node, fx.Node]
+    """Result of an in-place update -> the placeholder that holds it afterwards."""
+    snapshots: set[fx.Node]
+    """Values cloned as soon as they exist: their memory is overwritten before they are returned or copied."""
+    copies: list[tuple[fx.Node, Any]]
+    """(placeholder, new value)"""
+
+
+def in_place_twins() -> dict[Any, Callable[..., None]]:
+    """Functional update operator -> the function that does the same in place."""
+    try:
+        from wholestep.kernels import IN_PLACE
+    except ImportError:
+        return {}
+    return IN_PLACE
+
+
+def write_state_in_place(training: TrainingGraph, watch: Sequence[str] = ()) -> ImperativeGraph:
+    """The imperative form of `training`; `watch` names nodes whose values are returned too."""
+    values = training.output_values
+    returned = [value for value, entry in zip(values, training.outputs, strict=True) if entry.kind is not OutputKind.UPDATE]
+    returned += [training.node(name) for name in watch]
+    order = _needed_nodes(training, [*values, *returned])
+    writes = _analyse(training, order, returned)
+    return _emit(training, order, writes, returned)
+
+
+def _needed_nodes(training: TrainingGraph, wanted: Iterable[Any]) -> list[fx.Node]:
+    """Placeholders, plus whatever the wanted values depend on or has an effect; in graph order."""
+    needed = {value for value in wanted if isinstance(value, fx.Node)}
+    for node in reversed(training.graph.nodes):
+        if node.op == "output":
+            continue
+        if node.op == "placeholder" or node in needed or node.is_impure():
+            needed.add(node)
+            needed.update(node.all_input_nodes)
+    return [node for node in training.graph.nodes if node in needed]
+
+
+def _analyse(training: TrainingGraph, order: list[fx.Node], returned: list[Any]) -> _Writes:
+    placeholders = training.placeholders
+    updates = {
+        placeholders[entry.target]: value
+        for value, entry in zip(training.output_values, training.outputs, strict=True)
+        if entry.kind is OutputKind.UPDATE and entry.target is not None and value is not placeholders[entry.target]
+    }
+    position = {node: index for index, node in enumerate(order)}
+    roots = alias_roots(training.graph)
+    last_read = _last_reads(order, position, roots)
+    twins: dict[fx.Node, Callable[..., None]] = {}
+    renamed: dict[fx.Node, fx.Node] = {}
+    table = in_place_twins()
+    for node in order:
+        if node.op == "call_function" and node.target in table:
+            names = _in_place_names(node, updates, roots, last_read, position)
+            if names is not None:
+                twins[node] = table[node.target]
+                renamed.update(names)
+    # After its update a renamed result lives in the placeholder, which is not written again in this step.
+    copies = [(target, value) for target, value in updates.items() if renamed.get(value) is not target]
+    snapshots = {
+        value
+        for value in [*returned, *(value for _, value in copies)]
+        if isinstance(value, fx.Node) and value not in renamed and roots[value] & updates.keys()
+    }
+    # A returned alias of live state would change under the caller's hands at the next step.
+    snapshots.update(value for value in returned if isinstance(value, fx.Node) and _lives_in_state(value, renamed))
+    return _Writes(twins, renamed, snapshots, copies)
+
+
+def _lives_in_state(value: fx.Node, renamed: dict[fx.Node, fx.Node]) -> bool:
+    """Whether the value is the result of an in-place update, or a view of one."""
+    while value not in renamed:
+        if value.op != "call_function" or not may_alias(value.target) or not value.all_input_nodes:
+            return False
+        value = value.all_input_nodes[0]
+    return True
+
+
+def _last_reads(
+    order: list[fx.Node], position: dict[fx.Node, int], roots: dict[fx.Node, frozenset[fx.Node]]
+) -> dict[fx.Node, int]:
+    """Root -> position of the last node that reads it or one of its views (making a view counts); -1 when nobody does."""
+    last: dict[fx.Node, int] = defaultdict(lambda: -1)
+    for node in order:
+        for source in node.all_input_nodes:
+            for root in roots[source]:
+                last[root] = position[node]
+    return last
+
+
+def _in_place_names(
+    node: fx.Node,
+    updates: dict[fx.Node, Any],
+    roots: dict[fx.Node, frozenset[fx.Node]],
+    last_read: dict[fx.Node, int],
+    position: dict[fx.Node, int],
+) -> dict[fx.Node, fx.Node] | None:
+    """Result -> placeholder for an update node that may run in place, or None with its reasons listed here.
+
+    Every list argument but the gradients is written, and the results are those lists one after the other.
+    """
+    written, read = _written_and_read(node)
+    if not all(isinstance(entry, fx.Node) and entry.op == "placeholder" for entry in written):
+        return None
+    if len(set(written)) != len(written):
+        return None
+    results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    if len(results) != len(node.users):
+        return None
+    if any(updates.get(target) is not results.get(index, node) for index, target in enumerate(written)):
+        return None
+    if any(roots[entry] & set(written) for entry in read):
+        return None
+    if any(last_read[target] > position[node] for target in written):
+        return None
+    return {results[index]: target for index, target in enumerate(written)}
+
+
+def _written_and_read(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The tensors an update operator replaces, in the order of its results; and the ones it only reads."""
+    written: list[fx.Node] = []
+    read: list[fx.Node] = []
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    for index, argument in enumerate(arguments):
+        value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+        if isinstance(value, list | tuple) and argument.name != "grads":
+            written.extend(value)  # type: ignore[arg-type]
+        elif isinstance(value, list | tuple):
+            read.extend(entry for entry in value if isinstance(entry, fx.Node))
+        elif isinstance(value, fx.Node):
+            read.append(value)
+    return written, read
+
+
+def _emit(training: TrainingGraph, order: list[fx.Node], writes: _Writes, returned: list[Any]) -> ImperativeGraph:
+    """Copy the needed nodes to a new graph, putting clones and copies at their places."""
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    saved: dict[fx.Node, fx.Node] = {}
+    position = {node: index for index, node in enumerate(order)}
+    roots = alias_roots(training.graph)
+    last_read = _last_reads(order, position, roots)
+    due: dict[int, list[tuple[fx.Node, Any]]] = defaultdict(list)
+    for target, value in writes.copies:
+        made = position[value] if isinstance(value, fx.Node) else -1
+        due[max(made, last_read[target], position[target])].append((target, value))
+    placeholders = [node for node in order if node.op == "placeholder"]
+    for node in placeholders:
+        new[node] = graph.node_copy(node)
+    for index, node in enumerate(order):
+        if node in writes.twins:
+            twin = graph.call_function(writes.twins[node], *_mapped(node, new))
+            twin.meta = dict(node.meta, val=None)
+            new[node] = twin
+        elif node in writes.renamed:
+            new[node] = new[writes.renamed[node]]
+        elif node.op != "placeholder":
+            new[node] = graph.node_copy(node, new.__getitem__)
+        if node in writes.snapshots:
+            saved[node] = _call(graph, aten.clone.default, (new[node],), node, node.meta.get("val"))
+        for target, value in due.get(index, ()):
+            source = saved.get(value) or new[value] if isinstance(value, fx.Node) else value
+            operation = aten.copy_.default if isinstance(source, fx.Node) else aten.fill_.Scalar
+            _call(graph, operation, (new[target], source), value if isinstance(value, fx.Node) else node, target.meta.get("val"))
+    graph.output(tuple(saved.get(value) or new[value] if isinstance(value, fx.Node) else value for value in returned))
+    origin = {copy: node for node, copy in new.items() if node not in writes.renamed}
+    return ImperativeGraph(
+        graph, training.module, origin, len(writes.twins), len(writes.copies), len(writes.snapshots)
+    )
+
+
+def _mapped(node: fx.Node, new: dict[fx.Node, fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return fx.map_arg(node.args, new.__getitem__), fx.map_arg(node.kwargs, new.__getitem__)
+
+
+def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node, value: Any) -> fx.Node:
+    """A node that carries the provenance of `like`."""
+    node = graph.call_function(target, args)
+    node.meta = {"custom": dict(like.meta.get("custom") or {}), "val": value}
+    return node

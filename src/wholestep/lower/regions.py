@@ -1,0 +1,271 @@
+"""Imperative graph -> pieces: regions to compile, and calls the driver makes itself.
+
+In goes the graph of `in_place.py`. Out comes an ordered list of pieces. A region is a run of nodes with one phase and one
+layer, as a small FX graph of its own whose names do not depend on where it came from, plus the values of the whole graph it
+reads and defines. Equal regions (same operators, constants, shapes, strides, devices, and returned values) have equal
+`signature`s, so 24 equal layers compile once. Optimizer updates and clipping are never put in a region.
+
+Three rules keep regions equal and cheap:
+- a view that would cross a border is made again on the other side, so only its base crosses;
+- results of one node stay with it (`getitem`), so what crosses is always a tensor;
+- constants enter as inputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.graph.training_graph import module_of, phase_of
+from wholestep.lower.aliases import is_cheap_view
+from wholestep.lower.in_place import ImperativeGraph
+from wholestep.lower.layers import layers_of
+
+aten = torch.ops.aten
+_COPIES = (aten.copy_.default, aten.fill_.Scalar)
+# Views that keep only part of their base: passing them on may let the rest of an intermediate die.
+_PARTIAL_VIEWS = ("aten::slice", "aten::select", "aten::split", "aten::as_strided", "aten::diagonal", "aten::unbind")
+
+
+@dataclasses.dataclass(slots=True)
+class Region:
+    """A run of nodes that becomes one compiled function."""
+
+    title: str
+    module: fx.GraphModule
+    """Placeholders aligned with `reads`, output tuple aligned with `defines`."""
+    reads: tuple[fx.Node, ...]
+    defines: tuple[fx.Node, ...]
+    signature: str
+    num_operations: int
+
+
+Piece = Region | fx.Node
+"""A region, or a node of the imperative graph that the driver calls directly."""
+
+
+def split_regions(imperative: ImperativeGraph) -> list[Piece]:
+    """Cut the graph into pieces, in an order that can be executed."""
+    groups: dict[int, list[fx.Node]] = {}
+    layers = layers_of(imperative.graph.nodes)
+    for node, number in _assign(imperative, layers).items():
+        groups.setdefault(number, []).append(node)
+    symbols = _symbol_sources(imperative.graph)
+    wanted = {value for value in imperative.results if isinstance(value, fx.Node)}
+    pieces: list[Piece] = []
+    # From the end, so that what a piece must hand on is known when it is built.
+    for number in sorted(groups, reverse=True):
+        if _is_direct_number(number):
+            kept = _without_unread(groups[number], wanted)
+            wanted.update(entry for node in kept for entry in node.all_input_nodes)
+            pieces.extend(reversed(kept))
+            continue
+        own = set(groups[number])
+        body = _without_unread(_with_views(groups[number], imperative), wanted)
+        if body:
+            defines = [node for node in body if node in own and node in wanted]
+            region = _build(imperative, _title(groups[number], layers), body, defines, symbols)
+            wanted.update(region.reads)
+            pieces.append(region)
+    return pieces[::-1]
+
+
+def _is_direct_number(number: int) -> bool:
+    return number % 2 == 1
+
+
+def _without_unread(body: list[fx.Node], wanted: set[fx.Node]) -> list[fx.Node]:
+    """The nodes that matter: wanted outside, read by one that matters, or with an effect."""
+    needed: set[fx.Node] = set()
+    for node in reversed(body):
+        effect = node.target in _COPIES or (node.op == "call_function" and (_is_direct(node) or node.is_impure()))
+        if effect or node in wanted or node in needed:
+            needed.add(node)
+            needed.update(node.all_input_nodes)
+    return [node for node in body if node in needed]
+
+
+def _assign(imperative: ImperativeGraph, layers: dict[fx.Node, str]) -> dict[fx.Node, int]:
+    """Node -> number of its piece: even for regions, odd for direct calls; numbers follow the order of execution."""
+    calls = [node for node in imperative.graph.nodes if node.op == "call_function"]
+    assigned: dict[fx.Node, int] = {}
+    scalars: set[fx.Node] = set()
+    previous: tuple[str, str | None] | None = None
+    number = 0
+    for node in calls:
+        if _is_scalar(node) and all(entry.op == "placeholder" or entry in scalars for entry in node.all_input_nodes):
+            scalars.add(node)
+            assigned[node] = -1  # sizes of the batch: computed once, first of all
+        elif node.target is operator.getitem and node.args[0] in assigned:
+            assigned[node] = assigned[node.args[0]]  # type: ignore[index]
+        elif _is_direct(node):
+            number += 1 if number % 2 == 0 else 0
+            assigned[node] = number
+            previous = None
+        else:
+            key = _key(node, layers, previous)
+            if key != previous or number % 2:
+                number += 1 if number % 2 else 2
+                previous = key
+            assigned[node] = number
+    return assigned
+
+
+def _key(node: fx.Node, layers: dict[fx.Node, str], previous: tuple[str, str | None] | None) -> tuple[str, str | None]:
+    """(phase, layer); a node that does not know its module, and a write of state, stay where they are.
+
+    Outside layers forward and backward are one: the loss and its gradient fuse.
+    """
+    phase = "update" if phase_of(node) == "update" else "step" if node not in layers else phase_of(node)
+    if previous is not None and node.target in _COPIES:
+        return previous
+    if previous is not None and module_of(node) is None and _same_phase(previous[0], phase_of(node)):
+        return previous
+    return phase, layers.get(node)
+
+
+def _same_phase(key: str, phase: str) -> bool:
+    return key == phase or (key == "step" and phase != "update")
+
+
+def _is_direct(node: fx.Node) -> bool:
+    """Whether the driver calls it: in-place updates (plain functions), clipping and functional updates."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return not _is_traceable(node.target)
+    return node.target.namespace == "ws" and phase_of(node) == "update"
+
+
+def _is_traceable(target: Any) -> bool:
+    """Python operators on sizes, and higher-order operators, can be part of a region; other functions cannot."""
+    return isinstance(target, torch._ops.HigherOrderOperator) or getattr(target, "__module__", "") in (
+        "_operator",
+        "math",
+        "torch",
+    )
+
+
+def _is_scalar(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _with_views(nodes: list[fx.Node], imperative: ImperativeGraph) -> list[fx.Node]:
+    """The region's nodes, with the views of outside values (and subgraphs of higher-order operators) made again inside."""
+    inside = set(nodes)
+    body: list[fx.Node] = []
+
+    def bring(value: fx.Node) -> None:
+        if value in inside:
+            return
+        if is_cheap_view(value) and _base_is_whole(value):
+            for entry in value.all_input_nodes:
+                bring(entry)
+        elif value.op != "get_attr" or not isinstance(getattr(imperative.owner, str(value.target), None), torch.nn.Module):
+            return
+        inside.add(value)
+        body.append(value)
+
+    for node in nodes:
+        for entry in node.all_input_nodes:
+            bring(entry)
+        body.append(node)
+    return body
+
+
+def _base_is_whole(view: fx.Node) -> bool:
+    """Whether passing the base instead of the view pins no memory the view would not pin."""
+    base = view
+    partial = False
+    while is_cheap_view(base):
+        partial = partial or base.target._schema.name in _PARTIAL_VIEWS  # type: ignore[union-attr]
+        base = base.all_input_nodes[0]
+    return not partial or base.op in ("placeholder", "get_attr")
+
+
+def _symbol_sources(graph: fx.Graph) -> dict[Any, fx.Node]:
+    """Symbol of a size -> the node that computes it, for graphs with symbolic shapes."""
+    found: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and value.node.expr.is_symbol:
+            found.setdefault(value.node.expr, node)
+    return found
+
+
+def _build(
+    imperative: ImperativeGraph, title: str, body: list[fx.Node], defines: list[fx.Node], symbols: dict[Any, fx.Node]
+) -> Region:
+    """The region's own graph: canonical names, inputs by first use, writes last, outputs in order of definition."""
+    inside = set(body)
+    reads = list(dict.fromkeys(entry for node in body for entry in node.all_input_nodes if entry not in inside))
+    if symbols:
+        reads = _with_symbols(reads, body, symbols)
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    for index, node in enumerate(reads):
+        new[node] = graph.placeholder(f"a{index}")
+    for node in sorted(body, key=lambda n: n.target in _COPIES):  # stable: writes go last, the rest keeps its order
+        args, kwargs = fx.map_arg((node.args, node.kwargs), new.__getitem__)
+        new[node] = graph.create_node(node.op, node.target, args, kwargs)
+    for node, copy in new.items():
+        copy.meta["val"] = node.meta.get("val")
+    graph.output(tuple(new[node] for node in defines))
+    module = fx.GraphModule(imperative.owner, graph)
+    return Region(title, module, tuple(reads), tuple(defines), signature_of(graph), len(body))
+
+
+def _with_symbols(reads: list[fx.Node], body: list[fx.Node], symbols: dict[Any, fx.Node]) -> list[fx.Node]:
+    """Add the sizes that occur in shapes but are no input: compiled code must be able to compute every shape."""
+    free: set[Any] = set()
+    for node in [*reads, *body]:
+        for size in _sizes(node.meta.get("val")):
+            free.update(size.node.expr.free_symbols)
+    inside = set(body)
+    missing = [symbols[s] for s in sorted(free, key=str) if s in symbols and symbols[s] not in inside]
+    return [*reads, *(node for node in missing if node not in reads)]
+
+
+def _sizes(value: Any) -> Iterable[torch.SymInt]:
+    if isinstance(value, torch.SymInt):
+        yield value
+    elif isinstance(value, torch.Tensor):
+        yield from (size for size in (*value.shape, *value.stride()) if isinstance(size, torch.SymInt))
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _sizes(entry)
+
+
+def _title(body: list[fx.Node], layers: dict[fx.Node, str]) -> str:
+    """`layer forward`, `forward and backward`, `update`: what progress and reports call the region."""
+    known = [node for node in body if node.meta.get("custom")]
+    phases = [phase for phase in ("forward", "backward", "update") if any(phase_of(node) == phase for node in known)]
+    if any(node in layers for node in body) and len(phases) == 1:
+        return f"layer {phases[0]}"
+    return " and ".join(phases) or "forward"
+
+
+def signature_of(graph: fx.Graph) -> str:
+    """A hash over everything that decides the compiled code, and nothing else."""
+    numbers: dict[fx.Node, int] = {}
+    digest = hashlib.sha256()
+    for index, node in enumerate(graph.nodes):
+        numbers[node] = index
+        args = fx.map_arg((node.args, node.kwargs), lambda entry: f"%{numbers[entry]}")
+        target = "" if node.op in ("placeholder", "output") else str(node.target)
+        digest.update(repr((node.op, target, args, describe_value(node.meta.get("val")))).encode())
+    return digest.hexdigest()
+
+
+def describe_value(value: Any) -> Any:
+    """Shape, strides, dtype and device of a tensor, in plain text; lists entry by entry."""
+    if isinstance(value, torch.Tensor):
+        shape, strides = tuple(map(str, value.shape)), tuple(map(str, value.stride()))
+        return shape, strides, str(value.dtype), str(value.device)
+    if isinstance(value, list | tuple):
+        return tuple(describe_value(entry) for entry in value)
+    return str(value)

@@ -1,0 +1,41 @@
+"""Runner: a lowered training graph that can be called.
+
+In goes the list of input tensors, aligned with `TrainingGraph.inputs`; out comes the list of every output that is not an
+update, followed by the watched values. When the call returns, each updated input tensor holds its new value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+StepFunction = Callable[[list[Any]], tuple[Any, ...]]
+
+
+class Runner:
+    """Calls one generated function under `no_grad`; knows how it was made."""
+
+    __slots__ = ("_facts", "_function", "num_inputs")
+
+    def __init__(self, function: StepFunction, num_inputs: int, facts: dict[str, Any]) -> None:
+        self._function: StepFunction | None = function
+        self._facts = facts
+        self.num_inputs = num_inputs
+
+    def __call__(self, inputs: list[torch.Tensor]) -> list[Any]:
+        if self._function is None:
+            raise RuntimeError("this runner was released; lower the graph again")
+        if len(inputs) != self.num_inputs:
+            raise ValueError(f"the graph has {self.num_inputs} inputs, {len(inputs)} were given")
+        with torch.no_grad():
+            return list(self._function(inputs))
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for reports: backend, regions, seconds, cache hits, the driver's source, notes."""
+        return dict(self._facts)
+
+    def release(self) -> None:
+        """Drop the compiled code and the constants it holds."""
+        self._function = None

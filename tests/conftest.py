@@ -1,0 +1,103 @@
+"""What every test starts from: one thread per worker, fixed seeds, caches of its own, no network.
+
+The compile caches live in one folder per run, shared by the xdist workers, so a region compiled for one test is found
+by the next, and nothing an earlier run compiled (perhaps from other code) is. `--compile-cache DIR` keeps them instead.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+# Read when transformers and OpenMP are first imported, hence set before anything below imports them.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if IN_WORKER:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # A pool of compile processes per worker costs more, on a small machine, than it saves.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+import numpy as np
+import pytest
+import torch
+
+CREATED_CACHE = pytest.StashKey[Path]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--accept", action="store_true", help="write the golden files instead of comparing with them")
+    parser.addoption("--compile-cache", metavar="DIR", help="keep the compile caches in DIR between runs")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if IN_WORKER:  # the environment of the process that started it says where the caches are
+        torch.set_num_threads(1)
+        return
+    chosen = config.getoption("--compile-cache")
+    folder = Path(chosen).resolve() if chosen else Path(tempfile.mkdtemp(prefix="wholestep-tests-"))
+    if not chosen:
+        config.stash[CREATED_CACHE] = folder
+    os.environ["WHOLESTEP_CACHE_DIR"] = str(folder / "wholestep")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+    os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if CREATED_CACHE in config.stash:
+        shutil.rmtree(config.stash[CREATED_CACHE], ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        if item.get_closest_marker("multi_gpu") and devices < 2:
+            item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, found {devices}"))
+        elif item.get_closest_marker("gpu") and devices < 1:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, found none"))
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> Iterator[None]:
+    """Every test draws the same numbers, whichever tests ran before it; the default dtype is put back after it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    dtype = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(dtype)
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden("name.txt", text)`: text must equal `golden/name.txt` beside the test; `--accept` writes that file."""
+    folder = request.path.parent / "golden"
+
+    def check(name: str, text: str) -> None:
+        path = folder / name
+        if request.config.getoption("--accept"):
+            folder.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            return
+        assert path.exists(), f"{path} does not exist; run the test once with --accept and read what it wrote"
+        assert text == path.read_text(encoding="utf-8"), f"{path} differs; --accept takes the new text"
+
+    return check
+
+
+def settle_hypothesis() -> None:
+    """Same examples in every run, no deadline: the first example of a test often pays for a compilation."""
+    try:
+        import hypothesis
+    except ImportError:  # a machine with a GPU may hold only what the GPU tests need
+        return
+    hypothesis.settings.register_profile("wholestep", deadline=None, derandomize=True, max_examples=25, database=None)
+    hypothesis.settings.load_profile("wholestep")
+
+
+settle_hypothesis()

@@ -1,0 +1,51 @@
+"""`interpret` computes what the functional graph computes, and leaves the new state in the input tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from wholestep.graph.training_graph import Role
+from wholestep.lower import lower_interpret
+
+
+@pytest.mark.parametrize("kind", ["mlp", "conv", "stack-2", "gpt2-2"])
+def test_equals_functional_graph_and_updates_in_place(traced, kind):
+    step = traced(kind)
+    torch.manual_seed(1)
+    expected, after = step.reference()
+    inputs = step.fresh()
+    pointers = [t.data_ptr() for t in inputs]
+    torch.manual_seed(1)
+    got = lower_interpret(step.graph)(inputs)
+    assert [t.data_ptr() for t in inputs] == pointers
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    torch.testing.assert_close(inputs, after, rtol=0, atol=0)
+    assert not torch.equal(inputs[0], step.tensors[0])
+
+
+def test_watched_values_follow_the_outputs(traced):
+    step = traced("mlp")
+    node = next(n for n in step.graph.operations() if "tanh" in n.name)
+    inputs = step.fresh()
+    x, w, b = inputs[step.graph.indices(Role.BATCH)[0]], step.tensors[0], step.tensors[1]
+    loss, tanh = lower_interpret(step.graph, watch=[node.name])(inputs)
+    torch.testing.assert_close(tanh, torch.tanh(x @ w.t() + b))
+    with pytest.raises(KeyError, match="no_such_node"):
+        lower_interpret(step.graph, watch=["no_such_node"])
+
+
+def test_wrong_number_of_inputs_and_release(traced):
+    runner = lower_interpret(traced("mlp").graph)
+    with pytest.raises(ValueError, match="inputs"):
+        runner([])
+    runner.release()
+    with pytest.raises(RuntimeError, match="released"):
+        runner([])
+
+
+def test_describe(traced):
+    facts = lower_interpret(traced("mlp").graph).describe()
+    assert facts["backend"] == "interpret"
+    assert facts["in_place_updates"] == 1
+    assert "def step(inputs):" in facts["driver"]
