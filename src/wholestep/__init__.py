@@ -1,0 +1,32 @@
+"""Wholestep: a holistic compiler for training PyTorch models.
+
+    step = wholestep.compile(model, loss_fn, optimizer, example_batch)
+    for batch in loader:
+        loss = step(batch)
+
+`import wholestep` itself imports no torch: the public names load on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "compile": "wholestep.api",
+    "verify": "wholestep.verify.verify",
+    "Step": "wholestep.runtime.step",
+    "TrainingGraph": "wholestep.graph.training_graph",
+    "WholestepError": "wholestep.errors",
+    "WholestepWarning": "wholestep.errors",
+}
+
+__all__ = ["Step", "TrainingGraph", "WholestepError", "WholestepWarning", "compile", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'wholestep' has no attribute {name!r}")

@@ -59,6 +59,16 @@ def transformer(num_layers: int = 3, width: int = 8) -> Toy:
     return trace(stages, torch.randn(2, 3, 4), torch.randint(0, 5, (6,)))
 
 
+def staged() -> Toy:
+    """Two stages of different width, each with two equal blocks: layers inside layers."""
+    stages = [
+        *[Stage(f"stages.0.blocks.{i}", _block_parameters(4), _linear_relu) for i in range(2)],
+        Stage("stages.1.widen", {"weight": torch.randn(6, 4), "bias": torch.randn(6)}, _linear),
+        *[Stage(f"stages.1.blocks.{i}", _block_parameters(6), _linear_relu) for i in range(2)],
+    ]
+    return trace(stages, torch.randn(5, 4), torch.randint(0, 6, (5,)))
+
+
 def trace(stages: list[Stage], features: Tensor, labels: Tensor) -> Toy:
     """The training step of the stages under cross-entropy and momentum SGD, as a graph."""
     names = [f"{stage.path}.{name}" for stage in stages for name in stage.parameters]
@@ -129,6 +139,10 @@ def _linear(p: dict[str, Tensor], hidden: Tensor) -> Tensor:
 
 def _linear_relu(p: dict[str, Tensor], hidden: Tensor) -> Tensor:
     return torch.relu(_linear(p, hidden))
+
+
+def _block_parameters(width: int) -> dict[str, Tensor]:
+    return {"weight": torch.randn(width, width), "bias": torch.randn(width)}
 
 
 def _layer_parameters(width: int) -> dict[str, Tensor]:

@@ -23,19 +23,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.graph.structure import (
-    LayerFamily,
-    escaping_values,
-    external_inputs,
-    layer_families,
-    repeated_layers,
-    structural_key,
-)
+from wholestep.graph.serialise import target_name
+from wholestep.graph.structure import EqualRuns, equal_runs, external_inputs
 from wholestep.graph.training_graph import Input, OutputKind, Role, TrainingGraph, module_of, phase_of, source_of
 
 WIDTH = 120
-MIN_FOLDED_NODES = 4
-"""A shorter run reads better in place than as a function."""
 MAX_INLINE_CONSTANT = 64
 """Elements of a tensor constant that is written into the source; larger ones go into the table CONSTANTS."""
 
@@ -52,37 +44,24 @@ _RESERVED = {"torch", "operator", "math", "step", "CONSTANTS", *keyword.kwlist, 
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Fold:
-    """Equal runs of nodes that print as one function."""
+class _Fold:
+    """Equal runs of nodes and the name of the function they print as."""
 
     name: str
-    family: LayerFamily
-    layers: tuple[int, ...]
-    runs: tuple[tuple[fx.Node, ...], ...]
-    returned: tuple[int, ...]
-    """Positions of the values that leave the run, in at least one layer."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Run:
-    """Neighbouring nodes of one layer and one phase."""
-
-    family: LayerFamily
-    layer: int
-    phase: str
-    nodes: tuple[fx.Node, ...]
+    equal: EqualRuns
 
 
 def to_python(graph: TrainingGraph, *, fold_layers: bool = True) -> str:
     """The source of the step: `step(*inputs)` takes the inputs in the graph's order and returns its flat outputs."""
-    folds = find_folds(graph) if fold_layers else []
+    folds = _folds(graph) if fold_layers else []
     namespaces = _namespaces(graph)
     names = _Names([*namespaces, *[fold.name for fold in folds]])
-    for entry, node in zip(graph.inputs, graph.placeholders, strict=True):
-        names.add(node, _input_name(entry))
+    # Operations first: they keep the names that errors, gradients and boundaries call them by.
     for node in graph.graph.nodes:
         if node.op in ("get_attr", "call_function"):
             names.add(node, node.name)
+    for entry, node in zip(graph.inputs, graph.placeholders, strict=True):
+        names.add(node, _input_name(entry))
     sections = [_header(graph), _preamble(graph, namespaces)]
     sections += [_function(fold, graph, namespaces) for fold in folds]
     sections.append(_step(graph, folds, names))
@@ -90,7 +69,7 @@ def to_python(graph: TrainingGraph, *, fold_layers: bool = True) -> str:
 
 
 def dump(graph: TrainingGraph, folder: str | Path, stage: str, number: int, effect: str = "") -> Path:
-    """Write `00_captured.py` into `folder`, headed by the stage, who made the graph, how long it took and its effect."""
+    """Write `00_captured.py` into `folder`, headed by stage, effect, who made the graph and how long that took."""
     path = Path(folder) / f"{number:02d}_{stage}.py"
     path.parent.mkdir(parents=True, exist_ok=True)
     head = [f"# Stage {number:02d}: {stage}."]
@@ -110,87 +89,15 @@ def value_type(value: Any) -> str:
     return "None" if value is None else type(value).__name__
 
 
-def find_folds(graph: TrainingGraph) -> list[Fold]:
-    """The groups of equal runs, in the order in which each first appears."""
-    # Constants print at the top of the step, so a run that reads one takes it as an argument.
-    nodes = list(graph.operations())
-    found: list[list[_Run]] = []
-    _group_runs(nodes, repeated_layers(graph), found)
-    place = {node: position for position, node in enumerate(nodes)}
-    found.sort(key=lambda runs: place[runs[0].nodes[0]])
-    folds: list[Fold] = []
+def _folds(graph: TrainingGraph) -> list[_Fold]:
+    """One function for each group of equal runs: `transformer_h_forward`, a second kind `transformer_h_forward_2`."""
+    folds: list[_Fold] = []
     used: collections.Counter[str] = collections.Counter()
-    for runs in found:
-        base = f"{_identifier(runs[0].family.prefix) or 'layer'}_{runs[0].phase}"
+    for equal in equal_runs(graph):
+        base = f"{_identifier(equal.family.prefix) or 'layer'}_{equal.phase}"
         used[base] += 1
-        name = base if used[base] == 1 else f"{base}_{used[base]}"
-        positions = {run.nodes.index(node) for run in runs for node in escaping_values(run.nodes)}
-        layers = tuple(run.layer for run in runs)
-        folds.append(Fold(name, runs[0].family, layers, tuple(run.nodes for run in runs), tuple(sorted(positions))))
+        folds.append(_Fold(base if used[base] == 1 else f"{base}_{used[base]}", equal))
     return folds
-
-
-def _group_runs(nodes: Sequence[fx.Node], families: Sequence[LayerFamily], found: list[list[_Run]]) -> None:
-    """Append groups of equal runs; a run without an equal is searched for lists of layers inside it."""
-    groups: dict[tuple[str, str, str], list[_Run]] = {}
-    for run in _runs(nodes, families):
-        groups.setdefault((run.family.prefix, run.phase, structural_key(run.nodes)), []).append(run)
-    alone: dict[str, list[fx.Node]] = {}
-    for runs in groups.values():
-        if len(runs) > 1 and len(runs[0].nodes) >= MIN_FOLDED_NODES:
-            found.append(runs)
-            continue
-        for run in runs:
-            start = f"{run.family.prefix}." if run.family.prefix else ""
-            alone.setdefault(f"{start}{run.layer}", []).extend(run.nodes)
-    for below, members in alone.items():
-        inner = layer_families(map(module_of, members), below)
-        if inner:
-            _group_runs(members, inner, found)
-
-
-def _runs(nodes: Iterable[fx.Node], families: Sequence[LayerFamily]) -> list[_Run]:
-    """Maximal runs of neighbours of one layer and phase; a node of no layer between two of the same layer joins them."""
-    runs: list[_Run] = []
-    current: tuple[LayerFamily, int, str] | None = None
-    members: list[fx.Node] = []
-    between: list[fx.Node] = []
-    previous: fx.Node | None = None
-
-    def close() -> None:
-        if current is not None:
-            runs.append(_Run(*current, tuple(members)))
-
-    for node in nodes:
-        label = _label(node, families)
-        # In a recursion `nodes` has holes where folded runs were: a hole ends the run.
-        adjacent = previous is None or _next_operation(previous) is node
-        previous = node
-        if current is not None and adjacent and label == current:
-            members += [*between, node]
-            between = []
-        elif current is not None and adjacent and label is None and phase_of(node) == current[2]:
-            between.append(node)
-        else:
-            close()
-            current, members, between = label, [node], []
-    close()
-    return runs
-
-
-def _label(node: fx.Node, families: Sequence[LayerFamily]) -> tuple[LayerFamily, int, str] | None:
-    for family in families:
-        layer = family.layer_of(module_of(node))
-        if layer is not None:
-            return family, layer, phase_of(node)
-    return None
-
-
-def _next_operation(node: fx.Node) -> fx.Node:
-    following = node.next
-    while following.op == "get_attr":
-        following = following.next
-    return following
 
 
 def _header(graph: TrainingGraph) -> str:
@@ -206,7 +113,8 @@ def _header(graph: TrainingGraph) -> str:
 
 
 def _preamble(graph: TrainingGraph, namespaces: Sequence[str]) -> str:
-    modules = {"torch", *(_function_module(node.target) for node in graph.operations() if _is_function(node.target))}
+    called = {node.target for node in graph.operations() if _is_function(node.target) and not _is_item(node)}
+    modules = {"torch", *map(_function_module, called)}
     lines = [f"import {module}" for module in sorted(modules)]
     if "ws" in namespaces:
         lines.append("import wholestep.kernels  # registers torch.ops.ws")
@@ -220,7 +128,7 @@ def _preamble(graph: TrainingGraph, namespaces: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _step(graph: TrainingGraph, folds: Sequence[Fold], names: _Names) -> str:
+def _step(graph: TrainingGraph, folds: Sequence[_Fold], names: _Names) -> str:
     lines = ["@torch.no_grad()", "def step("]
     role = None
     for entry, node in zip(graph.inputs, graph.placeholders, strict=True):
@@ -232,8 +140,8 @@ def _step(graph: TrainingGraph, folds: Sequence[Fold], names: _Names) -> str:
     for node in graph.graph.find_nodes(op="get_attr"):
         source = _inline_constant(graph, node) or f"CONSTANTS[{str(node.target)!r}]"
         lines.append(f"    {names[node]} = {source}")
-    starts = {run[0]: (fold, index) for fold in folds for index, run in enumerate(fold.runs)}
-    folded = {node for fold in folds for run in fold.runs for node in run}
+    starts = {run[0]: (fold, index) for fold in folds for index, run in enumerate(fold.equal.runs)}
+    folded = {node for fold in folds for run in fold.equal.runs for node in run}
     phase = None
     for node in graph.operations():
         if phase_of(node) != phase and (node in starts or node not in folded):
@@ -256,38 +164,38 @@ def _return(graph: TrainingGraph, names: _Names) -> list[str]:
     return [*lines, "    )"]
 
 
-def _function(fold: Fold, graph: TrainingGraph, namespaces: Sequence[str]) -> str:
+def _function(fold: _Fold, graph: TrainingGraph, namespaces: Sequence[str]) -> str:
     """The function of a fold, written from its first run; names lose the layer's number."""
-    run, layer = fold.runs[0], fold.layers[0]
-    prefix = f"{fold.family.prefix}." if fold.family.prefix else ""
+    run, layer = fold.equal.runs[0], fold.equal.layers[0]
+    prefix = f"{fold.equal.family.prefix}." if fold.equal.family.prefix else ""
     described = dict(zip(graph.placeholders, graph.inputs, strict=True))
     names = _Names([*namespaces, fold.name])
+    for node in run:
+        names.add(node, node.name)
     arguments = external_inputs(run)
     for node in arguments:
         entry = described.get(node)
         names.add(node, node.name if entry is None else _input_name(entry, strip=f"{prefix}{layer}."))
-    for node in run:
-        names.add(node, node.name)
-    lines = [f"# {prefix}*, layers {_ranges(fold.layers)} x{len(fold.runs)}", f"def {fold.name}("]
+    lines = [f"# {prefix}*, layers {_ranges(fold.equal.layers)} x{len(fold.equal.runs)}", f"def {fold.name}("]
     lines += [f"    {names[node]},  # {value_type(node.meta.get('val'))}" for node in arguments]
     lines.append("):")
     for node in run:
         lines.append(f"    {_statement(node, names, replace=(f'{prefix}{layer}', f'{prefix}*'))}")
-    lines += _wrapped("    return ", [names[run[position]] for position in fold.returned])
+    lines += _wrapped("    return ", [names[run[position]] for position in fold.equal.returned])
     return "\n".join(lines)
 
 
-def _call(fold: Fold, index: int, names: _Names) -> list[str]:
-    run = fold.runs[index]
-    targets = ", ".join(names[run[position]] for position in fold.returned)
+def _call(fold: _Fold, index: int, names: _Names) -> list[str]:
+    run = fold.equal.runs[index]
+    targets = ", ".join(names[run[position]] for position in fold.equal.returned)
     start = "    " + (f"{targets} = " if targets else "") + f"{fold.name}"
     arguments = [names[node] for node in external_inputs(run)]
-    path = f"{fold.family.prefix}.{fold.layers[index]}".lstrip(".")
+    path = f"{fold.equal.family.prefix}.{fold.equal.layers[index]}".lstrip(".")
     one_line = f"{start}({', '.join(arguments)})  # {path}"
     if len(one_line) <= WIDTH:
         return [one_line]
     if len(start) > WIDTH:
-        left = [names[run[position]] for position in fold.returned]
+        left = [names[run[position]] for position in fold.equal.returned]
         head = [*_wrapped("    ", left)]
         head[-1] += f" = {fold.name}(  # {path}"
     else:
@@ -316,7 +224,7 @@ def _statement(node: fx.Node, names: _Names, replace: tuple[str, str] = ("", "")
 
 
 def _expression(node: fx.Node, names: _Names) -> str:
-    if node.target is operator.getitem and isinstance(node.args[1], int):
+    if _is_item(node):
         return f"{_literal(node.args[0], names)}[{node.args[1]}]"
     arguments = [_literal(entry, names) for entry in node.args]
     arguments += [f"{key}={_literal(entry, names)}" for key, entry in node.kwargs.items()]
@@ -326,12 +234,12 @@ def _expression(node: fx.Node, names: _Names) -> str:
 def _callee(target: Any) -> str:
     if _is_function(target):
         return f"{_function_module(target)}.{target.__qualname__}"
-    namespace, _, name = target._schema.name.partition("::")
-    source = namespace
-    for part in (name, target._overloadname):
-        # `aten.random.from` is an operator and `from` is a keyword.
-        source = f"getattr({source}, {part!r})" if keyword.iskeyword(part) else f"{source}.{part}"
-    return source
+    return target_name(target)
+
+
+def _is_item(node: fx.Node) -> bool:
+    """Element `i` of an operator's results, which prints as `x[i]`."""
+    return node.target is operator.getitem and isinstance(node.args[1], int)
 
 
 def _is_function(target: Any) -> bool:
@@ -388,7 +296,8 @@ def _namespaces(graph: TrainingGraph) -> list[str]:
 
 
 def _input_name(entry: Input, strip: str = "") -> str:
-    return _ROLE_PREFIXES.get(entry.role, "") + _identifier(entry.name.removeprefix(strip))
+    name, prefix = _identifier(entry.name.removeprefix(strip)), _ROLE_PREFIXES.get(entry.role, "")
+    return name if name.startswith(prefix.rstrip("_")) else prefix + name
 
 
 def _identifier(text: str) -> str:
@@ -415,7 +324,7 @@ class _Names:
         self._names: dict[fx.Node, str] = {}
 
     def add(self, node: fx.Node, wanted: str) -> None:
-        base = _identifier(wanted) or "value"
+        base = re.sub(r"\W", "_", wanted) or "value"
         name, number = base, 1
         while name in self._taken:
             number += 1

@@ -1,7 +1,7 @@
 """Operators of the library namespace `ws`: importing this package registers them.
 
-Out: `IN_PLACE` (functional update overload -> Python function that updates parameters and states in place) and `DECOMPOSITIONS`
-(overload -> aten arithmetic that Inductor fuses). Importing touches no GPU and does not import Triton.
+Out: `IN_PLACE` (functional update overload -> Python function that updates parameters and states in place) and
+`DECOMPOSITIONS` (overload -> aten arithmetic that Inductor fuses). Importing touches no GPU and does not import Triton.
 """
 
 from collections.abc import Callable

@@ -1,12 +1,14 @@
 """ws::adamw: one functional multi-tensor node for Adam and AdamW over a parameter group.
 
-In: params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs (empty unless amsgrad), hyper = float64 [step, lr, beta1, beta2, eps,
-weight_decay] (step is 1 on the first update), scale (0-d clipping factor or None). Out: new params, exp_avgs, exp_avg_sqs and
-max_exp_avg_sqs, concatenated. `update_in_place` is its twin without copies. Why: one node keeps the graph small, every number that may
-change between steps is an input, and the update can be placed, donated or fused as a unit.
+In: params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs (empty unless amsgrad), hyper = float64 [step, lr, beta1,
+beta2, eps, weight_decay] (step is 1 on the first update), scale (0-d clipping factor or None). Out: new params,
+exp_avgs, exp_avg_sqs and max_exp_avg_sqs, concatenated. `update_in_place` is its twin without copies. Why: one node
+keeps the graph small, every number that may change between steps is an input, and the update can be placed, donated or
+fused as a unit.
 
-On CPU this is torch.optim's own code for the `implementation` asked ("single", "foreach", "fused"), hence bitwise torch's. On CUDA it is
-one Triton launch per dtype group in float32 math (float64 for float64 parameters), see multi_tensor.py.
+On CPU this is torch.optim's own code for the `implementation` asked ("single", "foreach", "fused"), hence bitwise
+torch's. On CUDA it is one Triton launch per dtype group in float32 math (float64 for float64 parameters), see
+multi_tensor.py.
 """
 
 import torch
@@ -18,8 +20,8 @@ from wholestep.kernels import multi_tensor
 
 LIBRARY = torch.library.Library("ws", "FRAGMENT")
 LIBRARY.define(
-    "adamw(Tensor[] params, Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] max_exp_avg_sqs, Tensor hyper, "
-    "Tensor? scale, bool amsgrad, bool maximize, bool decoupled, str implementation) -> Tensor[]"
+    "adamw(Tensor[] params, Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] max_exp_avg_sqs, "
+    "Tensor hyper, Tensor? scale, bool amsgrad, bool maximize, bool decoupled, str implementation) -> Tensor[]"
 )
 
 
@@ -85,7 +87,17 @@ def update_in_place(
         adamw_triton.launch(params, grads, states, hyper, scale, maximize=maximize, decoupled=decoupled)
         return
     reference_in_place(
-        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, hyper, scale, amsgrad, maximize, decoupled, implementation
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        max_exp_avg_sqs,
+        hyper,
+        scale,
+        amsgrad,
+        maximize,
+        decoupled,
+        implementation,
     )
 
 
@@ -104,9 +116,7 @@ def update(
 ) -> list[Tensor]:
     """The functional form: copies, then updates the copies."""
     new = [[t.clone() for t in group] for group in (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs)]
-    update_in_place(
-        new[0], grads, new[1], new[2], new[3], hyper, scale, amsgrad, maximize, decoupled, implementation
-    )
+    update_in_place(new[0], grads, new[1], new[2], new[3], hyper, scale, amsgrad, maximize, decoupled, implementation)
     return [t for group in new for t in group]
 
 
@@ -124,9 +134,7 @@ def _fake(
     decoupled: bool,
     implementation: str,
 ) -> list[Tensor]:
-    multi_tensor.check_lengths(
-        params, {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}, "ws::adamw"
-    )
+    multi_tensor.check_lengths(params, {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}, "ws::adamw")
     multi_tensor.check_lengths(params if amsgrad else [], {"max_exp_avg_sqs": max_exp_avg_sqs}, "ws::adamw")
     return [torch.empty_like(t) for t in (*params, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs)]
 

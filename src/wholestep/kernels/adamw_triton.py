@@ -1,8 +1,9 @@
 """The Triton body of ws::adamw: one launch per dtype group over a table of addresses. Import only where Triton exists.
 
-In: the tables of multi_tensor.py, hyper (float64 [step, lr, beta1, beta2, eps, weight_decay]) and scale in device memory. Out: params and
-states updated in place. Bias corrections are computed in float64 by every program (a few instructions), the rest in float32, or in float64
-for float64 parameters. Table rows: 0 param, 1 grad, 2 exp_avg, 3 exp_avg_sq, 4 max_exp_avg_sq (amsgrad).
+In: the tables of multi_tensor.py, hyper (float64 [step, lr, beta1, beta2, eps, weight_decay]) and scale in device
+memory. Out: params and states updated in place. Bias corrections are computed in float64 by every program (a few
+instructions), the rest in float32, or in float64 for float64 parameters. Table rows: 0 param, 1 grad, 2 exp_avg, 3
+exp_avg_sq, 4 max_exp_avg_sq (amsgrad).
 """
 
 import torch
@@ -16,8 +17,8 @@ from wholestep.kernels.triton_types import load_pointer, triton_dtype
 
 @triton.jit
 def _adamw_block(
-    param_ptr, grad_ptr, m_ptr, v_ptr, vmax_ptr, offsets, mask, lr, beta1, beta2, eps, weight_decay, step_size, root2, scale,
-    AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, DECOUPLED: tl.constexpr, MATH: tl.constexpr,
+    param_ptr, grad_ptr, m_ptr, v_ptr, vmax_ptr, offsets, mask, lr, beta1, beta2, eps, weight_decay, step_size, root2,
+    scale, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, DECOUPLED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     param = tl.load(param_ptr + offsets, mask=mask).to(MATH)
     grad = tl.load(grad_ptr + offsets, mask=mask).to(MATH) * scale
@@ -42,10 +43,9 @@ def _adamw_block(
 
 @triton.jit(do_not_specialize=["num_tensors"])
 def _adamw_kernel(
-    table, chunk_tensor, chunk_start, sizes, hyper, scale_ptr, num_tensors,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, LARGEST: tl.constexpr, MATH: tl.constexpr,
-    HAS_SCALE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    table, chunk_tensor, chunk_start, sizes, hyper, scale_ptr, num_tensors, PARAM: tl.constexpr, GRAD: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, LARGEST: tl.constexpr, MATH: tl.constexpr, HAS_SCALE: tl.constexpr,
+    AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     tensor = tl.load(chunk_tensor + program)
@@ -70,13 +70,13 @@ def _adamw_kernel(
     lr, beta1, beta2 = lr.to(MATH), beta1.to(MATH), beta2.to(MATH)
     if start + BLOCK <= size:  # full blocks need no mask, hence wide loads
         _adamw_block(
-            param_ptr, grad_ptr, m_ptr, v_ptr, vmax_ptr, offsets, None, lr, beta1, beta2, eps, weight_decay, step_size, root2, scale,
-            AMSGRAD, MAXIMIZE, DECOUPLED, MATH,
+            param_ptr, grad_ptr, m_ptr, v_ptr, vmax_ptr, offsets, None, lr, beta1, beta2, eps, weight_decay, step_size,
+            root2, scale, AMSGRAD, MAXIMIZE, DECOUPLED, MATH,
         )  # fmt: skip
     else:
         _adamw_block(
-            param_ptr, grad_ptr, m_ptr, v_ptr, vmax_ptr, offsets, offsets < size, lr, beta1, beta2, eps, weight_decay, step_size, root2,
-            scale, AMSGRAD, MAXIMIZE, DECOUPLED, MATH,
+            param_ptr, grad_ptr, m_ptr, v_ptr, vmax_ptr, offsets, offsets < size, lr, beta1, beta2, eps, weight_decay,
+            step_size, root2, scale, AMSGRAD, MAXIMIZE, DECOUPLED, MATH,
         )  # fmt: skip
 
 

@@ -1,8 +1,10 @@
-"""ws::clip(grads, max_norm) -> (norm, scale): global-norm clipping as two 0-d tensors; nobody scales the gradients here.
+"""ws::clip(grads, max_norm) -> (norm, scale): global-norm clipping as two 0-d tensors; nobody scales the gradients
+here.
 
-In: the gradients of all parameter groups, max_norm as a 0-d float64 tensor. Out: the total 2-norm and min(1, max_norm / (norm + 1e-6)),
-both float32 (float64 when a gradient is float64). Why: the update operators multiply by `scale` while they read the gradients, which
-saves a pass over memory. The arithmetic is that of torch.nn.utils.clip_grad_norm_, bit for bit on CPU, without a host sync.
+In: the gradients of all parameter groups, max_norm as a 0-d float64 tensor. Out: the total 2-norm and min(1, max_norm /
+(norm + 1e-6)), both float32 (float64 when a gradient is float64). Why: the update operators multiply by `scale` while
+they read the gradients, which saves a pass over memory. The arithmetic is that of torch.nn.utils.clip_grad_norm_, bit
+for bit on CPU, without a host sync.
 """
 
 import torch

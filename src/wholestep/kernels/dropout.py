@@ -1,8 +1,9 @@
 """ws::dropout(x, p, key): dropout whose mask is a function of (index, key), never stored.
 
-In: x, the probability p of dropping, a 0-d int64 key of this site. Out: x / (1 - p) where kept, else 0, in x's dtype and dense layout.
-Why: `aten.bernoulli` draws other bits when recomputed or reordered; these bits are the same in eager, in Inductor, on CPU and CUDA.
-The backward is ws::dropout of the gradient with the same key (the operator is linear), so any order of derivative works.
+In: x, the probability p of dropping, a 0-d int64 key of this site. Out: x / (1 - p) where kept, else 0, in x's dtype
+and dense layout. Why: `aten.bernoulli` draws other bits when recomputed or reordered; these bits are the same in eager,
+in Inductor, on CPU and CUDA. The backward is ws::dropout of the gradient with the same key (the operator is linear), so
+any order of derivative works.
 """
 
 import torch

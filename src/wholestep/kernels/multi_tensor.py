@@ -1,10 +1,13 @@
-"""What the multi-tensor update operators share: argument checks, torch.optim flags, and the device tables of a one-launch Triton kernel.
+"""What the multi-tensor update operators share: argument checks, torch.optim flags, and the device tables of one Triton
+launch.
 
-In: lists of tensors. Out: `Table`s, i.e. a device int64 matrix of addresses (one row per list: params, grads, states) with a static chunk
-table that gives each Triton program its tensor and its first element. Why: one launch for hundreds of parameters instead of one each.
+In: lists of tensors. Out: `Table`s, i.e. a device int64 matrix of addresses (one row per list: params, grads, states)
+with a static chunk table that gives each Triton program its tensor and its first element. Why: one launch for hundreds
+of parameters instead of one each.
 
-Addresses change from step to step only when the allocator moves gradients, so tables are cached by content. A table uploaded while a CUDA
-graph is being captured owns its pinned host buffer for ever: the graph copies from that buffer at every replay.
+Addresses change from step to step only when the allocator moves gradients, so tables are cached by content. A table
+uploaded while a CUDA graph is being captured owns its pinned host buffer for ever: the graph copies from that buffer at
+every replay.
 """
 
 import functools
@@ -31,8 +34,8 @@ def implementation_flags(implementation: str) -> dict[str, bool]:
 
 
 def scaled_grads(grads: list[Tensor], scale: Tensor | None) -> list[Tensor]:
-    """grads * scale as clip_grad_norm_ does it, into new tensors; the list itself is always new."""
-    return list(grads) if scale is None else [g * scale for g in grads]
+    """grads * scale as clip_grad_norm_ does it, into new tensors of the same dtype; the list itself is always new."""
+    return list(grads) if scale is None else [(g * scale).to(g.dtype) for g in grads]
 
 
 def check_lengths(params: list[Tensor], lists: dict[str, list[Tensor]], op: str) -> None:
@@ -75,7 +78,8 @@ def is_dense(t: Tensor) -> bool:
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    """True when element i of the memory of `a` is element i of the memory of `b` (strides of size-1 dimensions do not count)."""
+    """True when element i of the memory of `a` is element i of the memory of `b` (strides of size-1 dimensions do not
+    count)."""
     if a.stride() == b.stride():
         return True
     return all(s == t for s, t, size in zip(a.stride(), b.stride(), a.shape, strict=True) if size != 1)
@@ -127,7 +131,8 @@ def store_of(device: torch.device) -> TableStore:
 
 
 def chunks_of(store: TableStore, sizes: tuple[int, ...]) -> Chunks:
-    """The chunk table for these tensor sizes, built once (its upload waits for the device, so warm up before a capture)."""
+    """The chunk table for these tensor sizes, built once (its upload waits for the device, so warm up before a
+    capture)."""
     found = store.chunks.get(sizes)
     if found is None:
         counts = np.array([-(-size // BLOCK) for size in sizes], dtype=np.int64)
@@ -172,7 +177,8 @@ def _size_class(num_words: int) -> int:
 
 
 def _upload(store: TableStore, addresses: np.ndarray) -> Tensor:
-    """Copy through a ring buffer whose previous copy has ended; keep spares for a later capture, where pinning memory is not allowed."""
+    """Copy through a ring buffer whose previous copy has ended; keep spares for a later capture, where pinning memory
+    is not allowed."""
     size_class = _size_class(len(addresses))
     ring = store.ring.setdefault(size_class, [])
     buffer = next((b for b in ring if b.ready is None or b.ready.query()), None)
@@ -191,7 +197,8 @@ def _upload(store: TableStore, addresses: np.ndarray) -> Tensor:
 
 
 def _upload_captured(store: TableStore, addresses: np.ndarray) -> Tensor:
-    """Record the copy in the graph; its pinned source is never reused. Not cached: the table is written only when the graph replays."""
+    """Record the copy in the graph; its pinned source is never reused. Not cached: the table is written only when the
+    graph replays."""
     spare = store.spare.setdefault(_size_class(len(addresses)), [])
     memory = spare.pop() if spare else torch.empty(_size_class(len(addresses)), dtype=torch.int64, pin_memory=True)
     memory.numpy()[: len(addresses)] = addresses
@@ -206,7 +213,8 @@ def _upload_captured(store: TableStore, addresses: np.ndarray) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What one launch over a dtype group needs; `rows` keeps the tensors of the table alive until the launch is queued."""
+    """What one launch over a dtype group needs; `rows` keeps the tensors of the table alive until the launch is
+    queued."""
 
     table: Tensor
     chunks: Chunks
@@ -226,7 +234,9 @@ def launches(params: list[Tensor], grads: list[Tensor], states: list[list[Tensor
             param = params[i] if is_dense(params[i]) else params[i].contiguous()
             column = [param, matching(grads[i], param), *(matching(s[i], param) for s in states)]
             originals = (params[i], grads[i], *(s[i] for s in states))
-            write_back += [(o, c) for row, (o, c) in enumerate(zip(originals, column, strict=True)) if row != 1 and o is not c]
+            write_back += [
+                (o, c) for row, (o, c) in enumerate(zip(originals, column, strict=True)) if row != 1 and o is not c
+            ]
             columns.append(column)
         rows = [list(row) for row in zip(*columns, strict=True)]
         table, aligned = address_table(store, rows)

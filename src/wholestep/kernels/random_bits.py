@@ -1,11 +1,12 @@
 """Counter-based random bits as plain int32 tensor arithmetic.
 
-In: a shape, a 64-bit key held in a 0-d int64 tensor. Out: the int32 tensor `mix(linear index, key)`, and from it masks, uniforms and
-normals. Why: a value depends only on (index, key), so recomputation, CUDA graphs, and any device or backend see the same bits, no
-mask is stored, and the arithmetic fuses into its neighbours. Keys come from `site_keys(seed, step, micro, num_sites)`.
+In: a shape, a 64-bit key held in a 0-d int64 tensor. Out: the int32 tensor `mix(linear index, key)`, and from it masks,
+uniforms and normals. Why: a value depends only on (index, key), so recomputation, CUDA graphs, and any device or
+backend see the same bits, no mask is stored, and the arithmetic fuses into its neighbours. Keys come from
+`site_keys(seed, step, micro, num_sites)`.
 
-Legend: `lo`, `hi` are the two int32 halves of the key; `>>>` is the logical shift, written as an arithmetic shift and a mask
-because int32 shifts keep the sign. All multiplications wrap modulo 2**32.
+Legend: `lo`, `hi` are the two int32 halves of the key; `>>>` is the logical shift, written as an arithmetic shift and a
+mask because int32 shifts keep the sign. All multiplications wrap modulo 2**32.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Three odd multipliers near the golden ratio and two random odd numbers, as signed int32. Their quality is what
+# Three odd multipliers as signed int32, the last from the golden ratio. Their quality is what
 # tests/kernels/test_random_bits.py measures: bit balance, neighbours, other keys, permuted overlaps.
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B1 - 2**32)
 # The second stream of `normal` uses another key: key ^ NORMAL_STREAM.
@@ -31,9 +32,10 @@ def xor_shift(x: Tensor, distance: int) -> Tensor:
 def mix(index: Tensor, lo: Tensor, hi: Tensor) -> Tensor:
     """Hash an int32 index with both key halves; three multiplications, about 20 integer instructions."""
     x = xor_shift(index ^ lo, 16) * MULTIPLIERS[0]
-    x = xor_shift(x, 15) * MULTIPLIERS[1]
-    # hi enters between two rounds: with the same lo, two keys still give unrelated bits.
-    x = xor_shift(x + hi, 16) * MULTIPLIERS[2]
+    # hi enters after one round and before two: keys with equal lo (or lo that differ by a permutation of the indices)
+    # still give unrelated bits. Entering one round later left correlations of 0.7 between keys whose hi differ by 1.
+    x = xor_shift(x + hi, 15) * MULTIPLIERS[1]
+    x = xor_shift(x, 16) * MULTIPLIERS[2]
     return xor_shift(x, 15)
 
 
@@ -67,7 +69,9 @@ def drop_threshold(p: float) -> int:
     return min(round(p * 2**31), 2**31 - 1)
 
 
-def uniform(shape: Sequence[int], key: Tensor, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
+def uniform(
+    shape: Sequence[int], key: Tensor, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> Tensor:
     """Uniform in [0, 1). The float64 values are the float32 ones, so a float64 reference draws the same numbers;
     float16 and bfloat16 truncate them, because rounding could give 1."""
     if dtype not in UNIFORM_BITS:
@@ -77,7 +81,9 @@ def uniform(shape: Sequence[int], key: Tensor, dtype: torch.dtype = torch.float3
     return (drawn.to(torch.float32) * 2.0**-num_bits).to(dtype)
 
 
-def normal(shape: Sequence[int], key: Tensor, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
+def normal(
+    shape: Sequence[int], key: Tensor, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> Tensor:
     """Standard normal by Box-Muller from two streams, computed in float32 and then cast."""
     radius_uniform = 1.0 - uniform(shape, key, torch.float32, device)  # in (0, 1]: its logarithm is finite
     angle = uniform(shape, key ^ NORMAL_STREAM, torch.float32, device) * 6.283185307179586

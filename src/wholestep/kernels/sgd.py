@@ -1,10 +1,13 @@
-"""ws::sgd: one functional multi-tensor node for SGD (momentum, dampening, Nesterov, weight decay) over a parameter group.
+"""ws::sgd: one functional multi-tensor node for SGD (momentum, dampening, Nesterov, weight decay) over a parameter
+group.
 
-In: params, grads, momentum_buffers (empty without momentum), hyper = float64 [lr, momentum, dampening, weight_decay], scale (0-d clipping
-factor or None). Out: new params and new buffers, concatenated. `update_in_place` is its twin without copies. The first step of torch
-(buffer = gradient) is a zero buffer with dampening 0, which the caller passes: there is no branch on the step here.
+In: params, grads, momentum_buffers (empty without momentum), hyper = float64 [lr, momentum, dampening, weight_decay],
+scale (0-d clipping factor or None). Out: new params and new buffers, concatenated. `update_in_place` is its twin
+without copies. The first step of torch (buffer = gradient) is a zero buffer with dampening 0, which the caller passes:
+there is no branch on the step here.
 
-On CPU this is torch.optim's own code for the `implementation` asked, hence bitwise torch's; on CUDA one Triton launch per dtype group.
+On CPU this is torch.optim's own code for the `implementation` asked, hence bitwise torch's; on CUDA one Triton launch
+per dtype group.
 """
 
 import torch
@@ -15,8 +18,8 @@ from wholestep.kernels import multi_tensor
 
 LIBRARY = torch.library.Library("ws", "FRAGMENT")
 LIBRARY.define(
-    "sgd(Tensor[] params, Tensor[] grads, Tensor[] momentum_buffers, Tensor hyper, Tensor? scale, bool nesterov, bool maximize, "
-    "str implementation) -> Tensor[]"
+    "sgd(Tensor[] params, Tensor[] grads, Tensor[] momentum_buffers, Tensor hyper, Tensor? scale, bool nesterov, "
+    "bool maximize, str implementation) -> Tensor[]"
 )
 
 
@@ -32,6 +35,8 @@ def reference_in_place(
 ) -> None:
     """torch.optim's functional code: the specification, on any device (hyper.tolist() waits for a GPU)."""
     lr, momentum, dampening, weight_decay = hyper.tolist()
+    if implementation == "fused" and momentum_buffers and _fused_is_broken(params):
+        implementation = "single"
     scaled = multi_tensor.scaled_grads(grads, scale)
     if scale is None and nesterov and implementation == "foreach":
         scaled = [g.clone() for g in grads]  # torch's foreach code adds the momentum into the gradients themselves
@@ -48,6 +53,12 @@ def reference_in_place(
             maximize=maximize,
             **multi_tensor.implementation_flags(implementation),
         )
+
+
+def _fused_is_broken(params: list[Tensor]) -> bool:
+    """torch 2.13's fused CPU kernel writes wrong momentum buffers, other ones in every run, for bf16 and fp16: the same
+    two calls on 64 equal elements disagree, and nearly all differ from momentum * buffer + grad."""
+    return any(not p.is_cuda and p.dtype in (torch.bfloat16, torch.float16) for p in params)
 
 
 def update_in_place(

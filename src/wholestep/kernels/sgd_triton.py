@@ -1,7 +1,8 @@
 """The Triton body of ws::sgd: one launch per dtype group over a table of addresses. Import only where Triton exists.
 
-In: the tables of multi_tensor.py, hyper (float64 [lr, momentum, dampening, weight_decay]) and scale in device memory. Out: params and
-buffers updated in place, in float32 math (float64 for float64 parameters). Table rows: 0 param, 1 grad, 2 momentum buffer.
+In: the tables of multi_tensor.py, hyper (float64 [lr, momentum, dampening, weight_decay]) and scale in device memory.
+Out: params and buffers updated in place, in float32 math (float64 for float64 parameters). Table rows: 0 param, 1 grad,
+2 momentum buffer.
 """
 
 import torch

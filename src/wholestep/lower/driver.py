@@ -37,7 +37,7 @@ class Statement:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Driver:
-    """The generated function, its source, and how many values it holds when it returns."""
+    """The generated function and its source."""
 
     function: Callable[[list[Any]], tuple[Any, ...]]
     source: str
@@ -70,9 +70,17 @@ class _Scope:
 
 
 def build_driver(
-    placeholders: Sequence[fx.Node], statements: Sequence[Statement], results: Sequence[Any], constants: dict[fx.Node, Any]
+    placeholders: Sequence[fx.Node],
+    statements: Sequence[Statement],
+    results: Sequence[Any],
+    constants: dict[fx.Node, Any],
+    *,
+    consume: bool = False,
 ) -> Driver:
-    """The function that unpacks `inputs`, makes every call in order and returns the results."""
+    """The function that unpacks `inputs`, makes every call in order and returns the results.
+
+    With `consume` it empties the list it is given, so that its inputs die at their last use too.
+    """
     scope = _Scope()
     for node, thing in constants.items():
         scope.names[node] = scope.constant(thing, "constant")
@@ -83,6 +91,8 @@ def build_driver(
     if placeholders:
         unpacked = ", ".join(scope.value(node) if node in used else "_" for node in placeholders)
         lines.append(f"    {unpacked}, = inputs")
+    if consume:
+        lines.append("    inputs.clear()")
     lines.append("    _ = None")
     for index, statement in enumerate(statements):
         read = _nodes_in((statement.args, statement.kwargs))

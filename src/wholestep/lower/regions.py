@@ -32,6 +32,9 @@ _COPIES = (aten.copy_.default, aten.fill_.Scalar)
 # Views that keep only part of their base: passing them on may let the rest of an intermediate die.
 _PARTIAL_VIEWS = ("aten::slice", "aten::select", "aten::split", "aten::as_strided", "aten::diagonal", "aten::unbind")
 
+# A region this small has next to nothing to fuse, yet costs about a second to compile.
+MIN_REGION_OPERATIONS = 3
+
 
 @dataclasses.dataclass(slots=True)
 class Region:
@@ -68,7 +71,10 @@ def split_regions(imperative: ImperativeGraph) -> list[Piece]:
             continue
         own = set(groups[number])
         body = _without_unread(_with_views(groups[number], imperative), wanted)
-        if body:
+        if sum(not is_cheap_view(node) for node in body) < MIN_REGION_OPERATIONS:
+            wanted.update(entry for node in body for entry in node.all_input_nodes if entry not in body)
+            pieces.extend(reversed(body))
+        else:
             defines = [node for node in body if node in own and node in wanted]
             region = _build(imperative, _title(groups[number], layers), body, defines, symbols)
             wanted.update(region.reads)
@@ -94,6 +100,7 @@ def _without_unread(body: list[fx.Node], wanted: set[fx.Node]) -> list[fx.Node]:
 def _assign(imperative: ImperativeGraph, layers: dict[fx.Node, str]) -> dict[fx.Node, int]:
     """Node -> number of its piece: even for regions, odd for direct calls; numbers follow the order of execution."""
     calls = [node for node in imperative.graph.nodes if node.op == "call_function"]
+    returned = {value for value in imperative.results if isinstance(value, fx.Node)}
     assigned: dict[fx.Node, int] = {}
     scalars: set[fx.Node] = set()
     previous: tuple[str, str | None] | None = None
@@ -104,7 +111,7 @@ def _assign(imperative: ImperativeGraph, layers: dict[fx.Node, str]) -> dict[fx.
             assigned[node] = -1  # sizes of the batch: computed once, first of all
         elif node.target is operator.getitem and node.args[0] in assigned:
             assigned[node] = assigned[node.args[0]]  # type: ignore[index]
-        elif _is_direct(node):
+        elif _is_direct(node) or _would_tie_result(node, returned):
             number += 1 if number % 2 == 0 else 0
             assigned[node] = number
             previous = None
@@ -128,6 +135,14 @@ def _key(node: fx.Node, layers: dict[fx.Node, str], previous: tuple[str, str | N
     if previous is not None and module_of(node) is None and _same_phase(previous[0], phase_of(node)):
         return previous
     return phase, layers.get(node)
+
+
+def _would_tie_result(node: fx.Node, returned: set[fx.Node]) -> bool:
+    """Clones of state for the caller, and writes of a value the caller gets too: inside a region the compiler could return
+    the state's own memory for them, which the next step overwrites."""
+    if node.target is aten.clone.default and node in returned:
+        return node.args[0].op == "placeholder" or is_cheap_view(node.args[0])  # type: ignore[union-attr]
+    return node.target in _COPIES and node.args[1] in returned
 
 
 def _same_phase(key: str, phase: str) -> bool:

@@ -17,11 +17,12 @@ StepFunction = Callable[[list[Any]], tuple[Any, ...]]
 class Runner:
     """Calls one generated function under `no_grad`; knows how it was made."""
 
-    __slots__ = ("_facts", "_function", "num_inputs")
+    __slots__ = ("_facts", "_function", "_keep", "num_inputs")
 
-    def __init__(self, function: StepFunction, num_inputs: int, facts: dict[str, Any]) -> None:
+    def __init__(self, function: StepFunction, num_inputs: int, facts: dict[str, Any], keep: Any = None) -> None:
         self._function: StepFunction | None = function
         self._facts = facts
+        self._keep = keep
         self.num_inputs = num_inputs
 
     def __call__(self, inputs: list[torch.Tensor]) -> list[Any]:
@@ -38,4 +39,4 @@ class Runner:
 
     def release(self) -> None:
         """Drop the compiled code and the constants it holds."""
-        self._function = None
+        self._function = self._keep = None

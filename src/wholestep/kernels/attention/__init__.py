@@ -1,11 +1,12 @@
 """ws::attention and ws::attention_backward: one device-neutral attention with several implementations.
 
-reference.py is the specification, implementations.py wraps the kernels of torch (CPU flash; CUDA cuDNN, flash, efficient), choose.py picks
-one by measurement, operator.py registers the operators, sdpa.py is the drop-in for torch's function.
+reference.py is the specification, implementations.py wraps the kernels of torch (CPU flash; CUDA cuDNN, flash,
+efficient), choice.py picks one by measurement, operator.py registers the operators, sdpa.py is the drop-in for torch's
+function.
 """
 
 from wholestep.kernels.attention import operator as operator
-from wholestep.kernels.attention.choose import choose, measured_choices
+from wholestep.kernels.attention.choice import choose, measured_choices
 from wholestep.kernels.attention.sdpa import scaled_dot_product_attention
 
 __all__ = ["choose", "measured_choices", "scaled_dot_product_attention"]

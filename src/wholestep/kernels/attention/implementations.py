@@ -1,9 +1,10 @@
-"""The implementations of ws::attention: math (the reference), torch's CPU flash kernel, and on CUDA cuDNN, flash and efficient.
+"""The implementations of ws::attention: math (the reference), torch's CPU flash kernel, and on CUDA cuDNN, flash and
+efficient.
 
-In: tensors as in reference.py. Out: per implementation a forward -> (out, logsumexp, seed, offset), a backward -> (dq, dk, dv) and a
-`supports(signature)` that returns the reason when it says no. Why: which one is fastest depends on shape, dtype, mask and card, so
-choose.py measures those that apply. The wrappers even out what differs between them: grouped heads, mask forms, rows that see no key,
-paddings, and where the Philox state of dropout lives.
+In: tensors as in reference.py. Out: per implementation a forward -> (out, logsumexp, seed, offset), a backward -> (dq,
+dk, dv) and a `supports(signature)` that returns the reason when it says no. Why: which one is fastest depends on shape,
+dtype, mask and card, so choice.py measures those that apply. The wrappers even out what differs between them: grouped
+heads, mask forms, rows that see no key, paddings, and where the Philox state of dropout lives.
 """
 
 from collections.abc import Callable
@@ -17,10 +18,11 @@ from wholestep.kernels.attention import reference
 
 aten = torch.ops.aten
 LOW_PRECISION = (torch.float16, torch.bfloat16)
-# Finite stand-ins for -inf in an additive mask, so that a row without keys gives finite numbers which are then set to 0.
-# They must survive a multiplication by log2(e) inside the kernels, so finfo.min is too large.
+# Finite stand-ins for -inf in an additive mask, so that a row without keys gives finite numbers which are then set to
+# 0. They must survive a multiplication by log2(e) inside the kernels, so finfo.min is too large.
 FLOOR = {torch.float16: -30000.0, torch.bfloat16: -1e30, torch.float32: -1e30}
-# cuDNN's statistics were (B, H, T, 1) in some releases and (B, H, T) in others: the forward notes what the backward wants.
+# cuDNN's statistics were (B, H, T, 1) in some releases and (B, H, T) in others: the forward notes what the backward
+# wants.
 CUDNN_STATISTICS_DIM = {"dim": 3}
 
 Forward = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -29,8 +31,8 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a choice may depend on. Strides are left out on purpose: forward and backward must choose alike, and a pass in between may
-    change the layout of a saved tensor."""
+    """What a choice may depend on. Strides are left out on purpose: forward and backward must choose alike, and a pass
+    in between may change the layout of a saved tensor."""
 
     device: str
     dtype: torch.dtype
@@ -62,7 +64,14 @@ def math_supports(signature: Signature) -> str | None:
 
 
 def math_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, dropout_p: float, key: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    key: Tensor | None,
 ) -> Forward:
     return *reference.forward(q, k, v, mask, causal, scale, dropout_p, key), None, None
 
@@ -99,13 +108,18 @@ def cpu_flash_supports(signature: Signature) -> str | None:
 
 
 def cpu_flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, dropout_p: float, key: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    key: Tensor | None,
 ) -> Forward:
     q, k, v, bias = *_last_contiguous(q, k, v), _cpu_bias(mask, q)
     k, v = _expand_groups(q, k, v)
-    out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=bias, scale=scale
-    )
+    out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     return out, logsumexp, None, None
 
 
@@ -136,7 +150,8 @@ def cpu_flash_backward(
 
 
 def _cpu_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """The kernel takes an additive mask of 2 or 4 dimensions; -inf is fine there: a row of -inf gives output 0 and no NaN."""
+    """The kernel takes an additive mask of 2 or 4 dimensions; -inf is fine there: a row of -inf gives output 0 and no
+    NaN."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -237,7 +252,14 @@ def cudnn_supports(signature: Signature) -> str | None:
 
 
 def cudnn_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, dropout_p: float, key: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    key: Tensor | None,
 ) -> Forward:
     q, k, v = _last_contiguous(q, k, v)
     bias = _bias(mask, causal, q, k.shape[2], 8)
@@ -293,7 +315,14 @@ def flash_supports(signature: Signature) -> str | None:
 
 
 def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, dropout_p: float, key: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    key: Tensor | None,
 ) -> Forward:
     q, k, v = _last_contiguous(q, k, v)
     results = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, causal, False, scale=scale)
@@ -331,7 +360,8 @@ def flash_backward(
 
 # ---- efficient -----------------------------------------------------------------------------------------------
 
-# The efficient kernels keep logsumexp padded to a multiple of 32 queries; padded entries are +inf, whose probabilities are 0.
+# The efficient kernels keep logsumexp padded to a multiple of 32 queries; padded entries are +inf, whose probabilities
+# are 0.
 LOGSUMEXP_ALIGN = 32
 
 
@@ -340,7 +370,14 @@ def efficient_supports(signature: Signature) -> str | None:
 
 
 def efficient_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, dropout_p: float, key: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    key: Tensor | None,
 ) -> Forward:
     q, k, v = _last_contiguous(q, k, v)
     k, v = _expand_groups(q, k, v)

@@ -1,14 +1,15 @@
 """Registration of ws::attention and ws::attention_backward.
 
-In: q (B, H, T, D), k and v (B, G, S, D), mask, causal, scale, dropout_p, key. Out: (out in q's layout, logsumexp (B, H, T) contiguous in
-float32 or float64, seed, offset: 0-d int64). seed and offset carry the Philox state that a CUDA kernel drew from torch's generator to the
-backward; they are 0 on CPU and undefined on CUDA without dropout. The math implementation drops by `key` instead.
+In: q (B, H, T, D), k and v (B, G, S, D), mask, causal, scale, dropout_p, key. Out: (out in q's layout, logsumexp (B, H,
+T) contiguous in float32 or float64, seed, offset: 0-d int64). seed and offset carry the Philox state that a CUDA kernel
+drew from torch's generator to the backward; they are 0 on CPU and undefined on CUDA without dropout. The math
+implementation drops by `key` instead.
 """
 
 import torch
 from torch import Tensor
 
-from wholestep.kernels.attention.choose import choose
+from wholestep.kernels.attention.choice import choose
 from wholestep.kernels.attention.reference import compute_dtype, empty_out
 
 LIBRARY = torch.library.Library("ws", "FRAGMENT")
@@ -17,8 +18,9 @@ LIBRARY.define(
     "-> (Tensor out, Tensor logsumexp, Tensor seed, Tensor offset)"
 )
 LIBRARY.define(
-    "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor logsumexp, Tensor seed, "
-    "Tensor offset, bool causal, float scale, float dropout_p, Tensor? key) -> (Tensor dq, Tensor dk, Tensor dv)"
+    "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor logsumexp, "
+    "Tensor seed, Tensor offset, bool causal, float scale, float dropout_p, Tensor? key) "
+    "-> (Tensor dq, Tensor dk, Tensor dv)"
 )
 
 
@@ -45,7 +47,14 @@ def in_layout(t: Tensor, like: Tensor) -> Tensor:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, dropout_p: float, key: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    key: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the chosen implementation and give its results the announced strides."""
     check(q, k, v, dropout_p, key)
@@ -84,7 +93,14 @@ def attention_backward(
 
 @torch.library.register_fake("ws::attention", lib=LIBRARY)
 def _fake(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, dropout_p: float, key: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    key: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check(q, k, v, dropout_p, key)
     logsumexp = torch.empty(q.shape[:3], dtype=compute_dtype(q.dtype), device=q.device)
@@ -110,7 +126,9 @@ def _setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, outp
     ctx.arguments = (causal, scale, dropout_p)
 
 
-def _autograd(ctx: torch.autograd.function.FunctionCtx, grad_out: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
+def _autograd(
+    ctx: torch.autograd.function.FunctionCtx, grad_out: Tensor | None, *_: object
+) -> tuple[Tensor | None, ...]:
     if grad_out is None:
         return (None,) * 8
     q, k, v, mask, out, logsumexp, seed, offset, key = ctx.saved_tensors
@@ -123,7 +141,7 @@ def _autograd(ctx: torch.autograd.function.FunctionCtx, grad_out: Tensor | None,
 def _no_second_derivative(ctx: torch.autograd.function.FunctionCtx, *_: object) -> tuple[Tensor | None, ...]:
     raise NotImplementedError(
         "The second derivative of ws::attention is not implemented (a gradient penalty or Hessian through attention). "
-        "Use plain operators for that attention: torch.nn.attention.sdpa_kernel has no effect here; write softmax(q @ k.mT * scale) @ v."
+        "Write that attention with plain operators: softmax(q @ k.mT * scale, -1) @ v."
     )
 
 

@@ -1,9 +1,10 @@
 """Attention in plain PyTorch: the specification of ws::attention and of its backward, on any device and dtype.
 
-Legend: B batch, H query heads, G key/value heads (H % G == 0), R = H // G query heads per key head, T queries, S keys, D head width.
-q (B, H, T, D), k (B, G, S, D), v (B, G, S, Dv), mask broadcastable to (B, H, T, S): bool (True = attend) or float (added).
-Causal is aligned at the top left: query t sees keys 0..t. A row that sees no key gives output 0, logsumexp -inf and no gradient.
-Dropout acts on the probabilities, with the counter-based mask of `key` over (B, H, T, S). bf16 and fp16 compute in float32.
+Legend: B batch, H query heads, G key/value heads (H % G == 0), R = H // G query heads per key head, T queries, S keys,
+D head width. q (B, H, T, D), k (B, G, S, D), v (B, G, S, Dv), mask broadcastable to (B, H, T, S): bool (True = attend)
+or float (added). Causal is aligned at the top left: query t sees keys 0..t. A row that sees no key gives output 0,
+logsumexp -inf and no gradient. Dropout acts on the probabilities, with the counter-based mask of `key` over (B, H, T,
+S). bf16 and fp16 compute in float32.
 
     s = scale q k' + mask;  l = logsumexp(s);  p = exp(s - l);  o = dropout(p) v
     dv = dropout(p)' do;  ds = p * (dropout(do v') - rowsum(do * o));  dq = scale ds k;  dk = scale ds' q
@@ -28,7 +29,8 @@ def empty_out(q: Tensor, v: Tensor) -> Tensor:
 
 
 def visible(mask: Tensor | None, causal: bool, num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
-    """The bool mask (True = attend) of a bool mask and causality together; None when every key is visible or the mask is additive."""
+    """The bool mask (True = attend) of a bool mask and causality together; None when every key is visible or the mask
+    is additive."""
     seen = mask if mask is not None and mask.dtype == torch.bool else None
     if causal:
         triangle = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril()
@@ -37,7 +39,8 @@ def visible(mask: Tensor | None, causal: bool, num_queries: int, num_keys: int, 
 
 
 def scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """(B, H, T, S) in the compute dtype, -inf where hidden. Grouped heads fold into rows: (B, G, R * T, D) @ (B, G, D, S)."""
+    """(B, H, T, S) in the compute dtype, -inf where hidden. Grouped heads fold into rows: (B, G, R * T, D) @ (B, G, D,
+    S)."""
     dtype = compute_dtype(q.dtype)
     batch, heads, num_queries, width = q.shape
     groups, num_keys = k.shape[1], k.shape[2]
@@ -56,7 +59,14 @@ def probabilities(s: Tensor, logsumexp: Tensor) -> Tensor:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, dropout_p: float, key: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    key: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(out in q's dtype, logsumexp in the compute dtype)."""
     s = scores(q, k, mask, causal, scale)
@@ -80,7 +90,8 @@ def backward(
     dropout_p: float,
     key: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), recomputing the probabilities from logsumexp; the folded rows sum the heads of a group by themselves."""
+    """(dq, dk, dv), recomputing the probabilities from logsumexp; the folded rows sum the heads of a group by
+    themselves."""
     dtype = compute_dtype(q.dtype)
     p = probabilities(scores(q, k, mask, causal, scale), logsumexp)
     grad, rows_of = grad_out.to(dtype), (k.shape[0], k.shape[1], -1)

@@ -1,7 +1,8 @@
 """A drop-in for torch.nn.functional.scaled_dot_product_attention that emits ws::attention.
 
-In: what torch's function takes, plus `key` (0-d int64) when dropout_p > 0. Out: the attention output. Why: the tracing function mode
-replaces torch's function by this one, so that the captured graph holds one device-neutral node with its own backward.
+In: what torch's function takes, plus `key` (0-d int64) when dropout_p > 0. Out: the attention output. Why: the tracing
+function mode replaces torch's function by this one, so that the captured graph holds one device-neutral node with its
+own backward.
 """
 
 import math
@@ -24,7 +25,8 @@ def scaled_dot_product_attention(
     *,
     key: Tensor | None = None,
 ) -> Tensor:
-    """Attention over the last two dimensions with any number of leading ones; see torch's function for the arguments."""
+    """Attention over the last two dimensions with any number of leading ones; see torch's function for the
+    arguments."""
     if dropout_p > 0.0 and key is None:
         raise ValueError("scaled_dot_product_attention: dropout_p > 0 needs key, a 0-d int64 tensor")
     q, k, v, mask = _autocast(q, k, v, attn_mask)
@@ -51,7 +53,8 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Ten
 def _four_dimensional(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[int, ...] | None]:
-    """Broadcast and fold the leading dimensions into (batch, heads); the last item is the leading shape to restore, None when 4-D."""
+    """Broadcast and fold the leading dimensions into (batch, heads); the last item is the leading shape to restore,
+    None when 4-D."""
     grouped = enable_gqa and q.dim() >= 3 and q.shape[-3] != k.shape[-3]
     if grouped and k.shape[-3] != v.shape[-3]:
         k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], dim=-3) for t in (k, v))
@@ -83,7 +86,8 @@ def _fold_grouped(t: Tensor) -> Tensor:
 def _composed(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, causal: bool, scale: float, dropout_p: float, key: Tensor | None
 ) -> Tensor:
-    """Softmax attention from differentiable operators: the only form that gives the mask (a learned bias) its gradient."""
+    """Softmax attention from differentiable operators: the only form that gives the mask (a learned bias) its
+    gradient."""
     dtype = compute_dtype(q.dtype)
     repeat = q.shape[1] // k.shape[1]
     if repeat > 1:
@@ -92,7 +96,8 @@ def _composed(
     seen = visible(None, causal, q.shape[2], k.shape[2], q.device)
     if seen is not None:
         s = s.masked_fill(~seen, float("-inf"))
-    # A row of -inf has no softmax: compute it on zeros, then force its probabilities to 0, so that no NaN reaches the gradient.
+    # A row of -inf has no softmax: compute it on zeros, then force its probabilities to 0, so that no NaN reaches the
+    # gradient.
     empty = (s == float("-inf")).all(dim=-1, keepdim=True)
     p = torch.softmax(s.masked_fill(empty, 0.0), dim=-1).masked_fill(empty, 0.0)
     if dropout_p > 0.0:

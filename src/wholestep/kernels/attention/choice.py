@@ -1,9 +1,10 @@
 """Which implementation of ws::attention runs, by measurement, remembered.
 
-In: the arguments of a call, reduced to a Signature. Out: an Implementation. On CPU the rule is fixed (the flash kernel where it applies,
-else math). On CUDA each eligible implementation is checked against the reference on one head group and timed forward + backward on random
-data of the same shapes; the winner is kept in the process and in `attention.json` of the cache folder (WHOLESTEP_CACHE_DIR, by default
-~/.cache/wholestep), keyed by signature, card and torch version. Nothing is measured while a CUDA graph is being captured.
+In: the arguments of a call, reduced to a Signature. Out: an Implementation. On CPU the rule is fixed (the flash kernel
+where it applies, else math). On CUDA each eligible implementation is checked against the reference on one head group
+and timed forward + backward on random data of the same shapes; the winner is kept in the process and in
+`attention.json` of the cache folder (WHOLESTEP_CACHE_DIR, by default ~/.cache/wholestep), keyed by signature, card and
+torch version. Nothing is measured while a CUDA graph is being captured.
 """
 
 import json
@@ -155,7 +156,8 @@ def random_like(t: Tensor) -> Tensor:
 def disagreement(
     implementation: Implementation, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
 ) -> str | None:
-    """Why the implementation is wrong on this machine: it is compared with the reference on one batch row and one head group."""
+    """Why the implementation is wrong on this machine: it is compared with the reference on one batch row and one head
+    group."""
     q, k, v = random_like(q), random_like(k), random_like(v) * 0.5 + 0.25
     grad = random_like(reference.empty_out(q, v))
     scale = q.shape[-1] ** -0.5
@@ -221,7 +223,8 @@ def _read(path: Path) -> dict[str, Choice]:
 
 
 def _write(path: Path, text: str, choice: Choice) -> None:
-    """Add one choice by writing a new file and renaming it, so that readers never see half a file. A read-only folder is no error."""
+    """Add one choice by writing a new file and renaming it, so that readers never see half a file. A read-only folder
+    is no error."""
     known = _read(path)
     known[text] = choice
     try:

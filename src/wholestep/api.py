@@ -1,0 +1,145 @@
+"""The public calls. They read as a table of contents: what happens, in order, and which folder does it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from wholestep.capture import optimizers
+from wholestep.capture.batch import BatchSpec, flatten
+from wholestep.capture.cache import cached_climb
+from wholestep.capture.ladder import Climb
+from wholestep.capture.subject import Subject, make_subject
+from wholestep.errors import BadOption, CompilerMissing, NotBuiltYet, WholestepWarning
+from wholestep.graph.training_graph import TrainingGraph
+from wholestep.lower import lower_inductor, lower_interpret, warm_up
+from wholestep.passes.pipeline import Pipeline, default_pipeline
+from wholestep.runtime.progress import Progress
+from wholestep.runtime.step import Settings, Step
+from wholestep.verify.first_step import check_first_step
+
+_BACKENDS = ("inductor", "interpret")
+_PRECISIONS = ("fp32", "bf16")
+_CHECKS = ("first", "off")
+
+
+def compile(
+    model: Any,
+    loss_fn: Callable[[Any, Any], Any] | None,
+    optimizer: Optimizer | None,
+    example_batch: Any,
+    *,
+    memory: str | int | None = None,
+    precision: str = "fp32",
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    backend: str = "inductor",
+    dynamic: bool | None = None,
+    check: str = "first",
+    passes: Pipeline | Sequence[Callable[[TrainingGraph], TrainingGraph]] | None = None,
+    cuda_graph: bool | None = None,
+    cache: bool = True,
+    dump: str | None = None,
+    seed: int | None = None,
+    verbose: bool | None = None,
+) -> Step:
+    """Capture the whole training step of `model` and make it run fast.
+
+    Args:
+        model: a Module, or a dict or tuple of all Modules the loss reads.
+        loss_fn: `loss_fn(model, batch) -> loss` or `(loss, aux)`; None means `model(**batch).loss`.
+        optimizer: what is differentiated is exactly its parameters; None fills `p.grad` and leaves the update to you.
+        example_batch: one batch, as the loader gives it (with `accumulate=n`: one micro-batch, or n of them in a list,
+            or a batch to be cut into n).
+        memory: a budget in bytes; not built yet.
+        precision: "fp32", or "bf16" (autocast).
+        accumulate: micro-batches per update.
+        clip_norm: clip gradients by their global norm.
+        backend: "inductor" compiles; "interpret" runs the graph operator by operator, bit for bit as eager does.
+        dynamic: None decides by the sizes seen; True makes all batch sizes symbolic at once; False compiles every shape.
+        check: "first" compares the first live step with eager PyTorch; "off" does not.
+        passes: a Pipeline, or passes to run after the default ones.
+        cuda_graph: None records one when it measures faster; True or False decides.
+        cache: reuse captured graphs from earlier processes.
+        dump: a folder; the graph is written there after every stage, as Python.
+        seed: for dropout and random numbers; None takes torch's seed.
+        verbose: progress on stderr; None shows it on a terminal.
+    """
+    _check_options(memory, precision, backend, check)
+    subject = make_subject(
+        model, loss_fn, optimizer, precision=precision, accumulate=accumulate, clip_norm=clip_norm
+    )
+    progress = Progress(verbose)
+    if backend == "inductor":
+        warm_up()
+        backend = _usable_backend(subject, backend)
+    _warn_about_optimizer(optimizer)
+    pipeline = passes if isinstance(passes, Pipeline) else default_pipeline(extra=passes or ())
+
+    def capture(subject: Subject, tensors: Sequence[torch.Tensor], spec: BatchSpec, dynamic: Any) -> Climb:
+        with progress.stage("capturing the step"):
+            climb = cached_climb(subject, tensors, spec, dynamic, enabled=cache)
+        if climb.capture is not None:
+            climb.capture.notes += pipeline.run_on(climb.capture, dump=dump)
+        return climb
+
+    def lower(graph: TrainingGraph, backend: str) -> Any:
+        if backend == "interpret":
+            return lower_interpret(graph)
+        with progress.stage("compiling"):
+            runner = lower_inductor(graph, progress=progress.region)
+        return _with_cuda_graph(runner, graph, subject, cuda_graph)
+
+    first = check_first_step if check == "first" else None
+    step = Step(subject, Settings(capture, lower, backend, dynamic, first), seed=seed)
+    micro = step._micro_batches(example_batch) if accumulate > 1 else [example_batch]
+    tensors, spec = flatten(micro[0])
+    step.variant_for(tensors, spec)
+    progress.finish(step.explain())
+    return step
+
+
+def _check_options(memory: Any, precision: str, backend: str, check: str) -> None:
+    if memory is not None:
+        raise NotBuiltYet(
+            f"memory={memory!r}: the memory planner is not part of this version", hint="leave memory out for now"
+        )
+    if precision == "fp16":
+        raise NotBuiltYet("precision='fp16' needs loss scaling, not part of this version", hint="use precision='bf16'")
+    for name, value, known in (
+        ("precision", precision, _PRECISIONS), ("backend", backend, _BACKENDS), ("check", check, _CHECKS),
+    ):  # fmt: skip
+        if value not in known:
+            raise BadOption(f"{name}={value!r}", hint=f"use one of {', '.join(map(repr, known))}")
+
+
+def _usable_backend(subject: Subject, backend: str) -> str:
+    from wholestep.lower.compile_region import compiler_missing
+
+    if subject.device.type == "cpu" and compiler_missing():
+        warnings.warn("no C++ compiler on PATH: the step runs interpreted (backend='interpret')", WholestepWarning, stacklevel=3)
+        return "interpret"
+    return backend
+
+
+def _warn_about_optimizer(optimizer: Optimizer | None) -> None:
+    reason = None if optimizer is None else optimizers.supported(optimizer)
+    if reason is not None:
+        warnings.warn(
+            f"forward and backward are captured, the update runs in eager PyTorch: {reason}", WholestepWarning, stacklevel=3
+        )
+
+
+def _with_cuda_graph(runner: Any, graph: TrainingGraph, subject: Subject, wanted: bool | None) -> Any:
+    if subject.device.type != "cuda" or wanted is False:
+        return runner
+    from wholestep.lower.cuda_graph import AutoCudaGraph
+
+    return AutoCudaGraph(runner, graph, always=wanted is True)
+
+
+__all__ = ["CompilerMissing", "compile"]

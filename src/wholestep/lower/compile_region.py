@@ -1,0 +1,244 @@
+"""One region -> one callable, by TorchInductor's post-autograd entry `compile_fx_inner`.
+
+In goes a region's FX graph of core operators; out comes a function that takes a list of inputs, may empty it, and returns the
+outputs with exactly the strides of the trace (the other regions were traced with those). Three steps:
+
+1. retrace with Inductor's decompositions and the package's own (`kernels.DECOMPOSITIONS`: dropout becomes arithmetic that fuses);
+2. the joint-graph passes that `compile_fx` runs for a graph without backward (constant folding, padded matrix products);
+3. `compile_fx_inner`, whose FxGraphCache finds the compiled code on disk in later processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import os
+import shutil
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from wholestep.errors import CompilerMissing
+from wholestep.graph.training_graph import tensors_in
+from wholestep.lower.driver import build_driver
+from wholestep.lower.interpret import constants_of, statement_of
+from wholestep.lower.regions import Region
+
+aten = torch.ops.aten
+
+INDUCTOR_CONFIG: dict[str, Any] = {
+    # Random operators other than `ws::` ones must draw what eager draws.
+    "fallback_random": True,
+    # The whole step is one CUDA graph (cuda_graph.py), never one per region.
+    "triton.cudagraphs": False,
+    "graph_partition": False,
+}
+
+
+@dataclasses.dataclass(slots=True, weakref_slot=True)
+class Compiled:
+    """What runs in place of a region."""
+
+    function: Callable[[list[Any]], Sequence[Any]]
+    seconds: float
+    cached: bool
+    """Whether the code was found on disk, or in this process."""
+    note: str = ""
+    """Why the region runs uncompiled; empty when it is compiled."""
+
+
+# Two Steps of one process (a GAN, a second batch shape) often share layers.
+_in_process: weakref.WeakValueDictionary[str, Compiled] = weakref.WeakValueDictionary()
+
+
+def warm_up() -> None:
+    """Start Inductor's compile workers in the background, so that they are ready when tracing is done.
+
+    The imports happen in the calling thread: torch's modules import each other in a circle, and two threads that enter
+    it at different places break each other.
+    """
+    try:
+        import torch._inductor.compile_fx
+        from torch._inductor.async_compile import AsyncCompile
+    except ImportError:  # compiling reports its own errors; this only saves time
+        return
+    warm = getattr(AsyncCompile, "warm_pool", None)
+    if warm is not None:
+        threading.Thread(target=warm, name="wholestep-warm-up", daemon=True).start()
+
+
+def require_compiler(regions: Sequence[Region]) -> None:
+    """Inductor needs a C++ compiler for the CPU; without one every region would fail, one by one."""
+    devices = {t.device.type for r in regions for n in r.module.graph.nodes for t in tensors_in(n.meta.get("val"))}
+    if devices - {"cpu"} or not regions:
+        return
+    names = [os.environ.get("CXX"), "g++", "clang++", "c++", "cl"]
+    if not any(name and shutil.which(name) for name in names):
+        raise CompilerMissing(
+            "backend 'inductor' needs a C++ compiler on the CPU and none was found (g++, clang++, $CXX)",
+            hint="install g++, or use backend='interpret'",
+        )
+
+
+def compile_region(region: Region) -> Compiled:
+    """Compile, or fall back to calling the operators one by one with the reason in `note`."""
+    found = _in_process.get(region.signature)
+    if found is not None:
+        return found
+    started = time.perf_counter()
+    hits = _cache_hits()
+    try:
+        function = _compile(region.module)
+        compiled = Compiled(function, time.perf_counter() - started, _cache_hits() > hits)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        note = f"runs uncompiled, Inductor failed ({reason})"
+        compiled = Compiled(_uncompiled(region.module), time.perf_counter() - started, False, note)
+    _in_process[region.signature] = compiled
+    return compiled
+
+
+def _cache_hits() -> int:
+    from torch._dynamo.utils import counters
+
+    return int(counters["inductor"]["fxgraph_cache_hit"])
+
+
+def _uncompiled(module: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """The region as a flat function of operator calls."""
+    nodes = list(module.graph.nodes)
+    statements = [statement_of(node) for node in nodes if node.op == "call_function"]
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    constants = constants_of(module.graph, module)
+    return build_driver(placeholders, statements, nodes[-1].args[0], constants, consume=True).function
+
+
+def _compile(module: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    from torch._inductor import compile_fx, config
+
+    wanted = [node.meta["val"] for node in _outputs(module)]
+    mode = _fake_mode(module)
+    values = [_fresh(node.meta["val"], mode) for node in module.graph.nodes if node.op == "placeholder"]
+    with config.patch(_known_settings(config)), _compiling(mode):
+        lowered = _decompose(module, values, mode)
+        lowered = _joint_passes(lowered, values)
+        _keep_strides(lowered, wanted, mode)
+        output = next(iter(reversed(lowered.graph.nodes)))
+        output.meta["user_visible_output_idxs"] = list(range(len(wanted)))
+        compiled = compile_fx.compile_fx_inner(lowered, values, cudagraphs=_off(), is_inference=True)
+    # The object's own __call__ does bookkeeping for torch.compile; the callable inside is the generated code.
+    return getattr(compiled, "current_callable", None) or compiled
+
+
+def _known_settings(config: Any) -> dict[str, Any]:
+    """Our settings, less those this version of torch does not have."""
+    known = config.get_config_copy()
+    return {name: value for name, value in INDUCTOR_CONFIG.items() if name in known}
+
+
+def _off() -> Any:
+    from torch._inductor.utils import BoxedBool
+
+    return BoxedBool(False)
+
+
+@contextlib.contextmanager
+def _compiling(mode: FakeTensorMode) -> Iterator[None]:
+    """The surroundings in which `compile_fx` itself compiles."""
+    from torch._inductor.virtualized import V
+
+    with V.set_fake_mode(mode), tracing(TracingContext(mode)), enable_python_dispatcher(), torch.no_grad():
+        yield
+
+
+def _fake_mode(module: fx.GraphModule) -> FakeTensorMode:
+    """The mode of the region's sizes when they are symbolic; else a new one, with the shape environment that
+    FxGraphCache asks for and graphs read from disk do not have."""
+    for node in module.graph.nodes:
+        for tensor in tensors_in(node.meta.get("val")):
+            if isinstance(tensor, FakeTensor) and tensor._has_symbolic_sizes_strides:
+                return tensor.fake_mode
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+def _fresh(value: Any, mode: FakeTensorMode) -> Any:
+    """A fake of its own for each input: a graph read from the cache shares one between all values of a shape."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    with mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _outputs(module: fx.GraphModule) -> list[fx.Node]:
+    return list(next(iter(reversed(module.graph.nodes))).args[0])  # type: ignore[arg-type]
+
+
+def _decompose(module: fx.GraphModule, values: list[Any], mode: FakeTensorMode) -> fx.GraphModule:
+    from torch._inductor.decomposition import select_decomp_table
+
+    from wholestep.kernels import DECOMPOSITIONS
+
+    table = {**select_decomp_table(), **DECOMPOSITIONS}
+    with mode:
+        lowered = make_fx(fx.Interpreter(module).run, decomposition_table=table)(*values)
+    lowered.graph.eliminate_dead_code()
+    lowered.recompile()
+    return lowered
+
+
+def _joint_passes(lowered: fx.GraphModule, values: list[Any]) -> fx.GraphModule:
+    from torch._inductor import compile_fx
+
+    passes = compile_fx._recursive_joint_graph_passes
+    device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
+    options = {"input_device": device} if "input_device" in inspect.signature(passes).parameters else {}
+    result = passes(lowered, **options)
+    return lowered if result is None else result
+
+
+def _keep_strides(lowered: fx.GraphModule, wanted: list[Any], mode: FakeTensorMode) -> None:
+    """Give every output the strides it had when the whole step was traced; decompositions may have changed them."""
+    output = next(iter(reversed(lowered.graph.nodes)))
+    results = list(output.args[0])  # type: ignore[arg-type]
+    for index, (node, value) in enumerate(zip(results, wanted, strict=True)):
+        now = node.meta.get("val") if isinstance(node, fx.Node) else None
+        if isinstance(now, torch.Tensor) and _significant_strides(now) != _significant_strides(value):
+            results[index] = _restride(lowered.graph, output, node, value, mode)
+    output.args = (tuple(results),)
+    lowered.recompile()
+
+
+def _significant_strides(tensor: torch.Tensor) -> list[str]:
+    """Strides of the dimensions that have more than one entry; the others decide nothing."""
+    return [str(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+
+
+def _restride(graph: fx.Graph, before: fx.Node, node: fx.Node, value: torch.Tensor, mode: FakeTensorMode) -> fx.Node:
+    """A dense copy of `node` whose dimensions are laid out in the order of `value`'s strides."""
+    order = sorted(range(value.dim()), key=lambda d: (value.stride(d), value.shape[d] != 1), reverse=True)
+    back = [order.index(d) for d in range(value.dim())]
+    contiguous = {"memory_format": torch.contiguous_format}
+    with graph.inserting_before(before), mode:
+        for target, args, kwargs in (
+            (aten.permute.default, (order,), {}),
+            (aten.clone.default, (), contiguous),
+            (aten.permute.default, (back,), {}),
+        ):
+            made = graph.call_function(target, (node, *args), kwargs)
+            made.meta["val"] = target(node.meta["val"], *args, **kwargs)
+            node = made
+    if _significant_strides(node.meta["val"]) != _significant_strides(value):
+        raise ValueError(f"an output needs strides {tuple(value.stride())} for shape {tuple(value.shape)}")
+    return node

@@ -1,0 +1,81 @@
+"""Lowering `inductor`: regions compiled by TorchInductor, each distinct one once, called by a generated driver.
+
+In goes a TrainingGraph, out comes a Runner. The graph becomes imperative (`in_place.py`), is cut at layer borders
+(`regions.py`), each distinct region is compiled (`compile_region.py`), and one flat function calls them in order (`driver.py`).
+A region that fails to compile runs operator by operator instead, and `describe()["notes"]` says why.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from wholestep.graph.training_graph import TrainingGraph
+from wholestep.lower.compile_region import Compiled, compile_region, require_compiler
+from wholestep.lower.driver import Statement, build_driver
+from wholestep.lower.in_place import ImperativeGraph, write_state_in_place
+from wholestep.lower.interpret import constants_of, statement_of
+from wholestep.lower.regions import Piece, Region, split_regions
+from wholestep.lower.runner import Runner
+
+Progress = Callable[[str, int, int], None]
+
+
+def lower_inductor(graph: TrainingGraph, *, watch: Sequence[str] = (), progress: Progress | None = None) -> Runner:
+    """A Runner of compiled regions; `progress(text, done, total)` is called before each compilation."""
+    started = time.perf_counter()
+    imperative = write_state_in_place(graph, watch)
+    pieces = split_regions(imperative)
+    regions = [piece for piece in pieces if isinstance(piece, Region)]
+    require_compiler(regions)
+    split_seconds = time.perf_counter() - started
+    compiled = _compile_distinct(regions, progress)
+    driver = build_driver(
+        imperative.placeholders,
+        [_statement(piece, compiled) for piece in pieces],
+        imperative.results,
+        constants_of(imperative.graph, imperative.owner),
+    )
+    facts = _facts(imperative, pieces, compiled)
+    facts |= {"split_seconds": split_seconds, "seconds": time.perf_counter() - started, "driver": driver.source}
+    return Runner(driver.function, len(graph.inputs), facts, keep=list(compiled.values()))
+
+
+def _compile_distinct(regions: list[Region], progress: Progress | None) -> dict[str, Compiled]:
+    """Signature -> compiled code."""
+    times = Counter(region.signature for region in regions)
+    distinct = list({region.signature: region for region in reversed(regions)}.values())[::-1]
+    compiled: dict[str, Compiled] = {}
+    for index, region in enumerate(distinct, start=1):
+        if progress is not None:
+            repeat = f" x{times[region.signature]}" if times[region.signature] > 1 else ""
+            progress(f"compiling region {index} of {len(distinct)} ({region.title}{repeat})", index, len(distinct))
+        compiled[region.signature] = compile_region(region)
+    return compiled
+
+
+def _statement(piece: Piece, compiled: dict[str, Compiled]) -> Statement:
+    if isinstance(piece, fx.Node):
+        return statement_of(piece)
+    function = compiled[piece.signature].function
+    return Statement(function, piece.reads, {}, piece.defines, unpack=True, boxed=True, comment=piece.title)
+
+
+def _facts(imperative: ImperativeGraph, pieces: list[Piece], compiled: dict[str, Compiled]) -> dict[str, Any]:
+    regions = [piece for piece in pieces if isinstance(piece, Region)]
+    titles = {region.signature: region.title for region in regions}
+    return {
+        "backend": "inductor",
+        "regions": len(regions),
+        "unique_regions": len(compiled),
+        "direct_calls": len(pieces) - len(regions),
+        "in_place_updates": imperative.num_in_place,
+        "copied_updates": imperative.num_copies,
+        "seconds_per_region": {f"{titles[key]} {key[:8]}": code.seconds for key, code in compiled.items()},
+        "cache_hits": sum(code.cached for code in compiled.values()),
+        "notes": [f"{titles[key]}: {code.note}" for key, code in compiled.items() if code.note],
+    }

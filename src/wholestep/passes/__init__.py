@@ -1,0 +1,1 @@
+"""Rewrites of a TrainingGraph, one per file; `pipeline.py` is the ordered table."""

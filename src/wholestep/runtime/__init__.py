@@ -1,0 +1,1 @@
+"""Runtime: the Step that users call, and what feeds it."""

@@ -1,0 +1,63 @@
+"""The last rung: the step as a user would write it, in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from wholestep.capture.preflight import autocast_for
+from wholestep.capture.subject import Subject
+from wholestep.capture.trace import check_loss
+
+Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def eager_step(subject: Subject, batches: Sequence[Any]) -> tuple[Result, torch.Tensor | None]:
+    """Forward, loss, backward (over all micro-batches), clip and update; (loss, aux) and the gradient norm."""
+    trained = list(subject.trained.values())
+    results, norm = [], None
+    if subject.optimizer is not None:
+        subject.optimizer.zero_grad(set_to_none=True)
+    for batch in batches:
+        with autocast_for(subject):
+            loss, aux = check_loss(subject.loss_fn(subject.model, batch))
+        weight = aux.get("weight")
+        if len(batches) == 1:
+            objective = loss
+        else:
+            objective = loss / len(batches) if weight is None else loss * weight.detach().reshape(())
+        objective.backward()
+        results.append((loss.detach(), {n: v.detach() for n, v in aux.items()}))
+    if subject.optimizer is not None:
+        if len(batches) > 1 and "weight" in results[0][1]:
+            total = torch.stack([aux["weight"].float().reshape(()) for _, aux in results]).sum()
+            torch._foreach_div_([p.grad for p in trained if p.grad is not None], total)
+        if subject.clip_norm is not None:
+            norm = torch.nn.utils.clip_grad_norm_(trained, subject.clip_norm)
+        subject.optimizer.step()
+        subject.optimizer.zero_grad(set_to_none=True)
+    return combine(results), norm
+
+
+def combine(results: Sequence[Result]) -> Result:
+    """One loss and aux for all micro-batches: means, weighted by aux["weight"] when it is there (which is summed)."""
+    if len(results) == 1:
+        return results[0]
+    losses = torch.stack([loss for loss, _ in results])
+    if "weight" in results[0][1]:
+        weights = torch.stack([aux["weight"].reshape(()).to(losses.dtype) for _, aux in results])
+        share = weights / weights.sum()
+    else:
+        share = torch.full_like(losses, 1.0 / len(results))
+    merged: dict[str, Any] = {}
+    for name in results[0][1]:
+        values = [aux[name] for _, aux in results]
+        if name == "weight":
+            merged[name] = torch.stack([v.reshape(()) for v in values]).sum()
+        elif values[0].dim() == 0 and values[0].is_floating_point():
+            merged[name] = (torch.stack(values) * share.to(values[0].dtype)).sum()
+        else:
+            merged[name] = torch.stack(values) if all(v.shape == values[0].shape for v in values) else values
+    return (losses * share).sum(), merged

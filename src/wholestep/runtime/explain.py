@@ -1,0 +1,39 @@
+"""`step.explain()`: at most a dozen lines on what a Step is and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from wholestep.graph.training_graph import Role, phase_of
+
+if TYPE_CHECKING:
+    from wholestep.runtime.step import Step
+
+
+def explain(step: Step) -> str:
+    """One fact per line: rung, graph, inputs, lowering, falls, notes."""
+    lines = [f"rung       {step.rung}"]
+    graph = step.graph
+    if graph is not None:
+        phases = Counter(phase_of(node) for node in graph.operations())
+        counted = ", ".join(f"{phases[p]} {p}" for p in ("forward", "backward", "update") if phases[p])
+        roles = Counter(entry.role for entry in graph.inputs)
+        listed = ", ".join(f"{roles[r]} {r.value}" for r in Role if roles[r])
+        lines.append(f"graph      {sum(phases.values())} operations ({counted}), captured in {step.seconds['capture']:.1f} s")
+        lines.append(f"inputs     {listed}")
+        facts = step.regions
+        if facts.get("backend") == "inductor":
+            lines.append(
+                f"lowering   inductor: {facts.get('regions', '?')} regions, {facts.get('unique_regions', '?')} compiled, "
+                f"{step.seconds['lower']:.1f} s"
+            )
+        else:
+            lines.append(f"lowering   {facts.get('backend', 'interpret')}, {step.seconds['lower']:.1f} s")
+        if facts.get("cuda_graph"):
+            lines.append(f"CUDA graph {facts['cuda_graph']}")
+        lines += [f"lowering   {note}" for note in facts.get("notes", [])[:2]]
+    lines += [f"fell       {fall}" for fall in step.falls]
+    lines += [f"note       {note}" for note in step.notes[:5]]
+    lines.append(f"so far     {step.captures} captures, {step.compilations} compilations, {step.count} steps")
+    return "\n".join(lines)

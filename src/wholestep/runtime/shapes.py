@@ -1,0 +1,56 @@
+"""Shapes: which sizes of a batch have been seen, and when one becomes symbolic.
+
+A first shape is compiled as it is. A second one (the last, ragged batch) runs at once, interpreted. When a dimension has been
+seen with three sizes it becomes one symbol, shared by all dimensions that always had the same size, and one graph serves all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+Shapes = tuple[tuple[int, ...], ...]
+
+SIZES_BEFORE_SYMBOLIC = 3
+
+
+def shapes_of(tensors: Sequence[torch.Tensor]) -> Shapes:
+    return tuple(tuple(t.shape) for t in tensors)
+
+
+def rank_signature(tensors: Sequence[torch.Tensor]) -> tuple:
+    """What two batches must share for one symbolic graph to serve both."""
+    return tuple((t.dim(), t.dtype, t.device, t.requires_grad) for t in tensors)
+
+
+def symbolic_dims(seen: Sequence[Shapes]) -> list[dict[int, str]] | None:
+    """Per tensor, {dimension: symbol} for what varied over `seen`; None while no dimension had enough sizes."""
+    histories: dict[tuple[int, ...], str] = {}
+    dims: list[dict[int, str]] = []
+    enough = False
+    for leaf in range(len(seen[0])):
+        found: dict[int, str] = {}
+        for dim in range(len(seen[0][leaf])):
+            history = tuple(shapes[leaf][dim] for shapes in seen)
+            if len(set(history)) < 2:
+                continue
+            enough = enough or len(set(history)) >= SIZES_BEFORE_SYMBOLIC
+            found[dim] = histories.setdefault(history, f"size{len(histories)}")
+        dims.append(found)
+    return dims if enough else None
+
+
+def fits(shapes: Shapes, dims: Sequence[dict[int, str]], template: Shapes, symbols: dict[str, Any], guards: Sequence[Any]) -> bool:
+    """Whether a symbolic graph traced at `template` may run on `shapes`: same static sizes, consistent symbols, guards hold."""
+    values: dict[str, int] = {}
+    for shape, found, known in zip(shapes, dims, template, strict=True):
+        for dim, size in enumerate(shape):
+            if dim not in found:
+                if size != known[dim]:
+                    return False
+            elif values.setdefault(found[dim], size) != size or size < 2:
+                return False
+    replacements = {symbols[name].node.expr: size for name, size in values.items()}
+    return all(bool(guard.xreplace(replacements)) for guard in guards)

@@ -1,0 +1,266 @@
+"""Step: the compiled training step a user calls in their loop.
+
+It keeps the variants captured so far, finds the one that fits the batch and the present state of modules and optimizer, and
+runs it. What changes between steps and is burned into a graph leads to another capture; what moved is bound anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from wholestep.capture.batch import BatchSpec, flatten, split_batch
+from wholestep.capture.guards import Guards
+from wholestep.capture.ladder import Climb, Fall
+from wholestep.capture.subject import Subject
+from wholestep.capture.trace import Capture
+from wholestep.errors import BadBatch, WholestepWarning
+from wholestep.graph.training_graph import TrainingGraph
+from wholestep.runtime import shapes as shape_rules
+from wholestep.runtime.binding import StateMoved
+from wholestep.runtime.eager import eager_step
+from wholestep.runtime.variant import Variant
+
+MAX_PYTHON_CAPTURES = 6
+"""Captures caused by changed Python values before the step stays eager: a value that changes at every step is data."""
+USES_BEFORE_COMPILING = 8
+"""A rare shape that keeps coming back is compiled after so many interpreted runs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """How a Step compiles; given by `wholestep.compile`."""
+
+    capture: Callable[..., Climb]
+    """(subject, tensors, spec, dynamic) -> Climb."""
+    lower: Callable[[TrainingGraph, str], Any]
+    """(graph, backend) -> Runner."""
+    backend: str
+    dynamic: bool | None = None
+    check: Callable[[Step, Variant, Sequence[Sequence[torch.Tensor]], BatchSpec], None] | None = None
+    """Called before the first live step of a variant."""
+
+
+class Step:
+    """step(batch) -> loss, or (loss, aux). The modules and the optimizer stay the owners of all state."""
+
+    def __init__(self, subject: Subject, settings: Settings, seed: int | None = None) -> None:
+        self.subject, self.settings = subject, settings
+        self.seed = torch.initial_seed() & (2**63 - 1) if seed is None else seed
+        self.count = 0
+        self.grad_norm: torch.Tensor | None = None
+        self.captures = 0
+        self.compilations = 0
+        self.falls: tuple[Fall, ...] = ()
+        self.notes: list[str] = []
+        self.rung = "not captured yet"
+        self.seconds: dict[str, float] = {"capture": 0.0, "lower": 0.0}
+        self._guards = Guards(subject)
+        self._values: list[Any] = []
+        self._worlds: list[tuple[list[Any], int]] = []
+        self._world = -1
+        self._variants: dict[tuple, Variant | None] = {}
+        self._symbolic: list[tuple[tuple, Variant, Any, Any]] = []
+        self._seen: dict[tuple, list[Any]] = {}
+        self._stays_eager: str | None = None
+        self._latest: Variant | None = None
+
+    # ---- the call ----
+
+    def __call__(self, batch: Any) -> Any:
+        micro = self._micro_batches(batch)
+        flat = [flatten(b) for b in micro]
+        spec = flat[0][1]
+        if any(other != spec for _, other in flat[1:]):
+            raise BadBatch("the micro-batches of one step differ in structure")
+        tensors = [t for t, _ in flat]
+        (loss, aux), self.grad_norm = self._run(micro, tensors, spec)
+        self.count += 1
+        return (loss, aux) if aux else loss
+
+    def _micro_batches(self, batch: Any) -> list[Any]:
+        count = self.subject.accumulate
+        if count == 1:
+            return [batch]
+        if isinstance(batch, list) and len(batch) == count:
+            return batch
+        return split_batch(batch, count)
+
+    def _run(self, micro: list[Any], tensors: list[list[torch.Tensor]], spec: BatchSpec) -> Any:
+        for _ in range(2):
+            variant = self.variant_for(tensors[0], spec)
+            if variant is None or any(shape_rules.shapes_of(t) != shape_rules.shapes_of(tensors[0]) for t in tensors):
+                return eager_step(self.subject, micro)
+            try:
+                if variant.uses == 0 and self.settings.check is not None:
+                    self.settings.check(self, variant, tensors, spec)
+                return variant.run(tensors, self.seed, self.count)
+            except StateMoved as moved:
+                self._forget(str(moved))
+        return eager_step(self.subject, micro)
+
+    # ---- finding or making the variant ----
+
+    def variant_for(self, tensors: Sequence[torch.Tensor], spec: BatchSpec) -> Variant | None:
+        """The variant that fits now; None means eager."""
+        if self._stays_eager is not None:
+            return None
+        world = self._current_world()
+        shapes = shape_rules.shapes_of(tensors)
+        base = (world, spec, shape_rules.rank_signature(tensors))
+        key = (base, shapes)
+        if key in self._variants:
+            variant = self._variants[key]
+            if variant is not None and getattr(variant, "provisional", False) and variant.uses >= USES_BEFORE_COMPILING:
+                variant = self._variants[key] = self._lowered(variant.capture, self.settings.backend)
+            return variant
+        for symbolic_base, variant, dims, template in self._symbolic:
+            if symbolic_base == base and shape_rules.fits(
+                shapes, dims, template, variant.capture.symbols, variant.capture.guards
+            ):
+                return variant
+        if self._stays_eager is not None:
+            return None
+        return self._make(base, shapes, tensors, spec)
+
+    def _make(self, base: tuple, shapes: Any, tensors: Sequence[torch.Tensor], spec: BatchSpec) -> Variant | None:
+        seen = self._seen.setdefault(base, [])
+        seen.append(shapes)
+        dims = None
+        if self.settings.dynamic is not False and len(seen) >= shape_rules.SIZES_BEFORE_SYMBOLIC:
+            dims = shape_rules.symbolic_dims(seen)
+        elif self.settings.dynamic is True:
+            dims = [{d: f"size{i}_{d}" for d in range(t.dim())} for i, t in enumerate(tensors)]
+        if dims is not None:
+            variant = self._capture_symbolic(base, shapes, tensors, spec, dims)
+            if variant is not None:
+                return variant
+        variant = self._capture_static(tensors, spec, provisional=len(seen) > 1 and self.settings.dynamic is not False)
+        self._variants[(base, shapes)] = variant
+        return variant
+
+    def _capture_symbolic(self, base: tuple, shapes: Any, tensors: Any, spec: BatchSpec, dims: Any) -> Variant | None:
+        climb = self._climb(tensors, spec, dims)
+        if climb.capture is None:
+            self._note(f"sizes stay static: {climb.falls[-1]}")
+            return None
+        if not shape_rules.fits(shapes, dims, shapes, climb.capture.symbols, climb.capture.guards):
+            self._note("sizes stay static: the trace fixed a size that should vary")
+            return None
+        variant = self._lowered(climb.capture, self.settings.backend)
+        self._symbolic.append((base, variant, dims, shapes))
+        varying = sorted({name for found in dims for name in found.values()})
+        self._note(f"{len(varying)} batch dimension(s) seen with several sizes are symbolic now")
+        return variant
+
+    def _capture_static(self, tensors: Any, spec: BatchSpec, *, provisional: bool) -> Variant | None:
+        climb = self._climb(tensors, spec, None)
+        self.falls = climb.falls
+        if climb.capture is None:
+            self.rung = "eager"
+            reasons = "; ".join(str(f) for f in climb.falls)
+            warnings.warn(f"the step runs in eager PyTorch: {reasons}", WholestepWarning, stacklevel=4)
+            return None
+        self.rung = climb.capture.rung
+        return self._lowered(climb.capture, "interpret" if provisional else self.settings.backend, provisional)
+
+    def _climb(self, tensors: Any, spec: BatchSpec, dims: Any) -> Climb:
+        began = time.perf_counter()
+        climb = self.settings.capture(self.subject, tensors, spec, dims)
+        self.captures += 1
+        self.seconds["capture"] += time.perf_counter() - began
+        for note in climb.notes + tuple(climb.capture.notes if climb.capture else ()):
+            self._note(note)
+        if climb.capture:
+            rewritten = {n.split(" changes in every forward")[0] for n in climb.capture.notes if " changes in every" in n}
+            if rewritten:
+                self._guards.exclude(rewritten)
+                self._worlds[self._world] = (self._guards.values(), self._world)
+        return climb
+
+    def _lowered(self, capture: Capture, backend: str, provisional: bool = False) -> Variant:
+        began = time.perf_counter()
+        variant = Variant(self.subject, capture, lambda graph: self.settings.lower(graph, backend))
+        variant.provisional = provisional  # type: ignore[attr-defined]
+        self.compilations += 0 if provisional else 1
+        self.seconds["lower"] += time.perf_counter() - began
+        self._latest = variant
+        return variant
+
+    def _current_world(self) -> int:
+        """A number for the present Python values; a new value of any of them is a new world."""
+        values = self._guards.values()
+        if self._world >= 0 and values == self._worlds[self._world][0]:
+            return self._world
+        for known, number in self._worlds:
+            if values == known:
+                self._world = number
+                return number
+        if self._worlds:
+            changed = list(self._guards.differences(self._worlds[self._world][0], values))[:3]
+            self._note(f"captured anew because {', '.join(changed)}")
+            if len(self._worlds) >= MAX_PYTHON_CAPTURES:
+                self._stays_eager = f"{', '.join(changed)} keeps changing; pass such a value as a tensor in the batch"
+                warnings.warn(f"the step runs in eager PyTorch from now on: {self._stays_eager}", WholestepWarning, stacklevel=5)
+                self.rung = "eager"
+        self._world = len(self._worlds)
+        self._worlds.append((values, self._world))
+        return self._world
+
+    def _forget(self, reason: str) -> None:
+        """The model itself changed: all variants are void."""
+        self._note(f"captured anew because {reason}")
+        self.subject.refresh()
+        self._guards = Guards(self.subject)
+        self._worlds, self._world = [], -1
+        self._variants.clear()
+        self._symbolic.clear()
+        self._seen.clear()
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    # ---- what it tells ----
+
+    @property
+    def graph(self) -> TrainingGraph | None:
+        """The captured graph in use."""
+        return self._latest.capture.graph if self._latest else None
+
+    @property
+    def update_graph(self) -> TrainingGraph | None:
+        """With accumulation, the graph of the update."""
+        return self._latest.capture.update if self._latest else None
+
+    @property
+    def regions(self) -> dict[str, Any]:
+        """Facts about the lowering in use."""
+        return self._latest.runner.describe() if self._latest else {}
+
+    def state_dict(self) -> dict[str, int]:
+        """Seed and step count: with them the random numbers of the following steps are the same."""
+        return {"seed": self.seed, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seed, self.count = int(state["seed"]), int(state["count"])
+
+    def explain(self) -> str:
+        """What was captured, what fell back and why, how it runs."""
+        from wholestep.runtime.explain import explain
+
+        return explain(self)
+
+    def __repr__(self) -> str:
+        return f"Step({self.rung}, backend {self.settings.backend}, {self.count} steps, {self.captures} captures)"
+
+
+def progress_line(text: str) -> None:
+    """A line for people watching a compile, on stderr."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Side by side with eager PyTorch: losses, gradients, buffers, optimizer state; and who is to blame."""

@@ -1,0 +1,2 @@
+"""placeholder"""
+def check_first_step(*a): pass

@@ -1,0 +1,58 @@
+"""ws::clip equals torch.nn.utils.clip_grad_norm_ bit for bit on CPU."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from wholestep.kernels.multi_tensor import scaled_grads
+
+
+def parameters_with(grads: list[Tensor]) -> list[torch.nn.Parameter]:
+    parameters = []
+    for grad in grads:
+        parameter = torch.nn.Parameter(torch.zeros_like(grad))
+        parameter.grad = grad.clone()
+        parameters.append(parameter)
+    return parameters
+
+
+@pytest.mark.parametrize(
+    "dtypes", [["float32"], ["bfloat16"], ["float64"], ["bfloat16", "float32"], ["float16", "float32"]]
+)
+@pytest.mark.parametrize("max_norm", [0.1, 1.0, 3.7, 1e3])
+def test_bitwise_torch(dtypes: list[str], max_norm: float) -> None:
+    torch.manual_seed(0)
+    shapes = [(17, 5), (3,), (64, 64), ()]
+    grads = [torch.randn(s, dtype=getattr(torch, dtypes[i % len(dtypes)])) for i, s in enumerate(shapes)]
+    parameters = parameters_with(grads)
+    want = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    norm, scale = torch.ops.ws.clip(grads, torch.tensor(max_norm, dtype=torch.float64))
+    assert norm.dtype == scale.dtype == (torch.float64 if dtypes == ["float64"] else torch.float32)
+    assert norm.shape == scale.shape == ()
+    assert torch.equal(norm, want.to(norm.dtype))
+    for grad, parameter in zip(scaled_grads(grads, scale), parameters, strict=True):
+        assert grad.dtype == parameter.grad.dtype
+        assert torch.equal(grad, parameter.grad)
+
+
+def test_no_gradients() -> None:
+    norm, scale = torch.ops.ws.clip([], torch.tensor(1.0, dtype=torch.float64))
+    assert norm.item() == 0.0 and scale.item() == 1.0
+
+
+def test_fake_agrees() -> None:
+    grads = [torch.randn(3, dtype=torch.bfloat16), torch.randn(4)]
+    arguments = (grads, torch.tensor(1.0, dtype=torch.float64))
+    torch.library.opcheck(torch.ops.ws.clip.default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.gpu
+def test_cuda_can_be_captured() -> None:
+    grads = [torch.randn(100, device="cuda"), torch.randn(7, 9, device="cuda")]
+    max_norm = torch.tensor(1.0, dtype=torch.float64, device="cuda")
+    want = torch.ops.ws.clip(grads, max_norm)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = torch.ops.ws.clip(grads, max_norm)
+    graph.replay()
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])

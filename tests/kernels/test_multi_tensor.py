@@ -1,0 +1,110 @@
+"""Tables of the one-launch kernels, and their Triton bodies in Triton's interpreter on CPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from wholestep.kernels import multi_tensor
+from wholestep.kernels.multi_tensor import BLOCK
+
+# The interpreter must be chosen before Triton is imported, hence a process of its own.
+INTERPRETED = """
+import torch
+from wholestep.kernels import adamw, adamw_triton, sgd, sgd_triton
+
+torch.manual_seed(0)
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1.6e-2}
+scale = torch.tensor(0.5)
+
+
+def close(got, want):
+    for a, b in zip(got, want, strict=True):
+        error = (a.double() - b.double()).abs() / b.double().abs().clamp(min=0.1)
+        assert (error <= TOLERANCE[a.dtype]).all(), error
+
+
+for dtype, decoupled, amsgrad, maximize in (
+    (torch.float32, True, False, False), (torch.float64, False, True, True), (torch.bfloat16, True, False, False)
+):
+    # More than one block, a short tensor, a transposed one, a strided one that is not dense, and an empty one.
+    params = [torch.randn(3, 700), torch.randn(5), torch.randn(8, 6).t(), torch.randn(4, 6)[:, ::2], torch.randn(0)]
+    params = [p.to(dtype) for p in params]
+    grads = [torch.randn(p.shape).to(dtype) for p in params]
+    states = [[torch.rand(p.shape).to(dtype) for p in params] for _ in range(3 if amsgrad else 2)]
+    hyper = torch.tensor([3, 1e-2, 0.9, 0.999, 1e-8, 0.1], dtype=torch.float64)
+    lists = states if amsgrad else [*states, []]
+    want = adamw.update(params, grads, *lists, hyper, scale, amsgrad, maximize, decoupled, "single")
+    got = [[t.clone(memory_format=torch.preserve_format) for t in group] for group in (params, *states)]
+    adamw_triton.launch(got[0], grads, got[1:], hyper, scale, maximize=maximize, decoupled=decoupled)
+    close([t for group in got for t in group], want)
+
+    hyper = torch.tensor([1e-2, 0.9, 0.1, 0.1], dtype=torch.float64)
+    for buffers, nesterov in ((states[0], True), (states[0], False), ([], False)):
+        want = sgd.update(params, grads, buffers, hyper, None, nesterov, maximize, "single")
+        new_params, new_buffers = [t.clone() for t in params], [t.clone() for t in buffers]
+        sgd_triton.launch(
+            new_params, grads, [new_buffers] if buffers else [], hyper, None, nesterov=nesterov, maximize=maximize
+        )
+        close(new_params + new_buffers, want)
+    view = torch.zeros(4, 6, dtype=dtype)[:, ::2]  # the result must reach a tensor that is not dense
+    sgd_triton.launch([view], [torch.ones(4, 3, dtype=dtype)], [], hyper, None, nesterov=False, maximize=False)
+    close([view], [torch.full((4, 3), -1e-2, dtype=dtype)])
+print("agreed")
+"""
+
+
+def test_triton_bodies_agree_with_torch_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    source = Path(__file__).parents[2] / "src"
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(source)}
+    result = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "agreed"
+
+
+def test_chunks_cover_every_element_once() -> None:
+    sizes = (1, BLOCK, BLOCK + 1, 5 * BLOCK - 1)
+    chunks = multi_tensor.chunks_of(multi_tensor.TableStore(torch.device("cpu")), sizes)
+    assert chunks.num_chunks == 1 + 1 + 2 + 5
+    covered = [0] * len(sizes)
+    for tensor, start in zip(chunks.tensor.tolist(), chunks.start.tolist(), strict=True):
+        assert start == covered[tensor]
+        covered[tensor] = min(start + BLOCK, sizes[tensor])
+    assert tuple(covered) == sizes == tuple(chunks.size.tolist())
+
+
+def test_addresses_and_alignment() -> None:
+    store = multi_tensor.TableStore(torch.device("cpu"))
+    base = torch.zeros(64)
+    start = (-base.data_ptr() // 4) % 4  # first element at a multiple of 16 bytes
+    table, aligned = multi_tensor.address_table(store, [[base[start:]], [base[start + 4 :]]])
+    assert aligned and table.tolist() == [base.data_ptr() + 4 * start, base.data_ptr() + 4 * start + 16]
+    assert not multi_tensor.address_table(store, [[base[start + 1 :]]])[1]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dense"),
+    [
+        (torch.zeros(3, 4), True),
+        (torch.zeros(3, 4).t(), True),
+        (torch.zeros(2, 3, 4).permute(1, 2, 0), True),
+        (torch.zeros(3, 8)[:, ::2], False),
+        (torch.zeros(3, 1).expand(3, 4), False),
+        (torch.zeros(()), True),
+    ],
+)
+def test_is_dense(tensor: torch.Tensor, dense: bool) -> None:
+    assert multi_tensor.is_dense(tensor) is dense
+
+
+def test_groups_leave_out_empty_tensors() -> None:
+    params = [torch.zeros(2), torch.zeros(0), torch.zeros(2, dtype=torch.bfloat16), torch.zeros(3)]
+    grads = [p.float() for p in params]
+    groups = multi_tensor.group_by_dtype([params, grads])
+    assert groups == {(torch.float32, torch.float32): [0, 3], (torch.bfloat16, torch.float32): [2]}

@@ -1,0 +1,1 @@
+"""The model zoo: small networks of every kind, each with batches, edge batches and optimizers."""
