@@ -9,7 +9,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "wholestep"
 # fmt: off
 ORDER = (
-    "errors", "compat", "graph", "cost", "tile", "kernels", "schedule", "capture", "plan", "passes", "distributed",
+    "errors", "compat", "disk", "graph", "cost", "tile", "kernels", "schedule", "capture", "plan", "passes", "distributed",
     "lower", "runtime", "verify", "relational", "nn", "data", "train", "report", "bench", "api", "__init__", "cli",
     "__main__",
 )

@@ -1,4 +1,4 @@
-"""Random small networks: whatever layers, sizes, frozen parameters and optimizer flags come together, the step is eager's."""
+"""Random small networks: whatever layers, sizes, frozen parameters and optimizer flags meet, the step is eager's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ import wholestep
 pytestmark = pytest.mark.filterwarnings("ignore::wholestep.errors.WholestepWarning")
 
 VOCAB = 7
-KINDS = ("linear", "norm", "gelu", "dropout", "residual", "inplace_relu", "write_view", "reshape", "softmax", "batch_norm")
+KINDS = (
+    "linear", "norm", "gelu", "dropout", "residual", "inplace_relu", "write_view", "reshape", "softmax", "batch_norm",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +70,9 @@ class Network(nn.Module):
             earlier, hidden = hidden, self._apply(kind, size, layer, hidden, earlier)
         return F.cross_entropy(self.head(hidden), y)
 
-    def _apply(self, kind: str, size: int, layer: nn.Module, hidden: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor:
+    def _apply(
+        self, kind: str, size: int, layer: nn.Module, hidden: torch.Tensor, earlier: torch.Tensor
+    ) -> torch.Tensor:
         if kind in ("linear", "norm", "batch_norm"):
             return layer(hidden)
         if kind == "gelu":

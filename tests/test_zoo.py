@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-
-import wholestep
 from tests.zoo.case import Built, OptimizerKind
 from tests.zoo.models import ZOO
+
+import wholestep
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::wholestep.errors.WholestepWarning")
@@ -100,9 +100,7 @@ def test_two_steps_on_shared_modules_train_a_gan() -> None:
 
 def test_a_teacher_in_the_closure_stays_live() -> None:
     ours, theirs = (without_dropout(ZOO["teacher_student"].build()) for _ in range(2))
-    step = wholestep.compile(
-        ours.model, ours.loss_fn, ours.make_optimizer("sgd"), ours.batches[0], backend="interpret"
-    )
+    step = wholestep.compile(ours.model, ours.loss_fn, ours.make_optimizer("sgd"), ours.batches[0], backend="interpret")
     optimizer = theirs.make_optimizer("sgd")
     for batch in ours.batches:
         torch.testing.assert_close(step(batch), eager_step(theirs, optimizer, batch), rtol=1e-6, atol=1e-7)

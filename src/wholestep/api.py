@@ -76,7 +76,6 @@ def compile(
     progress = Progress(verbose)
     if backend == "inductor":
         warm_up()
-        backend = _usable_backend(subject, backend)
     _warn_about_optimizer(optimizer)
     pipeline = passes if isinstance(passes, Pipeline) else default_pipeline(extra=passes or ())
 
@@ -90,8 +89,12 @@ def compile(
     def lower(graph: TrainingGraph, backend: str) -> Any:
         if backend == "interpret":
             return lower_interpret(graph)
-        with progress.stage("compiling"):
-            runner = lower_inductor(graph, progress=progress.region)
+        try:
+            with progress.stage("compiling"):
+                runner = lower_inductor(graph, progress=progress.region)
+        except CompilerMissing:
+            warnings.warn("no C++ compiler on PATH: the step runs interpreted", WholestepWarning, stacklevel=2)
+            return lower_interpret(graph)
         return _with_cuda_graph(runner, graph, subject, cuda_graph)
 
     first = check_first_step if check == "first" else None
@@ -117,15 +120,6 @@ def _check_options(memory: Any, precision: str, backend: str, check: str) -> Non
             raise BadOption(f"{name}={value!r}", hint=f"use one of {', '.join(map(repr, known))}")
 
 
-def _usable_backend(subject: Subject, backend: str) -> str:
-    from wholestep.lower.compile_region import compiler_missing
-
-    if subject.device.type == "cpu" and compiler_missing():
-        warnings.warn("no C++ compiler on PATH: the step runs interpreted (backend='interpret')", WholestepWarning, stacklevel=3)
-        return "interpret"
-    return backend
-
-
 def _warn_about_optimizer(optimizer: Optimizer | None) -> None:
     reason = None if optimizer is None else optimizers.supported(optimizer)
     if reason is not None:
@@ -142,4 +136,4 @@ def _with_cuda_graph(runner: Any, graph: TrainingGraph, subject: Subject, wanted
     return AutoCudaGraph(runner, graph, always=wanted is True)
 
 
-__all__ = ["CompilerMissing", "compile"]
+__all__ = ["compile"]

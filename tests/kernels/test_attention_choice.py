@@ -11,7 +11,9 @@ from torch import Tensor
 from wholestep.kernels.attention import choice as choice_module
 from wholestep.kernels.attention import measured_choices, reference
 from wholestep.kernels.attention.choice import Choice, choose, disagreement, eligible
-from wholestep.kernels.attention.implementations import CPU_FLASH, IMPLEMENTATIONS, MATH, Signature, _bias
+from wholestep.kernels.attention.cuda import _bias
+from wholestep.kernels.attention.implementations import CPU_FLASH, IMPLEMENTATIONS, MATH
+from wholestep.kernels.attention.interface import Signature
 
 SIGNATURE = Signature(
     device="card",

@@ -22,14 +22,18 @@ from wholestep.graph.training_graph import Input, Output, OutputKind, Role, Trai
 
 
 @torch.library.custom_op("lowertest::sgd", mutates_args=())
-def sgd(params: list[torch.Tensor], grads: list[torch.Tensor], moments: list[torch.Tensor], lr: torch.Tensor) -> list[torch.Tensor]:
+def sgd(
+    params: list[torch.Tensor], grads: list[torch.Tensor], moments: list[torch.Tensor], lr: torch.Tensor
+) -> list[torch.Tensor]:
     """A momentum update in the shape of the package's update operators: new params, then new moments."""
     new_moments = [0.9 * m + g for m, g in zip(moments, grads, strict=True)]
     return [p - lr * m for p, m in zip(params, new_moments, strict=True)] + new_moments
 
 
 @sgd.register_fake
-def _(params: list[torch.Tensor], grads: list[torch.Tensor], moments: list[torch.Tensor], lr: torch.Tensor) -> list[torch.Tensor]:
+def _(
+    params: list[torch.Tensor], grads: list[torch.Tensor], moments: list[torch.Tensor], lr: torch.Tensor
+) -> list[torch.Tensor]:
     return [torch.empty_like(t) for t in [*params, *moments]]
 
 
@@ -129,7 +133,9 @@ def trace_training(
     params = {name: p.detach() for name, p in model.named_parameters()}
     buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
     slots = ("momentum",) if update == "sgd" else ("exp_avg", "exp_avg_sq")
-    hyper = torch.tensor(0.1) if update == "sgd" else torch.tensor([1.0, 1e-3, 0.9, 0.999, 1e-8, 0.01], dtype=torch.float64)
+    hyper = (
+        torch.tensor(0.1) if update == "sgd" else torch.tensor([1.0, 1e-3, 0.9, 0.999, 1e-8, 0.01], dtype=torch.float64)
+    )
     state = {f"{name}/{slot}": torch.zeros_like(p) for slot in slots for name, p in params.items()}
     groups = [(Role.PARAMETER, params), (Role.BUFFER, buffers), (Role.STATE, state)]
     groups += [(Role.HYPER, {"group0": hyper}), (Role.BATCH, batch)]
@@ -162,7 +168,9 @@ def trace_training(
         return [loss.detach(), *new, *live.values()]
 
     module = trace_functional(step, tensors)
-    names = [(Role.PARAMETER, n) for n in params] + [(Role.STATE, n) for n in state] + [(Role.BUFFER, n) for n in buffers]
+    names = (
+        [(Role.PARAMETER, n) for n in params] + [(Role.STATE, n) for n in state] + [(Role.BUFFER, n) for n in buffers]
+    )
     outputs += [Output(OutputKind.UPDATE, name, index[role, name]) for role, name in names]
     return Traced(TrainingGraph(module, inputs, tuple(outputs)), tensors)
 
@@ -180,7 +188,9 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
@@ -235,7 +245,13 @@ def build(kind: str, update: str = "sgd") -> Traced:
     if name == "gpt2":
         transformers = pytest.importorskip("transformers")
         config = transformers.GPT2Config(
-            vocab_size=64, n_embd=16, n_layer=int(layers), n_head=2, n_positions=16, use_cache=False, attn_implementation="eager"
+            vocab_size=64,
+            n_embd=16,
+            n_layer=int(layers),
+            n_head=2,
+            n_positions=16,
+            use_cache=False,
+            attn_implementation="eager",
         )
         model = transformers.GPT2LMHeadModel(config).train()
         ids = torch.randint(0, 64, (2, 8))

@@ -1,7 +1,7 @@
 """`python -m tests.zoo [case ...]`: the table of the zoo on this machine, also written to benchmarks/results/.
 
-Per case: the rung of the ladder, seconds of capture, nodes per phase, and for two optimizers on two backends whether five
-clipped steps were bit-equal to eager, equal within the rule of `wholestep.verify`, or how they failed.
+Per case: the rung of the ladder, seconds of capture, nodes per phase, and for two optimizers on two backends whether
+five clipped steps were bit-equal to eager, equal within the rule of `wholestep.verify`, or how they failed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.zoo.models import ZOO, Case
 
 import wholestep
-from tests.zoo.models import ZOO, Case
 
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "zoo_cpu.json"
 RUNS = [(kind, backend) for backend in ("interpret", "inductor") for kind in ("sgd", "adamw")]

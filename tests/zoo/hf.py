@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from tests.zoo.case import NUM_BATCHES, Built
 
 VOCAB, WIDTH, HEADS, LAYERS, ROWS, TOKENS = 101, 32, 4, 2, 3, 12

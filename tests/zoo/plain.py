@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-
 from tests.zoo.case import NUM_BATCHES, Built
+from torch import nn
 
 Batch = dict[str, torch.Tensor]
 
@@ -64,7 +63,8 @@ class BatchNormCnn(nn.Module):
         super().__init__()
         self.convolutions = nn.Sequential(
             nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2),
-            nn.Conv2d(8, 16, 3, stride=2), nn.BatchNorm2d(16, momentum=momentum), nn.ReLU(inplace=True), nn.Dropout(0.1),
+            nn.Conv2d(8, 16, 3, stride=2), nn.BatchNorm2d(16, momentum=momentum), nn.ReLU(inplace=True),
+            nn.Dropout(0.1),
         )  # fmt: skip
         self.head = nn.Linear(16, 10)
 
@@ -203,9 +203,7 @@ def lora() -> Built:
     torch.manual_seed(0)
     batches, edges = _vector_batches(20, 10)
     model = Lora()
-    return Built(
-        model, batches, edge_batches=edges, trained=lambda: [p for p in model.parameters() if p.requires_grad]
-    )
+    return Built(model, batches, edge_batches=edges, trained=lambda: [p for p in model.parameters() if p.requires_grad])
 
 
 def bf16_weights() -> Built:

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-
 from tests.zoo.case import NUM_BATCHES, Built
 from tests.zoo.plain import _vector_batches
+from torch import nn
 
 NOISE, WIDTH, ROWS = 6, 10, 5
 

@@ -6,6 +6,9 @@ instructions), the rest in float32, or in float64 for float64 parameters. Table 
 exp_avg_sq, 4 max_exp_avg_sq (amsgrad).
 """
 
+# Kernel bodies are Triton's language, whose arguments carry no Python types.
+# mypy: disallow-untyped-defs=False
+
 import torch
 import triton
 import triton.language as tl

@@ -14,7 +14,13 @@ import torch
 from torch import fx
 
 # Operators that hand back their input's memory although their schema does not say so.
-_SILENT_ALIASES = ("aten::_unsafe_view", "_c10d_functional::wait_tensor", "aten::lift_fresh", "aten::detach", "aten::alias")
+_SILENT_ALIASES = (
+    "aten::_unsafe_view",
+    "_c10d_functional::wait_tensor",
+    "aten::lift_fresh",
+    "aten::detach",
+    "aten::alias",
+)
 
 _CHEAP_VIEWS = frozenset(
     f"aten::{name}"

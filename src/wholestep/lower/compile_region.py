@@ -32,6 +32,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from wholestep.errors import CompilerMissing
 from wholestep.graph.training_graph import tensors_in
+from wholestep.lower import region_cache
 from wholestep.lower.driver import build_driver
 from wholestep.lower.interpret import constants_of, statement_of
 from wholestep.lower.regions import Region
@@ -81,7 +82,7 @@ def warm_up() -> None:
 
 def require_compiler(regions: Sequence[Region]) -> None:
     """Inductor needs a C++ compiler for the CPU; without one every region would fail, one by one."""
-    devices = {t.device.type for r in regions for n in r.module.graph.nodes for t in tensors_in(n.meta.get("val"))}
+    devices = {t.device.type for r in regions for n in (*r.reads, *r.body) for t in tensors_in(n.meta.get("val"))}
     if devices - {"cpu"} or not regions:
         return
     names = [os.environ.get("CXX"), "g++", "clang++", "c++", "cl"]
@@ -99,13 +100,14 @@ def compile_region(region: Region) -> Compiled:
         return found
     started = time.perf_counter()
     hits = _cache_hits()
+    module = region.build_module()
     try:
-        function = _compile(region.module)
+        function = _compile(module, region.signature)
         compiled = Compiled(function, time.perf_counter() - started, _cache_hits() > hits)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         note = f"runs uncompiled, Inductor failed ({reason})"
-        compiled = Compiled(_uncompiled(region.module), time.perf_counter() - started, False, note)
+        compiled = Compiled(_uncompiled(module), time.perf_counter() - started, False, note)
     _in_process[region.signature] = compiled
     return compiled
 
@@ -125,21 +127,33 @@ def _uncompiled(module: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     return build_driver(placeholders, statements, nodes[-1].args[0], constants, consume=True).function
 
 
-def _compile(module: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
-    from torch._inductor import compile_fx, config
+def _compile(module: fx.GraphModule, signature: str) -> Callable[[list[Any]], Sequence[Any]]:
+    from torch._inductor import config
 
-    wanted = [node.meta["val"] for node in _outputs(module)]
-    mode = _fake_mode(module)
-    values = [_fresh(node.meta["val"], mode) for node in module.graph.nodes if node.op == "placeholder"]
+    given = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    symbolic = _symbolic_mode(module)
+    mode = symbolic or FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with config.patch(_known_settings(config)), _compiling(mode):
-        lowered = _decompose(module, values, mode)
-        lowered = _joint_passes(lowered, values)
-        _keep_strides(lowered, wanted, mode)
-        output = next(iter(reversed(lowered.graph.nodes)))
-        output.meta["user_visible_output_idxs"] = list(range(len(wanted)))
-        compiled = compile_fx.compile_fx_inner(lowered, values, cudagraphs=_off(), is_inference=True)
+        compiled = None if symbolic else region_cache.load(signature, given)
+        if compiled is None:
+            compiled = _compile_anew(module, [_fresh(value, mode) for value in given], mode)
+            if symbolic is None:
+                on_cpu = any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in given)
+                region_cache.remember(signature, compiled, on_cpu=on_cpu)
     # The object's own __call__ does bookkeeping for torch.compile; the callable inside is the generated code.
     return getattr(compiled, "current_callable", None) or compiled
+
+
+def _compile_anew(module: fx.GraphModule, values: list[Any], mode: FakeTensorMode) -> Any:
+    from torch._inductor import compile_fx
+
+    wanted = [node.meta["val"] for node in _outputs(module)]
+    lowered = _decompose(module, values, mode)
+    lowered = _joint_passes(lowered, values)
+    _keep_strides(lowered, wanted, mode)
+    output = next(iter(reversed(lowered.graph.nodes)))
+    output.meta["user_visible_output_idxs"] = list(range(len(wanted)))
+    return compile_fx.compile_fx_inner(lowered, values, cudagraphs=_off(), is_inference=True)
 
 
 def _known_settings(config: Any) -> dict[str, Any]:
@@ -163,14 +177,14 @@ def _compiling(mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
-def _fake_mode(module: fx.GraphModule) -> FakeTensorMode:
-    """The mode of the region's sizes when they are symbolic; else a new one, with the shape environment that
-    FxGraphCache asks for and graphs read from disk do not have."""
+def _symbolic_mode(module: fx.GraphModule) -> FakeTensorMode | None:
+    """The mode that owns the region's symbolic sizes, if it has any. Static regions get a new mode, which has the shape
+    environment that FxGraphCache asks for; graphs read from disk come without one."""
     for node in module.graph.nodes:
         for tensor in tensors_in(node.meta.get("val")):
             if isinstance(tensor, FakeTensor) and tensor._has_symbolic_sizes_strides:
                 return tensor.fake_mode
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    return None
 
 
 def _fresh(value: Any, mode: FakeTensorMode) -> Any:

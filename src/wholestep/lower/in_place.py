@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.graph.training_graph import OutputKind, TrainingGraph
+from wholestep.graph.training_graph import OutputKind, TrainingGraph, tensors_in
 from wholestep.lower.aliases import alias_roots, may_alias
 
 aten = torch.ops.aten
@@ -44,6 +44,14 @@ class ImperativeGraph:
     @property
     def placeholders(self) -> list[fx.Node]:
         return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    @property
+    def symbolic(self) -> bool:
+        """Whether some input has a symbolic size."""
+        sizes = [
+            size for node in self.placeholders for tensor in tensors_in(node.meta.get("val")) for size in tensor.shape
+        ]
+        return any(isinstance(size, torch.SymInt) for size in sizes)
 
     @property
     def results(self) -> tuple[Any, ...]:
@@ -75,7 +83,9 @@ def in_place_twins() -> dict[Any, Callable[..., None]]:
 def write_state_in_place(training: TrainingGraph, watch: Sequence[str] = ()) -> ImperativeGraph:
     """The imperative form of `training`; `watch` names nodes whose values are returned too."""
     values = training.output_values
-    returned = [value for value, entry in zip(values, training.outputs, strict=True) if entry.kind is not OutputKind.UPDATE]
+    returned = [
+        value for value, entry in zip(values, training.outputs, strict=True) if entry.kind is not OutputKind.UPDATE
+    ]
     returned += [training.node(name) for name in watch]
     order = _needed_nodes(training, [*values, *returned])
     writes = _analyse(training, order, returned)
@@ -219,12 +229,16 @@ def _emit(training: TrainingGraph, order: list[fx.Node], writes: _Writes, return
         for target, value in due.get(index, ()):
             source = saved.get(value) or new[value] if isinstance(value, fx.Node) else value
             operation = aten.copy_.default if isinstance(source, fx.Node) else aten.fill_.Scalar
-            _call(graph, operation, (new[target], source), value if isinstance(value, fx.Node) else node, target.meta.get("val"))
+            _call(
+                graph,
+                operation,
+                (new[target], source),
+                value if isinstance(value, fx.Node) else node,
+                target.meta.get("val"),
+            )
     graph.output(tuple(saved.get(value) or new[value] if isinstance(value, fx.Node) else value for value in returned))
     origin = {copy: node for node, copy in new.items() if node not in writes.renamed}
-    return ImperativeGraph(
-        graph, training.module, origin, len(writes.twins), len(writes.copies), len(writes.snapshots)
-    )
+    return ImperativeGraph(graph, training.module, origin, len(writes.twins), len(writes.copies), len(writes.snapshots))
 
 
 def _mapped(node: fx.Node, new: dict[fx.Node, fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:

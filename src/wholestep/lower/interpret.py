@@ -24,12 +24,15 @@ def lower_interpret(graph: TrainingGraph, *, watch: Sequence[str] = ()) -> Runne
     started = time.perf_counter()
     imperative = write_state_in_place(graph, watch)
     statements = [statement_of(node) for node in imperative.graph.nodes if node.op == "call_function"]
-    driver = build_driver(imperative.placeholders, statements, imperative.results, constants_of(imperative.graph, imperative.owner))
+    driver = build_driver(
+        imperative.placeholders, statements, imperative.results, constants_of(imperative.graph, imperative.owner)
+    )
     facts = {
         "backend": "interpret",
         "regions": 0,
         "unique_regions": 0,
         "calls": len(statements),
+        "symbolic": imperative.symbolic,
         "in_place_updates": imperative.num_in_place,
         "copied_updates": imperative.num_copies,
         "seconds": time.perf_counter() - started,

@@ -41,12 +41,28 @@ class Region:
     """A run of nodes that becomes one compiled function."""
 
     title: str
-    module: fx.GraphModule
-    """Placeholders aligned with `reads`, output tuple aligned with `defines`."""
+    body: tuple[fx.Node, ...]
+    """The nodes, in order, writes of state last."""
     reads: tuple[fx.Node, ...]
+    """What comes from outside, by first use."""
     defines: tuple[fx.Node, ...]
+    """What goes out, in order of definition."""
+    owner: torch.nn.Module
     signature: str
-    num_operations: int
+
+    def build_module(self) -> fx.GraphModule:
+        """The region as a graph of its own: placeholders are `reads`, the output tuple is `defines`, names are canonical."""
+        graph = fx.Graph()
+        new: dict[fx.Node, fx.Node] = {}
+        for index, node in enumerate(self.reads):
+            new[node] = graph.placeholder(f"a{index}")
+        for node in self.body:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), new.__getitem__)
+            new[node] = graph.create_node(node.op, node.target, args, kwargs)
+        for node, copy in new.items():
+            copy.meta["val"] = node.meta.get("val")
+        graph.output(tuple(new[node] for node in self.defines))
+        return fx.GraphModule(self.owner, graph)
 
 
 Piece = Region | fx.Node
@@ -180,7 +196,9 @@ def _with_views(nodes: list[fx.Node], imperative: ImperativeGraph) -> list[fx.No
         if is_cheap_view(value) and _base_is_whole(value):
             for entry in value.all_input_nodes:
                 bring(entry)
-        elif value.op != "get_attr" or not isinstance(getattr(imperative.owner, str(value.target), None), torch.nn.Module):
+        elif value.op != "get_attr" or not isinstance(
+            getattr(imperative.owner, str(value.target), None), torch.nn.Module
+        ):
             return
         inside.add(value)
         body.append(value)
@@ -215,23 +233,12 @@ def _symbol_sources(graph: fx.Graph) -> dict[Any, fx.Node]:
 def _build(
     imperative: ImperativeGraph, title: str, body: list[fx.Node], defines: list[fx.Node], symbols: dict[Any, fx.Node]
 ) -> Region:
-    """The region's own graph: canonical names, inputs by first use, writes last, outputs in order of definition."""
+    body.sort(key=lambda node: node.target in _COPIES)  # stable: writes go last, the rest keeps its order
     inside = set(body)
     reads = list(dict.fromkeys(entry for node in body for entry in node.all_input_nodes if entry not in inside))
     if symbols:
         reads = _with_symbols(reads, body, symbols)
-    graph = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
-    for index, node in enumerate(reads):
-        new[node] = graph.placeholder(f"a{index}")
-    for node in sorted(body, key=lambda n: n.target in _COPIES):  # stable: writes go last, the rest keeps its order
-        args, kwargs = fx.map_arg((node.args, node.kwargs), new.__getitem__)
-        new[node] = graph.create_node(node.op, node.target, args, kwargs)
-    for node, copy in new.items():
-        copy.meta["val"] = node.meta.get("val")
-    graph.output(tuple(new[node] for node in defines))
-    module = fx.GraphModule(imperative.owner, graph)
-    return Region(title, module, tuple(reads), tuple(defines), signature_of(graph), len(body))
+    return Region(title, tuple(body), tuple(reads), tuple(defines), imperative.owner, _signature(reads, body, defines))
 
 
 def _with_symbols(reads: list[fx.Node], body: list[fx.Node], symbols: dict[Any, fx.Node]) -> list[fx.Node]:
@@ -264,15 +271,16 @@ def _title(body: list[fx.Node], layers: dict[fx.Node, str]) -> str:
     return " and ".join(phases) or "forward"
 
 
-def signature_of(graph: fx.Graph) -> str:
-    """A hash over everything that decides the compiled code, and nothing else."""
-    numbers: dict[fx.Node, int] = {}
+def _signature(reads: list[fx.Node], body: list[fx.Node], defines: list[fx.Node]) -> str:
+    """A hash over everything that decides the compiled code, and nothing else: no names, no provenance."""
+    numbers = {node: f"%{index}" for index, node in enumerate([*reads, *body])}
     digest = hashlib.sha256()
-    for index, node in enumerate(graph.nodes):
-        numbers[node] = index
-        args = fx.map_arg((node.args, node.kwargs), lambda entry: f"%{numbers[entry]}")
-        target = "" if node.op in ("placeholder", "output") else str(node.target)
-        digest.update(repr((node.op, target, args, describe_value(node.meta.get("val")))).encode())
+    for node in reads:
+        digest.update(repr(describe_value(node.meta.get("val"))).encode())
+    for node in body:
+        args = fx.map_arg((node.args, node.kwargs), numbers.__getitem__)
+        digest.update(repr((str(node.target), args, describe_value(node.meta.get("val")))).encode())
+    digest.update(repr([numbers[node] for node in defines]).encode())
     return digest.hexdigest()
 
 

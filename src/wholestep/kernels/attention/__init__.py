@@ -1,8 +1,8 @@
 """ws::attention and ws::attention_backward: one device-neutral attention with several implementations.
 
-reference.py is the specification, implementations.py wraps the kernels of torch (CPU flash; CUDA cuDNN, flash,
-efficient), choice.py picks one by measurement, operator.py registers the operators, sdpa.py is the drop-in for torch's
-function.
+reference.py is the specification, implementations.py and cuda.py wrap the kernels of torch (CPU flash; cuDNN,
+flash, efficient), choice.py picks one by measurement, operator.py registers the operators, sdpa.py is the drop-in for
+torch's function.
 """
 
 from wholestep.kernels.attention import operator as operator

@@ -7,6 +7,7 @@ and timed forward + backward on random data of the same shapes; the winner is ke
 torch version. Nothing is measured while a CUDA graph is being captured.
 """
 
+import functools
 import json
 import os
 import tempfile
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from wholestep.kernels.attention import reference
-from wholestep.kernels.attention.implementations import IMPLEMENTATIONS, MATH, Implementation, Signature
+from wholestep.kernels.attention.implementations import IMPLEMENTATIONS, MATH
+from wholestep.kernels.attention.interface import Implementation, Signature
 
 NUM_WARMUPS = 3
 NUM_TIMED = 5
@@ -41,9 +43,14 @@ CHOICES: dict[Signature, Choice] = {}
 _FILE_READ: dict[Path, dict[str, Choice]] = {}
 
 
+@functools.cache
+def _device_name(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else str(torch.cuda.get_device_name(device))
+
+
 def signature_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout_p: float) -> Signature:
     return Signature(
-        device="cpu" if q.device.type == "cpu" else f"{torch.cuda.get_device_name(q.device)}",
+        device=_device_name(q.device),
         dtype=q.dtype,
         q_shape=tuple(q.shape),
         k_shape=tuple(k.shape),

@@ -6,6 +6,9 @@ drew from torch's generator to the backward; they are 0 on CPU and undefined on 
 implementation drops by `key` instead.
 """
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -37,10 +40,14 @@ def check(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, key: Tensor | None)
         raise ValueError("ws::attention: dropout_p > 0 needs a key (a 0-d int64 tensor)")
 
 
-def in_layout(t: Tensor, like: Tensor) -> Tensor:
-    """`t` with exactly the strides of `like`, copied only when its memory order differs."""
-    if t.stride() == like.stride():
+def in_layout(t: Tensor, model: Tensor, make: Callable[[], Tensor]) -> Tensor:
+    """`t`, a fresh dense result, with exactly the strides of make(); copied only when its memory order differs.
+
+    A dense result with the strides of `model` needs no make(): an allocation there would raise the peak for nothing.
+    """
+    if t.stride() == model.stride() and t.shape == model.shape:
         return t
+    like = make()
     if all(s == w for s, w, n in zip(t.stride(), like.stride(), t.shape, strict=True) if n != 1):
         return t.as_strided(like.shape, like.stride())
     return like.copy_(t)
@@ -64,7 +71,7 @@ def attention(
         # Without dropout nobody reads them: on CUDA leave them unwritten and save two launches.
         make = torch.empty if q.is_cuda else torch.zeros
         seed, offset = (make((), dtype=torch.int64, device=q.device) for _ in range(2))
-    return in_layout(out, empty_out(q, v)), logsumexp.contiguous(), seed, offset
+    return in_layout(out, q, lambda: empty_out(q, v)), logsumexp.contiguous(), seed, offset
 
 
 def attention_backward(
@@ -87,7 +94,9 @@ def attention_backward(
     grads = implementation.backward(
         grad_out, q, k, v, mask, out, logsumexp, seed, offset, causal, scale, dropout_p, key
     )
-    dq, dk, dv = (in_layout(g, torch.empty_like(t)) for g, t in zip(grads, (q, k, v), strict=True))
+    dq, dk, dv = (
+        in_layout(g, t, functools.partial(torch.empty_like, t)) for g, t in zip(grads, (q, k, v), strict=True)
+    )
     return dq, dk, dv
 
 
@@ -117,8 +126,9 @@ def _setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, outp
     q, k, v, mask, causal, scale, dropout_p, key = inputs
     if mask is not None and mask.requires_grad:
         raise NotImplementedError(
-            "ws::attention gives no gradient to its mask. Use wholestep.kernels.attention.scaled_dot_product_attention, "
-            "which composes the softmax from differentiable operators when the mask requires one."
+            "ws::attention gives no gradient to its mask. "
+            "Use wholestep.kernels.attention.scaled_dot_product_attention, which "
+            "composes the softmax from differentiable operators when the mask requires one."
         )
     out, logsumexp, seed, offset = output
     ctx.mark_non_differentiable(logsumexp, seed, offset)

@@ -1,0 +1,297 @@
+"""BERT-large, GPT-2-medium and a 1.2B Llama on one GPU: eager, torch.compile and the whole step, one process each.
+
+Same weights, data and seed for all: fp32 weights, bf16 compute, fused AdamW, dropout as configured. A `cold` row
+starts from empty compile caches and holds everything measured; a `cached` row is a second process with the same
+caches, stopped after its first step; `depth` rows count compiled regions at two depths. Rows are written as they
+complete and are skipped when present, so a run that is cut short is continued by the same command.
+
+    python benchmarks/h200.py --models bert,gpt2,llama --systems eager,compile,wholestep --out FILE
+                              [--budget-seconds 500]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "src"))
+SHAPES = {"bert": (32, 512), "gpt2": (16, 1024), "llama": (8, 2048), "tiny": (2, 16)}
+LAYERS = {"bert": 24, "gpt2": 24, "llama": 16, "tiny": 2}
+SYSTEMS = ("eager", "compile", "wholestep")
+WARM_UP = {"eager": 4, "compile": 4, "wholestep": 12}  # the decision for a CUDA graph takes about eight steps
+SETTLING, TIMED, PROFILED = 2, 12, 3
+LOSSES_AT = (0, 4, 15)
+
+
+# ---- in the child process ----
+
+
+def build(name: str, layers: int) -> Any:
+    import transformers as hf
+
+    if name == "bert":
+        config = hf.BertConfig(
+            hidden_size=1024, num_hidden_layers=layers, num_attention_heads=16, intermediate_size=4096
+        )
+        return hf.BertForMaskedLM._from_config(config, attn_implementation="sdpa")
+    if name == "gpt2":
+        config = hf.GPT2Config(n_embd=1024, n_layer=layers, n_head=16, use_cache=False)
+        return hf.GPT2LMHeadModel._from_config(config, attn_implementation="sdpa")
+    sizes = dict(
+        hidden_size=2048, num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192, vocab_size=128256
+    )
+    if name == "tiny":  # to try this script out where there is no GPU
+        sizes = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, vocab_size=99)
+    config = hf.LlamaConfig(
+        **sizes, num_hidden_layers=layers, tie_word_embeddings=True, max_position_embeddings=4096, use_cache=False
+    )
+    return hf.LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+
+
+def plain_loss(model: Any, batch: dict[str, Any]) -> Any:
+    return model(**batch).loss
+
+
+def torch_step(system: str, model: Any, optimizer: Any, device: str) -> Callable[[Any], Any]:
+    import torch
+
+    def autocast_loss(batch: dict[str, Any]) -> Any:
+        with torch.autocast(device, torch.bfloat16):
+            return model(**batch).loss
+
+    forward = torch.compile(autocast_loss) if system == "compile" else autocast_loss
+
+    def step(batch: dict[str, Any]) -> Any:
+        loss = forward(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def timed_steps(step: Any, batches: list[Any], count: int, first: int, losses: list[Any]) -> list[float]:
+    """Milliseconds of each step, by CUDA events where there is a GPU."""
+    import torch
+
+    times = []
+    for index in range(first, first + count):
+        torch.cuda.synchronize() if torch.cuda.is_available() else None
+        began = time.perf_counter()
+        if torch.cuda.is_available():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            losses.append(step(batches[index % len(batches)]))
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+        else:
+            losses.append(step(batches[index % len(batches)]))
+            times.append(1e3 * (time.perf_counter() - began))
+    return times
+
+
+def kernel_milliseconds(step: Any, batches: list[Any]) -> float:
+    """Device time of all kernels of one step, averaged over a few; overlapping streams are counted twice."""
+    import torch
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for index in range(PROFILED):
+            step(batches[index % len(batches)])
+        torch.cuda.synchronize()
+    on_device = [e for e in profiler.events() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    return sum(event.self_device_time_total for event in on_device) / PROFILED / 1e3
+
+
+def child(name: str, system: str, kind: str, layers: int) -> dict[str, Any]:
+    import torch
+
+    if system == "wholestep":
+        import wholestep.api  # imports are not part of the figures
+    if system == "compile":
+        import torch._dynamo
+        import torch._inductor.compile_fx
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    with torch.device(device):
+        model = build(name, layers).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    source = torch.Generator().manual_seed(0)
+    ids = [torch.randint(0, model.config.vocab_size, SHAPES[name], generator=source).to(device) for _ in range(4)]
+    batches = [{"input_ids": i, "labels": i} for i in ids]
+    float(ids[0].sum())  # the device is up
+    began = time.perf_counter()
+    if system == "wholestep":
+        step: Any = wholestep.compile(model, plain_loss, optimizer, batches[0], precision="bf16")
+    else:
+        step = torch_step(system, model, optimizer, device)
+    losses = [step(batches[0])]
+    row: dict[str, Any] = {"first_loss": float(losses[0])}  # waits for the device
+    row["first_step_seconds"] = time.perf_counter() - began
+    if kind == "cold":
+        row |= measure(system, step, batches, losses)
+    if system == "wholestep":
+        row |= {"regions": step.regions, "rung": step.rung, "falls": [str(fall) for fall in step.falls],
+                "seconds": step.seconds, "explain": step.explain()}  # fmt: skip
+    return row
+
+
+def measure(system: str, step: Any, batches: list[Any], losses: list[Any]) -> dict[str, Any]:
+    import torch
+
+    timed_steps(step, batches, WARM_UP[system] - 1, 1, losses)
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:  # compilation and checks left blocks in the allocator that training does not need
+        torch.cuda.empty_cache()
+    timed_steps(step, batches, SETTLING, len(losses), losses)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    times = timed_steps(step, batches, TIMED, len(losses), losses)
+    row: dict[str, Any] = {
+        "step_ms": {"median": statistics.median(times), "min": min(times), "max": max(times), "all": times},
+        "losses": {str(k): float(losses[k]) for k in LOSSES_AT},
+        "tokens_per_second": batches[0]["input_ids"].numel() / statistics.median(times) * 1e3,
+    }
+    if on_gpu:
+        row["peak_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        row["peak_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+    if on_gpu and system == "wholestep":
+        row["kernel_ms"] = kernel_milliseconds(step, batches)
+        row["step_over_kernels"] = row["step_ms"]["median"] / row["kernel_ms"]
+    return row
+
+
+# ---- in the parent ----
+
+
+def planned_rows(models: list[str], systems: list[str], depths: list[int]) -> list[dict[str, Any]]:
+    """The rows in the order they are made: a cached row right after its cold one, whose caches it needs."""
+    rows = []
+    for name in models:
+        for system in systems:
+            rows.append({"model": name, "system": system, "kind": "cold", "layers": LAYERS[name]})
+            if system != "eager":
+                rows.append({"model": name, "system": system, "kind": "cached", "layers": LAYERS[name]})
+            if system == "wholestep":
+                rows += [{"model": name, "system": system, "kind": "depth", "layers": depth} for depth in depths]
+    return rows
+
+
+def run_child(row: dict[str, Any], caches: Path, limit: float) -> dict[str, Any]:
+    """The measurements of one row, or {"error": ...}."""
+    folder = caches / f"{row['model']}-{row['system']}"
+    if row["kind"] == "cold":
+        shutil.rmtree(folder, ignore_errors=True)
+    environment = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton"),
+        "WHOLESTEP_CACHE_DIR": str(folder / "wholestep"), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error",
+    }  # fmt: skip
+    command = [sys.executable, __file__, "--child", json.dumps(row)]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return {"cut_short": True}
+    answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not answers:
+        return {"error": (done.stderr.strip() or "no output")[-2000:]}
+    return json.loads(answers[-1])
+
+
+def identity(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[key] for key in ("model", "system", "kind", "layers"))
+
+
+def facts() -> dict[str, Any]:
+    import torch
+    import transformers
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False)
+    return {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "torch": torch.__version__,
+            "cuda": torch.version.cuda, "transformers": transformers.__version__, "python": platform.python_version(),
+            "commit": commit.stdout.strip() or "unknown"}  # fmt: skip
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """One line per model and system; the ratio is time (or memory) of the best peer over this system's."""
+    found = {identity(row)[:3]: row for row in rows if "error" not in row and row["kind"] != "depth"}
+    heads = f"{'ms':>8} {'vs best peer':>12} {'alloc GiB':>9} {'resv GiB':>8} {'cold s':>7} {'cached s':>8}"
+    print(f"{'model':<6} {'system':<10} {heads}")
+    for name in dict.fromkeys(row["model"] for row in rows):
+        cold = [found[k] for k in found if k[0] == name and k[1] != "wholestep" and k[2] == "cold"]
+        peers = [row["step_ms"]["median"] for row in cold]
+        for system in SYSTEMS:
+            row = found.get((name, system, "cold"))
+            if row is None:
+                continue
+            ms = row["step_ms"]["median"]
+            ratio = f"{min(peers) / ms:.2f}x" if peers else "-"
+            memory = f"{row.get('peak_allocated_gib', 0):>9.1f} {row.get('peak_reserved_gib', 0):>8.1f}"
+            cached = found.get((name, system, "cached"), {}).get("first_step_seconds", float("nan"))
+            first = f"{row['first_step_seconds']:>7.1f} {cached:>8.1f}"
+            print(f"{name:<6} {system:<10} {ms:>8.1f} {ratio:>12} {memory} {first}")
+    for row in rows:
+        if "error" in row:
+            print(f"failed: {identity(row)}: {row['error'].splitlines()[-1][:200]}")
+        elif row["kind"] == "depth":
+            counts = {k: v for k, v in row["regions"].items() if isinstance(v, int)}
+            print(f"{row['model']} at {row['layers']} layers: {counts}")
+        elif "kernel_ms" in row:
+            print(f"{row['model']}: kernels {row['kernel_ms']:.1f} ms, step/kernels {row['step_over_kernels']:.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default="bert,gpt2,llama")
+    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--depths", default="4,8", help="layers at which compiled regions are counted; empty for none")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "h200.json")
+    parser.add_argument("--caches", type=Path, default=Path(tempfile.gettempdir()) / "wholestep-h200")
+    parser.add_argument("--budget-seconds", type=float, default=500.0)
+    parser.add_argument("--retry", action="store_true", help="make rows that failed before again")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        row = json.loads(options.child)
+        print("\n" + json.dumps(child(*identity(row)), default=str), flush=True)
+        return
+    deadline = time.monotonic() + options.budget_seconds
+    rows: list[dict[str, Any]] = json.loads(options.out.read_text("utf-8"))["rows"] if options.out.exists() else []
+    if options.retry:
+        rows = [row for row in rows if "error" not in row]
+    depths = [int(depth) for depth in options.depths.split(",") if depth]
+    for row in planned_rows(options.models.split(","), options.systems.split(","), depths):
+        if identity(row) in map(identity, rows):
+            continue
+        left = deadline - time.monotonic()
+        if left < 20:
+            print(f"out of time before {identity(row)}; the same command goes on from here", flush=True)
+            break
+        print(f"{identity(row)} ...", flush=True)
+        answer = run_child(row, options.caches, left)
+        if "cut_short" in answer:
+            print(f"out of time in {identity(row)}; the same command makes it again", flush=True)
+            break
+        rows.append(row | answer)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps({"machine": facts(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    print_table(rows)
+
+
+if __name__ == "__main__":
+    main()

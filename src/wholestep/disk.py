@@ -1,0 +1,34 @@
+"""Where Wholestep keeps things between processes, and how files are written: whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def cache_folder(kind: str) -> Path:
+    """`$WHOLESTEP_CACHE_DIR/<kind>`, by default below ~/.cache/wholestep."""
+    root = os.environ.get("WHOLESTEP_CACHE_DIR") or os.path.join(os.path.expanduser("~"), ".cache", "wholestep")
+    return Path(root) / kind
+
+
+def write_atomically(path: Path, data: bytes) -> bool:
+    """Write through a temporary file and a rename; False when the disk refuses (a cache is not worth an error)."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except OSError:
+        return False
+    return True
+
+
+def read_bytes(path: Path) -> bytes | None:
+    """The content, or None when there is no such (readable) file."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None

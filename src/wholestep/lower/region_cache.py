@@ -1,0 +1,166 @@
+"""From a region's signature straight to Inductor's compiled code on disk.
+
+In goes the signature of a region (`regions.py`), out comes the callable that an earlier process compiled for it, or None.
+Inductor's own FxGraphCache finds code by a hash of the decomposed graph, so a warm start would still retrace every region, run
+the joint-graph passes and hash Triton's sources: seconds, for an answer that the signature already gives. Here a small file
+per (signature, environment) remembers the FxGraphCache key. The environment covers whatever else changes the code: versions,
+settings, devices, threads and the package's own operators. Anything unexpected means a miss, and the long way is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FORMAT = 1
+
+
+def load(signature: str, inputs: list[Any]) -> Any | None:
+    """The compiled region, ready to be called, or None. Must run inside the surroundings of a compilation."""
+    entry = _read(signature)
+    if entry is None:
+        return None
+    # Private names of torch: a version that changed them costs the shortcut, nothing else.
+    with contextlib.suppress(Exception):
+        from torch._inductor.codecache import FxGraphCache
+        from torch._inductor.output_code import CompiledFxGraphConstants
+        from torch._inductor.utils import BoxedBool
+
+        if entry["vector_isa"] is not None and not _same_vector_isa(entry["vector_isa"]):
+            return None
+        constants = CompiledFxGraphConstants()
+        graph, _ = FxGraphCache.load_with_key(entry["key"], [], inputs, True, None, False, constants)
+        if graph is None:
+            return None
+        options: Any = {
+            "cudagraphs": BoxedBool(False),
+            "is_backward": False,
+            "static_input_idxs": (),
+            "is_inference": True,
+        }
+        graph.post_compile(inputs, constants, options)
+        return graph
+    return None
+
+
+def remember(signature: str, compiled: Any, *, on_cpu: bool) -> None:
+    """Note under which key FxGraphCache stored a region."""
+    key = getattr(compiled, "_fx_graph_cache_key", None)
+    if key is None or not _enabled():
+        return
+    path = _path(signature)
+    text = json.dumps({"format": FORMAT, "key": key, "vector_isa": _vector_isa() if on_cpu else None})
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(text)
+        os.replace(temporary, path)
+
+
+def _read(signature: str) -> dict[str, Any] | None:
+    if not _enabled():
+        return None
+    try:
+        entry = json.loads(_path(signature).read_text())
+    except (OSError, ValueError):
+        return None
+    return entry if isinstance(entry, dict) and entry.get("format") == FORMAT else None
+
+
+def _enabled() -> bool:
+    from torch._inductor import config
+
+    return bool(config.fx_graph_cache) and not config.force_disable_caches
+
+
+def _path(signature: str) -> Path:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    name = hashlib.sha256(f"{signature} {_environment()}".encode()).hexdigest()
+    return Path(cache_dir()) / "wholestep" / name[:2] / f"{name}.json"
+
+
+def _environment() -> str:
+    """Everything but the graph that decides what Inductor generates."""
+    from torch._inductor import config
+
+    matmul = torch.backends.cuda.matmul
+    facts = [
+        FORMAT,
+        sys.version_info[:3],
+        torch.__version__,
+        torch.version.git_version,
+        _triton_version(),
+        _devices(),
+        _own_sources(),
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        (
+            matmul.allow_tf32,
+            matmul.allow_bf16_reduced_precision_reduction,
+            matmul.allow_fp16_reduced_precision_reduction,
+        ),
+        torch.are_deterministic_algorithms_enabled(),
+        sorted((name, repr(value)) for name, value in config.save_config_portable().items()),
+    ]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+@functools.cache
+def _triton_version() -> str | None:
+    try:
+        from importlib.metadata import version
+
+        return version("triton")
+    except Exception:
+        return None
+
+
+@functools.cache
+def _devices() -> list[str]:
+    if not torch.cuda.is_available():
+        return []
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return [*names, str(torch.version.cuda), str(torch.version.hip)]
+
+
+@functools.cache
+def _own_sources() -> str:
+    """A hash of the operators' sources: decompositions are part of what was compiled."""
+    import wholestep.kernels
+    from wholestep.lower import compile_region
+
+    digest = hashlib.sha256(Path(compile_region.__file__).read_bytes())
+    for path in sorted(Path(wholestep.kernels.__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _vector_isa() -> str:
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    return str(pick_vec_isa())
+
+
+@functools.cache
+def _same_vector_isa(expected: str) -> bool:
+    """Whether this CPU would get the instruction set that the code on disk was compiled for.
+
+    Inductor proves each instruction set with a subprocess, 0.5 s apiece, in every process. The proof was made when the code
+    was compiled, so here the processor's own list of capabilities is enough; when it disagrees, the proof is made again.
+    """
+    from torch._inductor import config, cpu_vec_isa
+
+    with config.patch({"cpp.vec_isa_ok": True}):
+        same = str(cpu_vec_isa.pick_vec_isa()) == expected
+    if not same:
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    return same

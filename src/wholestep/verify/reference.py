@@ -1,0 +1,164 @@
+"""The reference: eager PyTorch on the same tensors, batch and random keys as one micro-step, touching nothing live.
+
+In go the subject, a batch and (seed, step, micro-batch); out comes a `Reference`: loss, aux, gradients by parameter, buffers
+after the forward, module outputs. It runs the user's own code under the modes of `capture.modes`, so dropout and random numbers
+draw the bits the captured step draws. With `dtype=torch.float64` everything floating is converted first and autocast is off:
+that is the yardstick for rounding (keyed masks and draws do not depend on the dtype).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from wholestep.capture.batch import flatten, unflatten
+from wholestep.capture.preflight import set_aside
+from wholestep.capture.sites import Sites
+from wholestep.capture.snapshot import Snapshot
+from wholestep.capture.subject import Subject
+from wholestep.capture.trace import run_loss
+from wholestep.errors import BadLoss
+from wholestep.runtime.random import keys_for, seeded_generator
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reference:
+    """What eager PyTorch computes in one micro-step; every tensor is detached and shares nothing with live state."""
+
+    loss: torch.Tensor
+    aux: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    """Of the micro-step's objective: with accumulation, the loss divided by the count or multiplied by aux["weight"]."""
+    buffers: dict[str, torch.Tensor]
+    """All buffers after the forward."""
+    module_outputs: dict[str, torch.Tensor]
+    """Module path (`path#2` at its second call) -> first output tensor, in order of completion; empty unless asked for."""
+    activation_rms: float
+    """Median over modules of the root mean square of their outputs: the scale of what losses and statistics are made of."""
+
+
+def reference_gradients(
+    subject: Subject,
+    batch: Any,
+    seed: int,
+    step: int,
+    micro: int,
+    *,
+    num_sites: int,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    constants: Sequence[torch.Tensor] = (),
+    keep_outputs: bool = False,
+) -> Reference:
+    """Loss and gradients in eager PyTorch.
+
+    `tensors` replaces live parameters and buffers by name (buffers after the previous micro-batch, for example);
+    `constants` are closure tensors to put back, should the forward write to them.
+    """
+    given = dict(tensors or {})
+    if dtype is not None:
+        subject = dataclasses.replace(subject, precision="fp32")
+    leaves = _leaves(subject, given, dtype)
+    buffers = {n: _copied(given.get(n, b), dtype) for n, b in subject.buffers.items()}
+    flat, spec = flatten(batch)
+    own_batch = unflatten([_copied(t, dtype).requires_grad_(t.requires_grad) for t in flat], spec)
+    sites = Sites(list(keys_for(seed, step, micro, num_sites).to(subject.device).unbind()))
+    with _untouched(subject, constants), seeded_generator(subject.device, seed, step, micro):
+        run = run_loss(subject, {**leaves, **buffers}, own_batch, sites)
+        outputs = {n: t.detach() for n, t in run.calls.outputs.items()}
+        rms = _median_rms(outputs.values())
+        run.calls.outputs.clear()  # kept alive any longer they would hold every activation through the backward
+        if not keep_outputs:
+            outputs = {}
+        gradients = _differentiate(subject, _objective(subject, run.loss, run.aux), leaves)
+    after = buffers | run.reassigned
+    return Reference(
+        run.loss.detach(),
+        {n: v.detach() for n, v in run.aux.items()},
+        gradients,
+        {n: t.detach() for n, t in after.items()},
+        outputs,
+        rms,
+    )
+
+
+def float64_reference(subject: Subject, batch: Any, *args: Any, **options: Any) -> Reference | str:
+    """The same in float64; where the model cannot run so, the reason in words.
+
+    Code that makes tensors of the default dtype (`torch.zeros(n)`) mixes dtypes at first, so a second attempt changes it.
+    """
+    reason = ""
+    kept = torch.get_default_dtype()
+    for default in (kept, torch.float64):
+        torch.set_default_dtype(default)
+        try:
+            return reference_gradients(subject, batch, *args, dtype=torch.float64, **options)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+            reason = reason or f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
+        finally:
+            torch.set_default_dtype(kept)
+    return reason
+
+
+def _leaves(subject: Subject, given: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Parameters as fresh leaves, sharing storage where the dtype stays; the user's tensor hooks are registered on them."""
+    trained = subject.trained
+    leaves = {}
+    for name, parameter in subject.parameters.items():
+        value = given.get(name, parameter).detach()
+        if dtype is not None and value.is_floating_point():
+            value = value.to(dtype)
+        leaf = value.detach().requires_grad_(name in trained)
+        if name in trained:
+            for hook in (parameter._backward_hooks or {}).values():
+                leaf.register_hook(hook)
+        leaves[name] = leaf
+    return leaves
+
+
+def _copied(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to(wanted, copy=True)
+
+
+def _objective(subject: Subject, loss: torch.Tensor, aux: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """What the captured micro-step differentiates."""
+    if subject.accumulate == 1:
+        return loss
+    weight = aux.get("weight")
+    return loss / subject.accumulate if weight is None else loss * weight.detach().reshape(()).to(loss.dtype)
+
+
+def _differentiate(
+    subject: Subject, objective: torch.Tensor, leaves: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    if not objective.requires_grad:
+        raise BadLoss("the loss does not depend on any trained parameter")
+    names = list(subject.trained)
+    found = torch.autograd.grad(objective, [leaves[n] for n in names], allow_unused=True)
+    return {n: g.detach() for n, g in zip(names, found, strict=True) if g is not None}
+
+
+@contextlib.contextmanager
+def _untouched(subject: Subject, constants: Sequence[torch.Tensor]) -> Iterator[None]:
+    """The user's code runs as it did for the trace; what it writes on modules and closure tensors is undone."""
+    snapshot = Snapshot(subject.root)
+    kept = [c.detach().clone() for c in constants]
+    try:
+        with torch.enable_grad(), set_aside(subject):
+            yield
+    finally:
+        snapshot.restore()
+        for live, value in zip(constants, kept, strict=True):
+            live.data.copy_(value)
+
+
+def _median_rms(outputs: Any) -> float:
+    """The median is not moved by a mask of -1e9 among the outputs."""
+    scales = [t.float().square().mean().sqrt() for t in outputs if t.is_floating_point() and t.numel()]
+    finite = [s for s in torch.stack(scales).tolist() if 0 <= s < float("inf")] if scales else []
+    return sorted(finite)[len(finite) // 2] if finite else 0.0

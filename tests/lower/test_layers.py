@@ -1,0 +1,54 @@
+"""Repeated layers are found by their integer names and equal operators."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from wholestep.lower.layers import MIN_LAYER_OPERATIONS, layers_of
+
+
+def nodes_for(paths: list[tuple[str, int, str]]) -> list[fx.Node]:
+    """(module path, number of operators, phase) -> nodes."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    made = []
+    for path, count, phase in paths:
+        for _ in range(count):
+            node = graph.call_function(operator.neg, (x,))
+            node.meta["custom"] = {"module": path, "phase": phase}
+            made.append(node)
+    return made
+
+
+def found(paths):
+    return sorted(set(layers_of(nodes_for(paths)).values()))
+
+
+def test_outermost_repeated_path_wins():
+    big = MIN_LAYER_OPERATIONS
+    assert found([(f"encoder.layer.{i}.mlp.{j}", big, "forward") for i in range(3) for j in range(2)]) == [
+        "encoder.layer.0",
+        "encoder.layer.1",
+        "encoder.layer.2",
+    ]
+
+
+def test_unequal_stages_with_equal_blocks():
+    big = MIN_LAYER_OPERATIONS
+    paths = [("stages.0.blocks.0", big, "forward"), ("stages.0.blocks.1", big, "forward")]
+    paths += [(f"stages.1.blocks.{i}", big + 1, "forward") for i in range(3)]
+    assert found(paths) == [*(f"stages.0.blocks.{i}" for i in range(2)), *(f"stages.1.blocks.{i}" for i in range(3))]
+
+
+def test_small_or_single_layers_are_none():
+    assert found([(f"mlp.{i}", 2, "forward") for i in range(5)]) == []
+    assert found([("h.0", 20, "forward")]) == []
+    assert found([("h.0", 20, "forward"), ("h.1", 30, "forward")]) == []
+
+
+def test_backward_nodes_follow_their_layer():
+    paths = [("h.0", 9, "forward"), ("h.1", 9, "forward"), ("h.1", 3, "backward")]
+    nodes = nodes_for(paths)
+    assert layers_of(nodes)[nodes[-1]] == "h.1"
