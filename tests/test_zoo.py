@@ -118,7 +118,7 @@ def test_the_zoo_is_what_it_says() -> None:
         assert len(built.batches) >= 5 and built.edge_batches, case.name
         with warnings.catch_warnings(), torch.no_grad() if case.name != "wgan_gp" else torch.enable_grad():
             torch.manual_seed(1)
-            losses = [built.loss_fn(built.model, b).item() for b in built.batches]
+            losses = [built.loss_fn(built.model, b).item() for b in built.batches[:3]]
             torch.manual_seed(1)
-            assert losses == [again.loss_fn(again.model, b).item() for b in again.batches], case.name
+            assert losses == [again.loss_fn(again.model, b).item() for b in again.batches[:3]], case.name
         assert len(set(losses)) == len(losses), case.name

@@ -15,7 +15,7 @@ from wholestep.capture.cache import cached_climb
 from wholestep.capture.ladder import Climb
 from wholestep.capture.subject import Subject, make_subject
 from wholestep.errors import BadOption, CompilerMissing, NotBuiltYet, WholestepWarning
-from wholestep.graph.training_graph import TrainingGraph
+from wholestep.graph.training_graph import Role, TrainingGraph
 from wholestep.lower import lower_inductor, lower_interpret, warm_up
 from wholestep.passes.pipeline import Pipeline, default_pipeline
 from wholestep.runtime.progress import Progress
@@ -133,7 +133,7 @@ def _with_cuda_graph(runner: Any, graph: TrainingGraph, subject: Subject, wanted
         return runner
     from wholestep.lower.cuda_graph import AutoCudaGraph
 
-    return AutoCudaGraph(runner, graph, always=wanted is True)
+    return AutoCudaGraph(runner, graph.indices(Role.BATCH), always=wanted is True)
 
 
 __all__ = ["compile"]

@@ -68,7 +68,7 @@ def outcomes(auto, calls):
 
 
 def test_a_faster_graph_is_kept(policy):
-    auto, made, clock = policy(direct=2.0, replay=1.0)
+    auto, made, _ = policy(direct=2.0, replay=1.0)
     assert outcomes(auto, 10) == ["direct"] * 3 + ["replayed"] * 7
     assert auto.describe()["cuda_graph"]["mode"] == "cuda graph"
     assert "1000.00 ms replayed, 2000.00 ms direct" in auto.describe()["cuda_graph"]["reason"]
@@ -138,7 +138,7 @@ def test_recorded_steps_equal_direct_steps(traced):
     graph = CudaGraphRunner(runner, recorded, batch)
     before = [t.clone() for t in recorded]
     torch.testing.assert_close(recorded, before, rtol=0, atol=0)
-    for turn in range(3):
+    for _ in range(3):
         new = torch.randint(0, 32, direct[batch[0]].shape, device="cuda")
         direct[batch[0]] = new
         recorded[batch[0]] = new.clone()

@@ -29,7 +29,7 @@ def test_watched_values_follow_the_outputs(traced):
     node = next(n for n in step.graph.operations() if "tanh" in n.name)
     inputs = step.fresh()
     x, w, b = inputs[step.graph.indices(Role.BATCH)[0]], step.tensors[0], step.tensors[1]
-    loss, tanh = lower_interpret(step.graph, watch=[node.name])(inputs)
+    _, tanh = lower_interpret(step.graph, watch=[node.name])(inputs)
     torch.testing.assert_close(tanh, torch.tanh(x @ w.t() + b))
     with pytest.raises(KeyError, match="no_such_node"):
         lower_interpret(step.graph, watch=["no_such_node"])

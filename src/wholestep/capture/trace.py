@@ -470,13 +470,13 @@ def _lift_constants(recorded: fx.GraphModule, tracer: Tracer) -> tuple[torch.Ten
 
 
 def _becomes_literal(graph: fx.Graph, node: fx.Node, tensor: torch.Tensor) -> bool:
-    """A number written in the code (`torch.tensor(0.5)`) is not state: it is put in the graph as a number."""
+    """A number written in the code (`torch.tensor(0.5)`, or an empty list) is not state: it is put in the graph."""
     fresh = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
-    if tensor.dim() != 0 or not node.users or not all(u.target in fresh for u in node.users):
+    if not (tensor.dim() == 0 or tensor.numel() == 0) or not node.users or not all(u.target in fresh for u in node.users):
         return False
     with graph.inserting_before(node):
         number = graph.call_function(
-            aten.full.default, ([], tensor.item()), {"dtype": tensor.dtype, "device": tensor.device}
+            aten.full.default, (list(tensor.shape), tensor.item() if tensor.numel() else 0), {"dtype": tensor.dtype, "device": tensor.device}
         )
     number.meta = {k: v for k, v in next(iter(node.users)).meta.items() if k in ("val", "custom")}
     for user in list(node.users):

@@ -5,18 +5,22 @@ Out: `IN_PLACE` (functional update overload -> Python function that updates para
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
 from wholestep.kernels import adamw, attention, clip, dropout, random_bits, sgd
+from wholestep.kernels.attention import decomposition
 
 IN_PLACE: dict[OpOverload, Callable[..., None]] = {
     torch.ops.ws.adamw.default: adamw.update_in_place,
     torch.ops.ws.sgd.default: sgd.update_in_place,
 }
 
-DECOMPOSITIONS: dict[OpOverload, Callable[..., torch.Tensor]] = {
+DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
+    torch.ops.ws.attention.default: decomposition.attention,
+    torch.ops.ws.attention_backward.default: decomposition.attention_backward,
     torch.ops.ws.dropout.default: dropout.reference,
     torch.ops.ws.uniform.default: random_bits.uniform,
     torch.ops.ws.normal.default: random_bits.normal,

@@ -1,8 +1,9 @@
-"""Which values of a graph share memory with which placeholder: what goes in is an FX graph, what comes out is node -> roots.
+"""Which values of a graph share memory with which placeholder: what goes in is an FX graph, what comes out is node ->
+roots.
 
 State is written in place only in this folder, so only this folder has to know that a transposed weight is the weight.
-The answer follows operator schemas rather than the storages of fake tensors: passes may copy `meta["val"]` between nodes,
-which makes storages lie, while a schema's alias annotation holds for every call.
+The answer follows operator schemas rather than the storages of fake tensors: passes may copy `meta["val"]` between
+nodes, which makes storages lie, while a schema's alias annotation holds for every call.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ _SILENT_ALIASES = (
     "aten::alias",
 )
 
+# fmt: off
 _CHEAP_VIEWS = frozenset(
     f"aten::{name}"
     for name in (
-        "t transpose permute view _unsafe_view expand unsqueeze squeeze slice select alias detach as_strided split "
-        "split_with_sizes unbind diagonal unfold"
-    ).split()
+        "t", "transpose", "permute", "view", "_unsafe_view", "expand", "unsqueeze", "squeeze", "slice", "select",
+        "alias", "detach", "as_strided", "split", "split_with_sizes", "unbind", "diagonal", "unfold",
+    )
 )
+# fmt: on
 
 
 def may_alias(target: Any) -> bool:

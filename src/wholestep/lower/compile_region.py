@@ -1,10 +1,12 @@
 """One region -> one callable, by TorchInductor's post-autograd entry `compile_fx_inner`.
 
-In goes a region's FX graph of core operators; out comes a function that takes a list of inputs, may empty it, and returns the
-outputs with exactly the strides of the trace (the other regions were traced with those). Three steps:
+In goes a region's FX graph of core operators; out comes a function that takes a list of inputs, may empty it, and
+returns the outputs with exactly the strides of the trace (the other regions were traced with those). Three steps:
 
-1. retrace with Inductor's decompositions and the package's own (`kernels.DECOMPOSITIONS`: dropout becomes arithmetic that fuses);
-2. the joint-graph passes that `compile_fx` runs for a graph without backward (constant folding, padded matrix products);
+1. retrace with Inductor's decompositions and the package's own (`kernels.DECOMPOSITIONS`: dropout becomes arithmetic
+   that fuses);
+2. the joint-graph passes that `compile_fx` runs for a graph without backward (constant folding, padded matrix
+   products);
 3. `compile_fx_inner`, whose FxGraphCache finds the compiled code on disk in later processes.
 """
 
@@ -48,7 +50,7 @@ INDUCTOR_CONFIG: dict[str, Any] = {
 }
 
 
-@dataclasses.dataclass(slots=True, weakref_slot=True)
+@dataclasses.dataclass
 class Compiled:
     """What runs in place of a region."""
 
@@ -71,7 +73,7 @@ def warm_up() -> None:
     it at different places break each other.
     """
     try:
-        import torch._inductor.compile_fx
+        import torch._inductor.compile_fx  # noqa: F401
         from torch._inductor.async_compile import AsyncCompile
     except ImportError:  # compiling reports its own errors; this only saves time
         return

@@ -1,11 +1,12 @@
 """A whole step as one CUDA graph, and the policy that keeps it only when it measures faster.
 
-In goes a Runner and one set of live inputs; out comes something called like a Runner. Batch tensors are copied into static
-buffers at each call, every other input (parameters, optimizer state, the feed of keys and numbers) is read and written where it
-lives. Recording executes nothing, so the step that records also replays once, and the state moves on by exactly one step.
+In goes a Runner and one set of live inputs; out comes something called like a Runner. Batch tensors are copied into
+static buffers at each call, every other input (parameters, optimizer state, the feed of keys and numbers) is read and
+written where it lives. Recording executes nothing, so the step that records also replays once, and the state moves on
+by exactly one step.
 
-`CudaGraphRunner` records or refuses with a reason. `AutoCudaGraph` runs directly first, then records, compares and decides;
-measured with events, so the host waits for the device once, at the decision.
+`CudaGraphRunner` records or refuses with a reason. `AutoCudaGraph` runs directly first, then records, compares and
+decides; measured with events, so the host waits for the device once, at the decision.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ DIRECT_CALLS = 3
 REPLAYS_TIMED = 4
 
 
-class NotRecordable(Exception):  # noqa: N818 - an answer of the recorder, told in `describe()`, not an error of the user
+class NotRecordable(Exception):
     """The step cannot become a CUDA graph; the text says why."""
 
 
@@ -128,10 +129,11 @@ class AutoCudaGraph:
         runner: Runner,
         batch: Sequence[int],
         *,
+        always: bool = False,
         timer: Timer | None = None,
         record: Callable[[Runner, Sequence[torch.Tensor], Sequence[int]], CudaGraphRunner] = CudaGraphRunner,
     ) -> None:
-        self.runner, self.batch = runner, tuple(batch)
+        self.runner, self.batch, self.always = runner, tuple(batch), always
         self._timer: Timer = timer or EventTimer()
         self._record = record
         self._start_over()
@@ -185,8 +187,8 @@ class AutoCudaGraph:
         self._seconds = {"direct": direct, "cuda graph": replayed}
         self._direct, self._replays = [], []
         compared = f"{replayed * 1e3:.2f} ms replayed, {direct * 1e3:.2f} ms direct"
-        if replayed < direct:
-            self.decided, self.reason = "cuda graph", f"faster: {compared}"
+        if replayed < direct or self.always:
+            self.decided, self.reason = "cuda graph", f"{'faster' if replayed < direct else 'asked for'}: {compared}"
             return
         self.decided, self.reason = "direct", f"a CUDA graph is not faster: {compared}"
         assert self._recorded is not None

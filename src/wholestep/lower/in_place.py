@@ -1,10 +1,12 @@
 """Functional graph -> imperative graph: state is written into the tensors that hold it.
 
-In goes a TrainingGraph, whose updates leave as outputs. Out comes an FX graph of the same operators, in the same order, where
+In goes a TrainingGraph, whose updates leave as outputs. Out comes an FX graph of the same operators, in the same
+order, where
 
 - an optimizer node whose results are the new values of the very inputs it reads is replaced by its in-place twin
   (`kernels.IN_PLACE`), so no second copy of parameters and optimizer state ever exists;
-- every other update (buffers, statistics, accumulated gradients) is an `aten.copy_` right after the last reader of the old value;
+- every other update (buffers, statistics, accumulated gradients) is an `aten.copy_` right after the last reader of
+  the old value;
 - a value that shares memory with a written input, and is returned or copied elsewhere, is cloned before the write (two
   buffers that swap, a parameter returned as an extra output).
 
@@ -147,7 +149,8 @@ def _lives_in_state(value: fx.Node, renamed: dict[fx.Node, fx.Node]) -> bool:
 def _last_reads(
     order: list[fx.Node], position: dict[fx.Node, int], roots: dict[fx.Node, frozenset[fx.Node]]
 ) -> dict[fx.Node, int]:
-    """Root -> position of the last node that reads it or one of its views (making a view counts); -1 when nobody does."""
+    """Root -> position of the last node that reads it or one of its views (making a view counts); -1 when nobody
+    does."""
     last: dict[fx.Node, int] = defaultdict(lambda: -1)
     for node in order:
         for source in node.all_input_nodes:

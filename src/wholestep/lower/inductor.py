@@ -1,8 +1,8 @@
 """Lowering `inductor`: regions compiled by TorchInductor, each distinct one once, called by a generated driver.
 
 In goes a TrainingGraph, out comes a Runner. The graph becomes imperative (`in_place.py`), is cut at layer borders
-(`regions.py`), each distinct region is compiled (`compile_region.py`), and one flat function calls them in order (`driver.py`).
-A region that fails to compile runs operator by operator instead, and `describe()["notes"]` says why.
+(`regions.py`), each distinct region is compiled (`compile_region.py`), and one flat function calls them in order
+(`driver.py`). A region that fails to compile runs operator by operator instead, and `describe()["notes"]` says why.
 """
 
 from __future__ import annotations

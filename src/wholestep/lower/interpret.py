@@ -1,7 +1,7 @@
 """Lowering `interpret`: every node of the graph is one call of its operator, in order.
 
-In goes a TrainingGraph, out comes a Runner. Nothing is compiled, so it is ready at once, runs shapes seen rarely, and computes
-bit for bit what eager computes where the operators are the same. Each value dies at its last use.
+In goes a TrainingGraph, out comes a Runner. Nothing is compiled, so it is ready at once, runs shapes seen rarely, and
+computes bit for bit what eager computes where the operators are the same. Each value dies at its last use.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Which module paths are repeated layers: the borders where a graph is cut so that equal parts compile once.
 
 In goes a graph whose nodes know their phase and module path; out comes node -> the path of the layer it belongs to
-(`transformer.h.3`), or None. A layer is a child with an integer name (ModuleList, Sequential) that has at least one sibling
-with the same forward operators and enough of them to be worth a region of its own. The outermost such path wins:
-`stages.2.blocks.1` when stages differ, `encoder.layer.11` rather than `encoder.layer.11.mlp.0`.
+(`transformer.h.3`), or None. A layer is a child with an integer name (ModuleList, Sequential) that has at least one
+sibling with the same forward operators and enough of them to be worth a region of its own. The outermost such path
+wins: `stages.2.blocks.1` when stages differ, `encoder.layer.11` rather than `encoder.layer.11.mlp.0`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def layers_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
     repeated = _repeated(operations)
     found: dict[fx.Node, str] = {}
     for node in calls:
-        prefix = next((prefix for prefix in _integer_prefixes(module_of(node)) if prefix in repeated), None)
-        if prefix is not None:
-            found[node] = prefix
+        outermost = next((prefix for prefix in _integer_prefixes(module_of(node)) if prefix in repeated), None)
+        if outermost is not None:
+            found[node] = outermost
     return found
 
 

@@ -1,10 +1,11 @@
 """From a region's signature straight to Inductor's compiled code on disk.
 
-In goes the signature of a region (`regions.py`), out comes the callable that an earlier process compiled for it, or None.
-Inductor's own FxGraphCache finds code by a hash of the decomposed graph, so a warm start would still retrace every region, run
-the joint-graph passes and hash Triton's sources: seconds, for an answer that the signature already gives. Here a small file
-per (signature, environment) remembers the FxGraphCache key. The environment covers whatever else changes the code: versions,
-settings, devices, threads and the package's own operators. Anything unexpected means a miss, and the long way is taken.
+In goes the signature of a region (`regions.py`), out comes the callable that an earlier process compiled for it, or
+None. Inductor's own FxGraphCache finds code by a hash of the decomposed graph, so a warm start would still retrace
+every region, run the joint-graph passes and hash Triton's sources: seconds, for an answer that the signature already
+gives. Here a small file per (signature, environment) remembers the FxGraphCache key. The environment covers whatever
+else changes the code: versions, settings, devices, threads and the package's own operators. Anything unexpected means
+a miss, and the long way is taken.
 """
 
 from __future__ import annotations
@@ -154,8 +155,9 @@ def _vector_isa() -> str:
 def _same_vector_isa(expected: str) -> bool:
     """Whether this CPU would get the instruction set that the code on disk was compiled for.
 
-    Inductor proves each instruction set with a subprocess, 0.5 s apiece, in every process. The proof was made when the code
-    was compiled, so here the processor's own list of capabilities is enough; when it disagrees, the proof is made again.
+    Inductor proves each instruction set with a subprocess, 0.5 s apiece, in every process. The proof was made when
+    the code was compiled, so here the processor's own list of capabilities is enough; when it disagrees, the proof is
+    made again.
     """
     from torch._inductor import config, cpu_vec_isa
 

@@ -1,9 +1,10 @@
 """Imperative graph -> pieces: regions to compile, and calls the driver makes itself.
 
-In goes the graph of `in_place.py`. Out comes an ordered list of pieces. A region is a run of nodes with one phase and one
-layer, as a small FX graph of its own whose names do not depend on where it came from, plus the values of the whole graph it
-reads and defines. Equal regions (same operators, constants, shapes, strides, devices, and returned values) have equal
-`signature`s, so 24 equal layers compile once. Optimizer updates and clipping are never put in a region.
+In goes the graph of `in_place.py`. Out comes an ordered list of pieces. A region is a run of nodes with one phase and
+one layer, as a small FX graph of its own whose names do not depend on where it came from, plus the values of the
+whole graph it reads and defines. Equal regions (same operators, constants, shapes, strides, devices, and returned
+values) have equal `signature`s, so 24 equal layers compile once. Optimizer updates and clipping are never put in a
+region.
 
 Three rules keep regions equal and cheap:
 - a view that would cross a border is made again on the other side, so only its base crosses;
@@ -17,7 +18,7 @@ import dataclasses
 import hashlib
 import operator
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -51,7 +52,8 @@ class Region:
     signature: str
 
     def build_module(self) -> fx.GraphModule:
-        """The region as a graph of its own: placeholders are `reads`, the output tuple is `defines`, names are canonical."""
+        """The region as a graph of its own: placeholders are `reads`, the output tuple is `defines`, names are
+        canonical."""
         graph = fx.Graph()
         new: dict[fx.Node, fx.Node] = {}
         for index, node in enumerate(self.reads):
@@ -65,7 +67,7 @@ class Region:
         return fx.GraphModule(self.owner, graph)
 
 
-Piece = Region | fx.Node
+Piece: TypeAlias = Region | fx.Node
 """A region, or a node of the imperative graph that the driver calls directly."""
 
 
@@ -120,14 +122,17 @@ def _assign(imperative: ImperativeGraph, layers: dict[fx.Node, str]) -> dict[fx.
     assigned: dict[fx.Node, int] = {}
     scalars: set[fx.Node] = set()
     previous: tuple[str, str | None] | None = None
-    number = 0
+    number, last = 0, 2 * len(calls) + 1
     for node in calls:
         if _is_scalar(node) and all(entry.op == "placeholder" or entry in scalars for entry in node.all_input_nodes):
             scalars.add(node)
             assigned[node] = -1  # sizes of the batch: computed once, first of all
         elif node.target is operator.getitem and node.args[0] in assigned:
             assigned[node] = assigned[node.args[0]]  # type: ignore[index]
-        elif _is_direct(node) or _would_tie_result(node, returned):
+        elif node.target in _COPIES and node.args[1] in returned:
+            # Inside a region the compiler could return the state's own memory, which the next step overwrites.
+            assigned[node] = last
+        elif _is_direct(node) or _is_snapshot(node, returned):
             number += 1 if number % 2 == 0 else 0
             assigned[node] = number
             previous = None
@@ -153,12 +158,12 @@ def _key(node: fx.Node, layers: dict[fx.Node, str], previous: tuple[str, str | N
     return phase, layers.get(node)
 
 
-def _would_tie_result(node: fx.Node, returned: set[fx.Node]) -> bool:
-    """Clones of state for the caller, and writes of a value the caller gets too: inside a region the compiler could return
-    the state's own memory for them, which the next step overwrites."""
-    if node.target is aten.clone.default and node in returned:
-        return node.args[0].op == "placeholder" or is_cheap_view(node.args[0])  # type: ignore[union-attr]
-    return node.target in _COPIES and node.args[1] in returned
+def _is_snapshot(node: fx.Node, returned: set[fx.Node]) -> bool:
+    """A clone of state for the caller, which a compiler might take for a view it need not make."""
+    if node.target is not aten.clone.default or node not in returned:
+        return False
+    source = node.args[0]
+    return isinstance(source, fx.Node) and (source.op == "placeholder" or is_cheap_view(source))
 
 
 def _same_phase(key: str, phase: str) -> bool:
@@ -186,7 +191,8 @@ def _is_scalar(node: fx.Node) -> bool:
 
 
 def _with_views(nodes: list[fx.Node], imperative: ImperativeGraph) -> list[fx.Node]:
-    """The region's nodes, with the views of outside values (and subgraphs of higher-order operators) made again inside."""
+    """The region's nodes, with the views of outside values (and subgraphs of higher-order operators) made again
+    inside."""
     inside = set(nodes)
     body: list[fx.Node] = []
 

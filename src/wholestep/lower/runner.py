@@ -1,7 +1,7 @@
 """Runner: a lowered training graph that can be called.
 
-In goes the list of input tensors, aligned with `TrainingGraph.inputs`; out comes the list of every output that is not an
-update, followed by the watched values. When the call returns, each updated input tensor holds its new value.
+In goes the list of input tensors, aligned with `TrainingGraph.inputs`; out comes the list of every output that is not
+an update, followed by the watched values. When the call returns, each updated input tensor holds its new value.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def explain(step: Step) -> str:
         else:
             lines.append(f"lowering   {facts.get('backend', 'interpret')}, {step.seconds['lower']:.1f} s")
         if facts.get("cuda_graph"):
-            lines.append(f"CUDA graph {facts['cuda_graph']}")
+            lines.append(f"CUDA graph {facts['cuda_graph']['mode']}: {facts['cuda_graph']['reason']}")
         lines += [f"lowering   {note}" for note in facts.get("notes", [])[:2]]
     lines += [f"fell       {fall}" for fall in step.falls]
     lines += [f"note       {note}" for note in step.notes[:5]]

@@ -1,1 +1,21 @@
-"""Side by side with eager PyTorch: losses, gradients, buffers, optimizer state; and who is to blame."""
+"""Side by side with eager PyTorch: losses, gradients, buffers, optimizer state; and who is to blame.
+
+The package is callable: importing any of its modules binds the name `wholestep.verify` to the package, which would otherwise
+hide the function of that name. `wholestep.verify(...)` is `wholestep.verify.verify.verify(...)`.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+
+class _CallablePackage(types.ModuleType):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from wholestep.verify.verify import verify
+
+        return verify(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

@@ -147,7 +147,7 @@ class _FirstStep:
             finite = ours.isfinite()
             allowed = relative * norm(eager) + self.limits.floor * self.rms * math.sqrt(eager.numel())
             error = distance(ours, eager, finite) if torch.equal(finite, eager.isfinite()) else math.inf
-            if error > allowed:
+            if not error <= allowed:
                 failing[name] = (error, allowed)
         return failing
 
@@ -221,7 +221,7 @@ class _FirstStep:
         for plan, names in self.binding.members.items():
             for name in names:
                 outcome = self._update_error(plan, name)
-                if outcome is not None and outcome[0] > outcome[1]:
+                if outcome is not None and not outcome[0] <= outcome[1]:
                     failing[name] = outcome
         if self.subject.optimizer is None and not self.accumulates:
             grads = {n: self.subject.parameters[n].grad for n in self.eager.gradients if n in self.empty_grads}
@@ -302,8 +302,9 @@ class _FirstStep:
         values = self._run(lower_interpret(bare, watch=[bare.boundaries[path] for path in paths]))
         for path, ours in zip(paths, values[len(bare.outputs) :], strict=True):
             theirs = eager[path]
-            if ours.shape != theirs.shape or distance(ours, theirs, theirs.isfinite()) > self.limits.graph * norm(theirs):
-                told = f"its output is off by {distance(ours, theirs, theirs.isfinite()):.2g} of {norm(theirs):.2g}"
+            error = distance(ours, theirs, theirs.isfinite()) if ours.shape == theirs.shape else math.inf
+            if not error <= self.limits.graph * norm(theirs):
+                told = f"its output is off by {error:.2g} of {norm(theirs):.2g}"
                 raise self._differs(f"the captured forward: module {path}: {told}", path)
         if failing:
             self._report_gradients(failing, "the captured graph")

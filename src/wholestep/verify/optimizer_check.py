@@ -1,0 +1,65 @@
+"""The update, checked on identical gradients: torch's own optimizer, from the same state, on our gradients.
+
+Parameters after Adam are no measure of a gradient (a true-zero gradient moves a parameter by lr in a random direction), so
+gradients are compared by themselves, and the update here. On the CPU backend `interpret` runs torch's own update code: bit for
+bit. Elsewhere a fused kernel rounds in another order: 1e-5 of the size of the update, and one rounding of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from wholestep.capture.subject import Subject
+from wholestep.verify.compare import MISSING, Comparison, distance, norm, same_bits
+from wholestep.verify.report import Row
+from wholestep.verify.state import StateCopy
+
+UPDATE_TOLERANCE = 1e-5
+"""Relative to the size of the update: float32 arithmetic of about ten operations, with room."""
+
+
+def optimizer_rows(
+    subject: Subject, before: StateCopy, gradients: Mapping[str, torch.Tensor], step: str, *, exact: bool
+) -> Iterator[Row]:
+    """One row per parameter and per state tensor; `exact` asks for equal bits."""
+    assert subject.optimizer is not None and before.optimizer is not None
+    stand_ins = {p: before.values[n].detach().clone() for n, p in subject.parameters.items()}
+    for name, gradient in gradients.items():
+        stand_ins[subject.parameters[name]].grad = gradient.detach().clone()
+    twin = before.optimizer.twin(stand_ins)
+    if subject.clip_norm is not None:
+        in_order = [p for group in twin.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(in_order, subject.clip_norm)
+    twin.step()
+    names = {p: n for n, p in subject.parameters.items()}
+    olds = {p: values for p, _, _, values in before.optimizer.state}
+    for group in subject.optimizer.param_groups:
+        for parameter in group["params"]:
+            name, stand_in = names[parameter], stand_ins[parameter]
+            found = _compare(parameter, stand_in, before.values[name], exact)
+            yield Row(step, "parameter", name, found.error, found.tolerance, found.bitwise)
+            ours, theirs = subject.optimizer.state.get(parameter, {}), twin.state.get(stand_in, {})
+            for key in dict.fromkeys([*theirs, *ours]):
+                old = olds.get(parameter, {}).get(key)
+                a, b = ours.get(key), theirs.get(key)
+                if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+                    found = _compare(a, b, old, exact)
+                    yield Row(step, "state", f"{name}/{key}", found.error, found.tolerance, found.bitwise)
+
+
+def _compare(
+    ours: torch.Tensor | None, theirs: torch.Tensor | None, old: torch.Tensor | None, exact: bool
+) -> Comparison:
+    if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor) or ours.shape != theirs.shape:
+        return MISSING
+    ours, theirs = ours.detach(), theirs.detach()
+    bitwise = same_bits(ours, theirs)
+    if not theirs.is_floating_point():
+        return Comparison(float((ours != theirs.to(ours.device)).sum()), 0.0, bitwise)
+    theirs = theirs.to(ours.device)
+    error = distance(ours, theirs, theirs.isfinite())
+    update = norm(theirs) if old is None else distance(theirs, old.to(theirs.device), theirs.isfinite())
+    rounding = torch.finfo(theirs.dtype).eps * norm(theirs)
+    return Comparison(error, 0.0 if exact else UPDATE_TOLERANCE * update + rounding, bitwise)

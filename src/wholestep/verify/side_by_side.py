@@ -1,0 +1,246 @@
+"""One training step beside its references: captured and lowered as `compile` does it, eager, and eager in float64.
+
+In goes a batch; the captured step runs on the live state, the references on the state before it; out come the rows of the
+report. The captured graph is kept as it was before any pass, so that a failed step can be run again with fewer of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from wholestep.capture.batch import BatchSpec, unflatten
+from wholestep.capture.ladder import climb
+from wholestep.capture.subject import Subject
+from wholestep.capture.trace import ACCUMULATED_WEIGHT, Capture
+from wholestep.errors import CompilerMissing
+from wholestep.graph.training_graph import TrainingGraph
+from wholestep.lower import lower_inductor, lower_interpret
+from wholestep.passes.pipeline import Pipeline
+from wholestep.runtime.eager import combine
+from wholestep.runtime.random import seeded_generator
+from wholestep.runtime.variant import Variant
+from wholestep.verify.blame import departing_boundary, departure, guilty_pass
+from wholestep.verify.compare import Yardstick, compute_dtype, yardstick
+from wholestep.verify.graph_copies import copy_graph, without_updates
+from wholestep.verify.optimizer_check import optimizer_rows
+from wholestep.verify.reference import Reference, float64_reference, reference_gradients
+from wholestep.verify.report import Departure, Report, Row
+from wholestep.verify.state import StateCopy
+
+BOUNDARY_SLACK = {"interpret": 1.0, "inductor": 8.0}
+OTHER_PATH = 1e-2
+"""A float32 loss further than this from float64's, relatively, means that float64 takes another path through the code."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Batch:
+    """The micro-batches of one step, as flat tensors of our own."""
+
+    label: str
+    count: int
+    """The step number random keys are made of."""
+    tensors: list[list[torch.Tensor]]
+    spec: BatchSpec
+
+
+@dataclasses.dataclass(slots=True)
+class Made:
+    """A captured step, ready to run."""
+
+    captured: Capture
+    """Before any pass."""
+    variant: Variant
+    watched: Watched
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Truth:
+    """The two references of one step and the rule made from them."""
+
+    eager: Reference
+    exact: Reference | None
+    rule: Yardstick
+
+
+class Watched:
+    """A runner that keeps the watched values of its latest call."""
+
+    def __init__(self, runner: Any, num_outputs: int, names: Sequence[str]) -> None:
+        self.runner, self.num_outputs, self.names = runner, num_outputs, tuple(names)
+        self.values: dict[str, torch.Tensor] = {}
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        results = self.runner(inputs)
+        self.values = dict(zip(self.names, results[self.num_outputs :], strict=True))
+        return results[: self.num_outputs]
+
+
+def lower_watched(graph: TrainingGraph, backend: str, watch: dict[str, str]) -> Watched:
+    """`watch` maps names of ours to nodes of the graph."""
+    lower = lower_interpret if backend == "interpret" else lower_inductor
+    num_outputs = sum(1 for entry in graph.outputs if entry.target is None)
+    return Watched(lower(graph, watch=list(watch.values())), num_outputs, list(watch))
+
+
+class SideBySide:
+    """Runs steps of one subject and compares each with its references."""
+
+    def __init__(self, subject: Subject, pipeline: Pipeline, backend: str, seed: int, report: Report) -> None:
+        self.subject, self.pipeline, self.backend, self.seed, self.report = subject, pipeline, backend, seed, report
+
+    # ---- capture and lowering ----
+
+    def make(self, batch: Batch) -> Made | None:
+        """Capture for this batch; None when only eager is left."""
+        climbed = climb(self.subject, batch.tensors[0], batch.spec)
+        self.report.falls += tuple(f for f in climbed.falls if f not in self.report.falls)
+        if climbed.capture is None:
+            return None
+        try:
+            return self.lowered(climbed.capture, self.pipeline, self.backend)
+        except CompilerMissing as missing:
+            self.report.note(f"checked on backend 'interpret': {missing.what}")
+            self.backend = self.report.backend = "interpret"
+            return self.lowered(climbed.capture, self.pipeline, self.backend)
+
+    def lowered(self, captured: Capture, pipeline: Pipeline, backend: str) -> Made:
+        graph, _ = pipeline.run(copy_graph(captured.graph))
+        capture = dataclasses.replace(captured, graph=graph)
+        made: list[Watched] = []
+
+        def lower(each: TrainingGraph) -> Watched:
+            watch = graph.gradients if each is graph else {}
+            made.append(lower_watched(each, backend, watch))
+            return made[-1]
+
+        variant = Variant(self.subject, capture, lower)
+        return Made(captured, variant, made[0])
+
+    # ---- references ----
+
+    def truth(self, made: Made, batch: Batch, *, keep_outputs: bool = False) -> Truth:
+        """Eager and float64 from the live state, which must be the one the step starts from."""
+        graph, capture = made.variant.capture.graph, made.captured
+        options = dict(num_sites=capture.num_sites, constants=capture.constants, keep_outputs=keep_outputs)
+        eager = self._reference(batch, reference_gradients, options)
+        assert isinstance(eager, Reference)
+        dtype = compute_dtype(graph)
+        exact = self._exact(batch, options, eager, dtype)
+        rms = (exact or eager).activation_rms
+        rule = yardstick(graph, eager.gradients, None if exact is None else exact.gradients, rms, dtype)
+        return Truth(eager, exact, rule)
+
+    def _exact(self, batch: Batch, options: Any, eager: Reference, dtype: torch.dtype) -> Reference | None:
+        exact = self._reference(batch, float64_reference, options)
+        if isinstance(exact, str):
+            self.report.note(f"no float64 reference, eager is its own with a wider rule: {exact}")
+            return None
+        gap, size = float((eager.loss.double() - exact.loss).abs()), float(exact.loss.abs()) + exact.activation_rms
+        if dtype is torch.float32 and gap > OTHER_PATH * size:
+            self.report.note(f"float64 takes another path (loss {float(exact.loss):.5g}): eager is its own reference")
+            return None
+        return exact
+
+    def _reference(self, batch: Batch, run: Callable[..., Reference | str], options: Any) -> Reference | str:
+        """Over all micro-batches, as accumulation does it: buffers move on, gradients add up."""
+        parts: list[Reference] = []
+        for micro, tensors in enumerate(batch.tensors):
+            before = parts[-1].buffers if parts else None
+            one = run(
+                self.subject, unflatten(tensors, batch.spec), self.seed, batch.count, micro, tensors=before, **options
+            )
+            if isinstance(one, str):
+                return one
+            parts.append(one)
+        return parts[0] if self.subject.accumulate == 1 else _accumulated(parts)
+
+    # ---- one step ----
+
+    def step(self, made: Made, batch: Batch, truth: Truth, before: StateCopy, backend: str) -> list[Row]:
+        """Run the captured step on the live state; `before` is a copy of that state."""
+        subject, variant = self.subject, made.variant
+        for parameter in subject.trained.values():
+            parameter.grad = None
+        tensors = [[t.detach().clone().requires_grad_(t.requires_grad) for t in micro] for micro in batch.tensors]
+        (loss, aux), _ = variant.run(tensors, self.seed, batch.count)
+        gradients = self._gradients(made)
+        eager, exact = truth.eager, truth.exact
+        rows = [self._row(batch, truth, "loss", "loss", loss, eager.loss, exact and exact.loss)]
+        rows += [self._row(batch, truth, "aux", n, *_three(n, aux, eager.aux, exact and exact.aux))
+                 for n in dict.fromkeys([*eager.aux, *aux])]  # fmt: skip
+        rows += [self._row(batch, truth, "gradient", n, *_three(n, gradients, eager.gradients, exact and exact.gradients))
+                 for n in dict.fromkeys([*eager.gradients, *gradients])]  # fmt: skip
+        rows += [self._row(batch, truth, "buffer", n, *_three(n, subject.buffers, eager.buffers, exact and exact.buffers))
+                 for n in eager.buffers]  # fmt: skip
+        if variant.capture.plans:
+            strict = backend == "interpret" and subject.device.type == "cpu"
+            rows += optimizer_rows(subject, before, gradients, batch.label, exact=strict)
+        return rows
+
+    def _gradients(self, made: Made) -> dict[str, torch.Tensor]:
+        """What reached the optimizer, or `p.grad`."""
+        subject, binding = self.subject, made.variant.binding
+        names = made.variant.capture.graph.gradients
+        if subject.optimizer is None:
+            return {n: p.grad for n, p in subject.trained.items() if p.grad is not None}
+        if subject.accumulate == 1:
+            return dict(made.watched.values)
+        weight = binding.gradients.get(ACCUMULATED_WEIGHT)
+        totals = {n: binding.gradients[n] for n in names}
+        return {n: g.clone() if weight is None else (g / weight).to(g.dtype) for n, g in totals.items()}
+
+    def _row(self, batch: Batch, truth: Truth, kind: str, name: str, ours: Any, eager: Any, exact: Any) -> Row:
+        found = truth.rule.compare(ours, eager, exact, gradient=kind == "gradient")
+        return Row(batch.label, kind, name, found.error, found.tolerance, found.bitwise)
+
+    # ---- when it fails ----
+
+    def blame(self, made: Made, batch: Batch, before: StateCopy, rows: list[Row]) -> Departure:
+        """Run the failed step again from where it began: with module outputs watched, then with fewer passes."""
+        before.restore()
+        found = departure(made.variant.capture.graph, rows, self._boundary(made, batch))
+        before.restore()
+        truth = self.truth(made, batch)
+
+        def fails(count: int) -> bool:
+            before.restore()
+            probe = self.lowered(made.captured, self.pipeline.first(count), "interpret")
+            return not all(row.ok for row in self.step(probe, batch, truth, before, "interpret"))
+
+        guilty = guilty_pass(self.pipeline, fails, self.backend)
+        return dataclasses.replace(found, guilty_pass=guilty)
+
+    def _boundary(self, made: Made, batch: Batch) -> Any:
+        """The first module whose output departs, on the first micro-batch."""
+        variant = made.variant
+        first = dataclasses.replace(batch, tensors=batch.tensors[:1])
+        truth = self.truth(made, first, keep_outputs=True)
+        bare = without_updates(variant.capture.graph)
+        runner = lower_watched(bare, self.backend, bare.boundaries)
+        variant.binding.refresh()
+        variant._feed(self.seed, batch.count, 0, variant.binding.numbers())
+        inputs = variant.binding.inputs(variant.capture.graph, [t.detach().clone() for t in batch.tensors[0]])
+        with seeded_generator(self.subject.device, self.seed, batch.count, 0):
+            runner(inputs)
+        return departing_boundary(runner.values, truth.eager, truth.exact, truth.rule, BOUNDARY_SLACK[self.backend])
+
+
+def _three(name: str, ours: Any, eager: Any, exact: Any) -> tuple[Any, Any, Any]:
+    return ours.get(name), eager.get(name), None if exact is None else exact.get(name)
+
+
+def _accumulated(parts: list[Reference]) -> Reference:
+    """Losses and aux combined as a Step reports them; gradients summed, and divided by the summed weight if there is one."""
+    loss, aux = combine([(part.loss, part.aux) for part in parts])
+    gradients = dict(parts[0].gradients)
+    for part in parts[1:]:
+        gradients = {n: gradients[n] + g for n, g in part.gradients.items()}
+    if "weight" in parts[0].aux:
+        wide = torch.float64 if loss.dtype == torch.float64 else torch.float32
+        total = torch.stack([part.aux["weight"].reshape(()).to(wide) for part in parts]).sum()
+        gradients = {n: (g / total).to(g.dtype) for n, g in gradients.items()}
+    return Reference(loss, aux, gradients, parts[-1].buffers, parts[0].module_outputs, parts[0].activation_rms)
