@@ -278,3 +278,22 @@ def functional_trace() -> Callable[..., Traced]:
         return Traced(TrainingGraph(trace_functional(step, tensors), inputs, tuple(outputs)), tensors)
 
     return make
+
+
+@pytest.fixture
+def symbolic_graph() -> TrainingGraph:
+    """A graph over x of shape (B, 3, 6) with B unknown, and w of shape (6, 6)."""
+    from wholestep import compat
+
+    mode = compat.new_fake_mode()
+    batch = compat.new_symbol(mode, "B", 5)
+    with mode:
+        fakes = [torch.empty(batch, 3, 6), torch.empty(6, 6)]
+
+    def body(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
+        rows = torch.softmax(x.reshape(-1, 6) @ w, -1)
+        return (rows.reshape(x.shape).sum((0, 1)) / x.shape[0],)
+
+    module = compat.trace(body, fakes, mode=mode, functional=True)
+    inputs = (Input(Role.BATCH, "x"), Input(Role.PARAMETER, "w"))
+    return TrainingGraph(module, inputs, (Output(OutputKind.AUX, "rows"),))

@@ -108,6 +108,14 @@ def test_a_region_that_fails_runs_uncompiled_and_says_so(traced, monkeypatch):
     compile_region._in_process.clear()
 
 
+def test_symbolic_sizes(symbolic_graph):
+    runner, plain = lower_inductor(symbolic_graph), lower_interpret(symbolic_graph)
+    assert runner.describe()["notes"] == []
+    for size in (4, 7):
+        inputs = [torch.randn(size, 3, 6), torch.randn(6, 6)]
+        torch.testing.assert_close(runner(inputs), plain(inputs))
+
+
 def test_no_compiler_is_one_clear_error(traced, monkeypatch):
     monkeypatch.setattr(compile_region.shutil, "which", lambda name: None)
     with pytest.raises(CompilerMissing, match="interpret"):

@@ -44,6 +44,24 @@ def test_wrong_number_of_inputs_and_release(traced):
         runner([])
 
 
+def test_the_callers_autocast_adds_no_casts(traced):
+    step = traced("mlp")
+    runner = lower_interpret(step.graph)
+    expected = runner(step.fresh())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = runner(step.fresh())
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("size", [4, 7])
+def test_symbolic_sizes_come_from_the_inputs(symbolic_graph, size):
+    runner = lower_interpret(symbolic_graph)
+    assert runner.describe()["symbolic"]
+    x, w = torch.randn(size, 3, 6), torch.randn(6, 6)
+    (got,) = runner([x, w])
+    torch.testing.assert_close(got, torch.softmax(x.reshape(-1, 6) @ w, -1).reshape(x.shape).sum((0, 1)) / size)
+
+
 def test_describe(traced):
     facts = lower_interpret(traced("mlp").graph).describe()
     assert facts["backend"] == "interpret"

@@ -1,23 +1,42 @@
 """The guard: what a captured graph has burned in, looked at before every step.
 
 make_fx records no guards. So every plain Python value that the modules, the loss function and the optimizer hold (flags,
-probabilities, sizes, closure variables) is read again before each step; when one changes, the step is captured anew.
+probabilities, sizes, closure variables, hooks) is read again before each step; when one changes, the step is captured anew.
 Reading a few thousand dictionary entries takes about a tenth of a millisecond.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from wholestep.capture.reach import PLAIN, reached
 from wholestep.capture.subject import Subject
 
-_PLAIN = (int, float, str, bool, type(None), torch.dtype)
 _IGNORED = {"_is_full_backward_hook", "_version", "_is_hf_initialized", "call_super_init"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class _Same:
+    """An object compared by identity, and kept alive: an address that is used again must not look like the old object."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __repr__(self) -> str:
+        return f"a {type(self.value).__name__}"
 
 
 class Guards:
@@ -25,69 +44,68 @@ class Guards:
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
+        self.excluded: set[str] = set()
+        self._read_structure()
+
+    def _read_structure(self) -> None:
+        """Find all places to watch; done again when an object among them was replaced."""
+        subject = self.subject
         self.entries: list[tuple[dict, Any]] = []
         self.labels: list[str] = []
-        self.cells: list[tuple[Any, str]] = []
+        self.hooks: list[dict] = []
+        self.children: list[tuple[nn.Module, list[nn.Module | None]]] = []
+        self.places, foreign = reached(subject)
         seen: set[int] = set()
-        for path, module in subject.root.named_modules():
-            self._add_table(module.__dict__, path or type(module).__name__, seen)
-            config = module.__dict__.get("config")
-            if config is not None and hasattr(config, "__dict__"):
-                self._add_table(config.__dict__, f"{path}.config".lstrip("."), seen)
-        self._add_function(subject.loss_fn, seen)
+        for label, module in [*subject.root.named_modules(), *foreign.items()]:
+            self._add_module(module, label, seen)
+        self.objects = [_identity(place.read()) for place in self.places]
+
+    def _add_module(self, module: nn.Module, label: str, seen: set[int]) -> None:
+        table = module.__dict__
+        self._add_table(table, label, seen)
+        for key, value in table.items():
+            if key.startswith("_") or isinstance(value, (*PLAIN, torch.Tensor, nn.Module, type, types.ModuleType)):
+                continue
+            if isinstance(value, dict):
+                self._add_table(value, f"{label}.{key}".lstrip("."), seen)
+            elif hasattr(value, "__dict__") and not callable(value):  # a config
+                self._add_table(vars(value), f"{label}.{key}".lstrip("."), seen)
+        self.hooks += [table[name] for name in _HOOKS if name in table]
+        if module._modules:
+            self.children.append((module, list(module._modules.values())))
 
     def _add_table(self, table: dict, label: str, seen: set[int]) -> None:
         if id(table) in seen:
             return
         seen.add(id(table))
         for key, value in table.items():
-            if isinstance(value, _PLAIN) and key not in _IGNORED:
+            name = f"{label}.{key}".lstrip(".")
+            if _is_plain(value) and key not in _IGNORED and name not in self.excluded:
                 self.entries.append((table, key))
-                self.labels.append(f"{label}.{key}")
-
-    def _add_function(self, function: Callable, seen: set[int]) -> None:
-        """Closure variables, defaults and globals of the loss; objects among them one level deep."""
-        if isinstance(function, types.MethodType):
-            self._add_table(vars(function.__self__) if hasattr(function.__self__, "__dict__") else {}, "self", seen)
-            function = function.__func__
-        while hasattr(function, "__wrapped__"):
-            function = function.__wrapped__
-        code = getattr(function, "__code__", None)
-        if code is None:
-            if hasattr(function, "__dict__") and not isinstance(function, type):
-                self._add_table(function.__dict__, type(function).__name__, seen)
-            return
-        for name, cell in zip(code.co_freevars, getattr(function, "__closure__", None) or (), strict=False):
-            self.cells.append((cell, name))
-            self._add_object(_content(cell), name, seen)
-        for name in code.co_names:
-            if name in function.__globals__:
-                value = function.__globals__[name]
-                if isinstance(value, _PLAIN):
-                    self.entries.append((function.__globals__, name))
-                    self.labels.append(name)
-                else:
-                    self._add_object(value, name, seen)
-
-    def _add_object(self, value: Any, label: str, seen: set[int]) -> None:
-        skipped = (nn.Module, torch.Tensor, types.ModuleType, types.FunctionType, type, types.BuiltinFunctionType)
-        if isinstance(value, dict):
-            self._add_table(value, label, seen)
-        elif not isinstance(value, skipped) and hasattr(value, "__dict__"):
-            self._add_table(vars(value), label, seen)
+                self.labels.append(name)
 
     def exclude(self, labels: set[str]) -> None:
         """Values that every forward changes (counters) are fixed knowingly; they do not call for a new capture."""
-        kept = [i for i, label in enumerate(self.labels) if label not in labels]
+        self.excluded |= labels
+        kept = [i for i, label in enumerate(self.labels) if label not in self.excluded]
         self.entries = [self.entries[i] for i in kept]
         self.labels = [self.labels[i] for i in kept]
 
+    def restructured(self) -> bool:
+        """Whether a submodule was replaced, added or removed: then nothing that was captured holds."""
+        return any(list(module._modules.values()) != children for module, children in self.children)
+
     def values(self) -> list[Any]:
         """What the graph depends on now; equal lists mean that a captured graph still holds."""
+        objects = [_identity(place.read()) for place in self.places]
+        if objects != self.objects:  # another dict or object holds the values now
+            self._read_structure()
+            objects = self.objects
         read = [table.get(key) for table, key in self.entries]
-        read += [_plain_content(cell) for cell, _ in self.cells]
-        read += [p.requires_grad for p in self.subject.parameters.values()]
+        read += objects
+        read += [(p.requires_grad, _hook_keys(p)) for p in self.subject.parameters.values()]
         read.append(torch.is_autocast_enabled(self.subject.device.type))
+        read += [tuple(table) for table in self.hooks if table]
         read += self._optimizer_structure()
         return read
 
@@ -103,19 +121,28 @@ class Guards:
 
     def differences(self, before: list[Any], after: list[Any]) -> Iterator[str]:
         """`name: old -> new` of what changed between two readings."""
-        names = [*self.labels, *(n for _, n in self.cells), *self.subject.parameters, "autocast"]
-        for i, (a, b) in enumerate(zip(before, after, strict=False)):
+        names = [*self.labels, *(p.label for p in self.places), *self.subject.parameters, "autocast"]
+        if len(before) != len(after):
+            yield "what the loss function reads, or a hook"
+            return
+        for i, (a, b) in enumerate(zip(before, after, strict=True)):
             if a != b or type(a) is not type(b):
-                yield f"{names[i] if i < len(names) else 'optimizer group'}: {a!r} -> {b!r}"
+                yield f"{names[i] if i < len(names) else 'hooks or optimizer group'}: {a!r} -> {b!r}"
 
 
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty cell
-        return None
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, PLAIN) or (isinstance(value, tuple) and all(isinstance(v, PLAIN) for v in value))
 
 
-def _plain_content(cell: Any) -> Any:
-    value = _content(cell)
-    return value if isinstance(value, _PLAIN) else id(value)
+def _identity(value: Any) -> Any:
+    """Plain values by value, tensors by what a graph fixes of them (their data is read live), all else by identity."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, torch.Tensor):
+        return ("tensor", tuple(value.shape), value.dtype, value.device)
+    return _Same(value)
+
+
+def _hook_keys(parameter: torch.Tensor) -> tuple:
+    hooks, late = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return (tuple(hooks) if hooks else (), bool(late))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch import nn
 from wholestep import compat
 from wholestep.capture.batch import BatchSpec, flatten
 from wholestep.capture.preflight import notes_on, refuse_unsupported
+from wholestep.capture.reach import reached
+from wholestep.capture.snapshot import Snapshot
 from wholestep.capture.subject import Subject
-from wholestep.capture.trace import Capture, capture
+from wholestep.capture.trace import Capture, capture, python_randomness_watched
 from wholestep.errors import CaptureRefused, WholestepError
 
 
@@ -67,7 +70,9 @@ def climb(
         except WholestepError:
             raise
         except CaptureRefused as refused:
+            # what is refused would be burned in by Dynamo as well, without a word: straight to eager
             falls.append(Fall(name, refused.reason, refused.where))
+            break
         except Exception as error:
             falls.append(Fall(name, _first_line(error), _user_line(error)))
         else:
@@ -93,7 +98,16 @@ class _LossModule(nn.Module):
 
 def _with_dynamo_forward(subject: Subject, tensors: Any, spec: BatchSpec, dynamic: Any) -> Capture:
     """Let Dynamo turn the Python of forward and loss into a graph (it knows torch.cond and guards), then trace that."""
-    exported = compat.dynamo_export(_LossModule(subject, spec), tuple(tensors))
+    snapshot = Snapshot(subject.root, reached(subject)[1])
+    try:
+        with python_randomness_watched(), warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*certain side effects.*")
+            exported = compat.dynamo_export(_LossModule(subject, spec), tuple(tensors))
+        changed = snapshot.changes()
+    finally:
+        snapshot.restore()
+    if changed:
+        raise CaptureRefused(f"the forward depends on Python state: {changed[0]} is written")
     inner = dict(exported.named_modules())
 
     def loss_from_graph(model: Any, batch: Any) -> Any:

@@ -178,8 +178,7 @@ class DispatchLevel(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if self.record:
-            shapes = tuple(tuple(a.shape) for a in args if isinstance(a, torch.Tensor))
-            self.fingerprint.append((str(func), shapes))
+            self.fingerprint.append((str(func), *map(_fingerprint, args), *map(_fingerprint, kwargs.values())))
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and not _draws_nothing(func, args, kwargs):
             return self._random(func, args, kwargs)
         return func(*args, **kwargs)
@@ -190,6 +189,15 @@ class DispatchLevel(TorchDispatchMode):
             reason = "with its own generator" if handler else "that has no keyed form yet"
             raise CaptureRefused(f"the model draws random numbers by {func} {reason}", where=user_source())
         return handler(self.sites, *args, **kwargs)
+
+
+def _fingerprint(argument: Any) -> Any:
+    """What two runs of one forward must agree on: shapes, and every number that would be fixed in the graph."""
+    if isinstance(argument, torch.Tensor):
+        return tuple(argument.shape)
+    if isinstance(argument, list | tuple):
+        return tuple(map(_fingerprint, argument))
+    return argument if isinstance(argument, int | float | str) else str(argument)
 
 
 def _draws_nothing(func: Any, args: tuple, kwargs: dict) -> bool:

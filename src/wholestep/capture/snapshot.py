@@ -8,6 +8,8 @@ attributes, tells what changed, and puts all of it back.
 from __future__ import annotations
 
 import dataclasses
+import types
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,15 +33,23 @@ class Change:
 
 
 class Snapshot:
-    """The attributes of every module below `root`, as they are now."""
+    """The attributes of every module below `root`, and of the `foreign` ones that only the loss knows, as they are now."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, foreign: Mapping[str, nn.Module] | None = None) -> None:
         self.entries: list[tuple[str, nn.Module, dict[str, Any], dict[str, dict], dict[str, Any]]] = []
-        for path, module in root.named_modules():
+        self.numbers: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+        foreign = foreign or {}
+        seen: set[int] = set()
+        for path, module in [*root.named_modules(), *foreign.items()]:
             plain = {k: v for k, v in module.__dict__.items() if k not in _SKIPPED}
             tables = {k: dict(module.__dict__[k]) for k in _SKIPPED if k in module.__dict__}
-            inner = {k: _copy_container(v) for k, v in plain.items() if isinstance(v, list | dict | set)}
+            inner = {k: frozen(v) for k, v in plain.items() if _is_container(v) and id(v) not in seen}
+            seen.update(id(plain[k]) for k in inner)
             self.entries.append((path, module, plain, tables, inner))
+        for module in foreign.values():
+            # tracing computes with tensors of one element for real when it was not given them: a counter would advance
+            single = [t for t in (*module._buffers.values(), *module._parameters.values()) if t is not None and t.numel() == 1]
+            self.numbers += [(t, t._version, t.detach().clone()) for t in single]
 
     def changes(self) -> list[Change]:
         """Attributes whose object (or, for plain containers, whose content) is another than at the snapshot."""
@@ -50,7 +60,7 @@ class Snapshot:
                     continue
                 if name not in plain or not _same(plain[name], value):
                     found.append(Change(path, name, value))
-                elif name in inner and not _same_container(inner[name], value):
+                elif name in inner and not same_content(inner[name], value):
                     found.append(Change(path, name, value))
         return found
 
@@ -68,12 +78,15 @@ class Snapshot:
                 if list(live) != list(table) or any(live[k] is not v for k, v in table.items()):
                     live.clear()
                     live.update(table)
+        for tensor, version, value in self.numbers:
+            if tensor._version != version:
+                tensor.data.copy_(value)
 
 
-def leftover_fakes(root: nn.Module) -> list[str]:
+def leftover_fakes(root: nn.Module, foreign: Mapping[str, nn.Module] | None = None) -> list[str]:
     """Where a fake tensor is still reachable from a module's attributes; empty after a clean capture."""
     found = []
-    for path, module in root.named_modules():
+    for path, module in [*root.named_modules(), *(foreign or {}).items()]:
         for name, value in module.__dict__.items():
             if any(compat.is_fake(t) for t in _tensors(value)):
                 found.append(f"{path}.{name}" if path else name)
@@ -93,23 +106,38 @@ def _same(a: Any, b: Any) -> bool:
     return False
 
 
-def _copy_container(value: Any) -> Any:
-    return type(value)(value) if type(value) in (list, dict, set) else value
+def _is_container(value: Any) -> bool:
+    if isinstance(value, list | dict | set):
+        return True
+    skipped = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
+    return hasattr(value, "__dict__") and not isinstance(value, skipped)
 
 
-def _same_container(kept: Any, live: Any) -> bool:
+def frozen(value: Any) -> Any:
+    """A shallow copy of a container (of an object: of its attributes); anything else as it is."""
+    if type(value) in (list, dict, set):
+        return type(value)(value)
+    return dict(vars(value)) if _is_container(value) and not isinstance(value, list | dict | set) else value
+
+
+def same_content(kept: Any, live: Any) -> bool:
+    """Whether a container still holds what `frozen` kept of it."""
+    if type(kept) is dict and type(live) is not dict and hasattr(live, "__dict__"):
+        live = vars(live)
     if type(kept) is dict and type(live) is dict:
         return list(kept) == list(live) and all(_same(kept[k], live[k]) for k in kept)
     if type(kept) is list and type(live) is list:
         return len(kept) == len(live) and all(_same(a, b) for a, b in zip(kept, live, strict=True))
     if type(kept) is set and type(live) is set:
         return kept == live
-    return True
+    return _same(kept, live)
 
 
 def _refill(live: Any, kept: Any) -> None:
-    if live is kept or _same_container(kept, live):
+    if live is kept or same_content(kept, live):
         return
+    if type(kept) is dict and type(live) is not dict:
+        live = vars(live)
     live.clear()
     if isinstance(live, list):
         live.extend(kept)

@@ -8,6 +8,7 @@ value; writes to inputs end as one `copy_` per input, and these become the UPDAT
 from __future__ import annotations
 
 import dataclasses
+import operator
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -24,8 +25,9 @@ from wholestep.capture.modes import keyed
 from wholestep.capture.optimizers import UpdatePlan
 from wholestep.capture.preflight import autocast_for, set_aside
 from wholestep.capture.provenance import ModuleCalls, attribute_backward, complete
+from wholestep.capture.reach import reached
 from wholestep.capture.sites import Sites
-from wholestep.capture.snapshot import Snapshot, leftover_fakes
+from wholestep.capture.snapshot import Snapshot, frozen, leftover_fakes, same_content
 from wholestep.capture.subject import Subject
 from wholestep.errors import BadLoss, CaptureRefused
 from wholestep.graph.training_graph import Input, Output, OutputKind, Role, TrainingGraph
@@ -82,7 +84,7 @@ def run_loss(
     calls = ModuleCalls(subject.root)
     named = {name: tensors[canonical] for name, canonical in subject.aliases.items()}
     with (
-        compat.swapped_tensors(subject.root, named),
+        compat.swapped_tensors(subject.root, dict(named)),  # a copy: torch writes the replaced ones into what it is given
         calls.recorded(annotate=tracing),
         keyed(sites, tracing=tracing, record=True) as lower,
         autocast_for(subject),
@@ -227,7 +229,7 @@ class Tracer:
         return found
 
     def _update_of(self, entry: Input) -> Output:
-        return Output(OutputKind.UPDATE, str(entry), self.order.index(entry))
+        return Output(OutputKind.UPDATE, str(entry), self.place[entry])
 
     def _accumulated(
         self, values: dict[Input, torch.Tensor], grads: dict[str, torch.Tensor], aux: dict[str, torch.Tensor]
@@ -288,6 +290,7 @@ class Tracer:
             for site in range(num_sites):
                 self.fakes[Input(Role.KEY, f"site{site}")] = torch.empty((), dtype=torch.int64, device=device)
         self.order = list(self.fakes)
+        self.place = {entry: i for i, entry in enumerate(self.order)}
 
     def _add_update_inputs(self, device: torch.device) -> None:
         for plan in self.plans:
@@ -311,15 +314,16 @@ def capture(
 ) -> Capture:
     """Trace the step. Raises CaptureRefused when the trace would not be the step; leaves the modules as they were."""
     began = time.perf_counter()
-    snapshot = Snapshot(subject.root)
-    with _python_randomness_watched(), set_aside(subject) as seen:
+    foreign = reached(subject)[1]
+    snapshot = Snapshot(subject.root, foreign)
+    with python_randomness_watched(), set_aside(subject) as seen:
         try:
             tracer, graph, constants = _trace_faithfully(
                 subject, batch_tensors, batch_spec, snapshot, dynamic=dynamic, loss_fn=loss_fn
             )
         finally:
             snapshot.restore()
-    leaked = leftover_fakes(subject.root)
+    leaked = leftover_fakes(subject.root, foreign)
     assert not leaked, f"fake tensors left on {leaked}"
     update = None
     if subject.accumulate > 1 and tracer.captured_update:
@@ -342,13 +346,13 @@ def _trace_faithfully(
     """
     tracer = Tracer(subject, batch_tensors, batch_spec, **options)
     first = _rehearse(tracer)
-    stored = {str(c): c.value for c in snapshot.changes()}
+    stored = {str(c): frozen(c.value) for c in snapshot.changes()}
     try:
         graph, constants = _trace_once(tracer)
         difference = None if tracer.fingerprint == first else "its second run does other operations than its first"
     except (_LeakedFake, IndexError) as error:
         difference = str(error)
-    rewritten = [c for c in snapshot.changes() if stored.get(str(c), c) is not c.value and not _equal(stored, c)]
+    rewritten = [c for c in snapshot.changes() if str(c) not in stored or not same_content(stored[str(c)], c.value)]
     if difference is None:
         for change in rewritten:
             tracer.notes.append(f"{change} changes in every forward: its Python value is fixed in the captured step")
@@ -365,11 +369,6 @@ def _trace_faithfully(
         raise CaptureRefused("the forward does other operations at every call")
     tracer.notes.append(f"computed inside the step, not cached between steps: {', '.join(sorted(stored)[:3])}")
     return tracer, graph, constants
-
-
-def _equal(stored: dict[str, Any], change: Any) -> bool:
-    kept = stored.get(str(change))
-    return not isinstance(kept, torch.Tensor) and type(kept) is type(change.value) and kept == change.value
 
 
 def _rehearse(tracer: Tracer) -> list[tuple]:
@@ -425,6 +424,7 @@ def _trace_update(tracer: Tracer) -> TrainingGraph:
     for entry in missing:
         del update.fakes[entry]
     update.order = list(update.fakes)
+    update.place = {entry: i for i, entry in enumerate(update.order)}
     meanings: list[Output] = []
 
     def whole(*flat: torch.Tensor) -> list[Any]:
@@ -460,12 +460,12 @@ def _lift_constants(recorded: fx.GraphModule, tracer: Tracer) -> tuple[torch.Ten
         if known is None:
             with graph.inserting_after(placeholders[-1] if placeholders else last):
                 placeholders.append(graph.placeholder(f"constant{len(live)}"))
+            placeholders[-1].meta["val"] = compat.to_fake(tracer.mode, tensor)
             live.append(tensor)
             known = len(live) - 1
         node.replace_all_uses_with(placeholders[known])
         graph.erase_node(node)
     _refuse_trained_constants(live, tracer.subject)
-    recorded.recompile()
     return tuple(live)
 
 
@@ -499,10 +499,15 @@ def _functional(
     recorded: fx.GraphModule, fakes: list[Any], inputs: Sequence[Input], meanings: list[Output], mode: Any
 ) -> TrainingGraph:
     recorded.graph.eliminate_dead_code()
-    module = compat.trace(
-        lambda *flat: fx.Interpreter(recorded).run(*flat), fakes, mode=mode, functional=True
-    )
+    if not any(_mutates(node) for node in recorded.graph.nodes):
+        return _assemble(recorded, inputs, meanings)  # already functional: half of the tracing time saved
+    module = compat.trace(lambda *flat: fx.Interpreter(recorded).run(*flat), fakes, mode=mode, functional=True)
     return _assemble(module, inputs, meanings)
+
+
+def _mutates(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and (schema is None or schema.is_mutable) and node.target is not operator.getitem
 
 
 _IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
@@ -576,7 +581,7 @@ def _reseed(salt: int) -> None:
     np.random.seed(salt)
 
 
-class _python_randomness_watched:  # noqa: N801 - a context manager, named as one
+class python_randomness_watched:  # noqa: N801 - a context manager, named as one
     """Refuses a forward that draws from Python's or numpy's generators; puts their states back."""
 
     def __enter__(self) -> None:

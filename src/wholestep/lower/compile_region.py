@@ -155,19 +155,13 @@ def _compile_anew(module: fx.GraphModule, values: list[Any], mode: FakeTensorMod
     _keep_strides(lowered, wanted, mode)
     output = next(iter(reversed(lowered.graph.nodes)))
     output.meta["user_visible_output_idxs"] = list(range(len(wanted)))
-    return compile_fx.compile_fx_inner(lowered, values, cudagraphs=_off(), is_inference=True)
+    return compile_fx.compile_fx_inner(lowered, values, is_inference=True)
 
 
 def _known_settings(config: Any) -> dict[str, Any]:
     """Our settings, less those this version of torch does not have."""
     known = config.get_config_copy()
     return {name: value for name, value in INDUCTOR_CONFIG.items() if name in known}
-
-
-def _off() -> Any:
-    from torch._inductor.utils import BoxedBool
-
-    return BoxedBool(False)
 
 
 @contextlib.contextmanager

@@ -26,43 +26,41 @@ FORMAT = 1
 
 def load(signature: str, inputs: list[Any]) -> Any | None:
     """The compiled region, ready to be called, or None. Must run inside the surroundings of a compilation."""
-    entry = _read(signature)
-    if entry is None:
-        return None
     # Private names of torch: a version that changed them costs the shortcut, nothing else.
     with contextlib.suppress(Exception):
-        from torch._inductor.codecache import FxGraphCache
-        from torch._inductor.output_code import CompiledFxGraphConstants
-        from torch._inductor.utils import BoxedBool
-
-        if entry["vector_isa"] is not None and not _same_vector_isa(entry["vector_isa"]):
-            return None
-        constants = CompiledFxGraphConstants()
-        graph, _ = FxGraphCache.load_with_key(entry["key"], [], inputs, True, None, False, constants)
-        if graph is None:
-            return None
-        options: Any = {
-            "cudagraphs": BoxedBool(False),
-            "is_backward": False,
-            "static_input_idxs": (),
-            "is_inference": True,
-        }
-        graph.post_compile(inputs, constants, options)
-        return graph
+        entry = _read(signature)
+        if entry is not None:
+            return _load_by_key(entry["key"], entry["vector_isa"], inputs)
     return None
+
+
+def _load_by_key(key: str, vector_isa: str | None, inputs: list[Any]) -> Any | None:
+    from torch._inductor.codecache import FxGraphCache
+    from torch._inductor.output_code import CompiledFxGraphConstants
+
+    if vector_isa is not None and not _same_vector_isa(vector_isa):
+        return None
+    constants = CompiledFxGraphConstants()
+    graph, _ = FxGraphCache.load_with_key(key, [], inputs, True, None, False, constants)
+    if graph is not None:
+        options: Any = {"cudagraphs": False, "is_backward": False, "static_input_idxs": (), "is_inference": True}
+        graph.post_compile(inputs, constants, options)
+    return graph
 
 
 def remember(signature: str, compiled: Any, *, on_cpu: bool) -> None:
     """Note under which key FxGraphCache stored a region."""
     key = getattr(compiled, "_fx_graph_cache_key", None)
-    if key is None or not _enabled():
+    if key is None:
         return
-    path = _path(signature)
-    text = json.dumps({"format": FORMAT, "key": key, "vector_isa": _vector_isa() if on_cpu else None})
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(Exception):
+        if not _enabled():
+            return
+        path = _path(signature)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(text)
+        isa = _vector_isa() if on_cpu else None
+        temporary.write_text(json.dumps({"format": FORMAT, "key": key, "vector_isa": isa}))
         os.replace(temporary, path)
 
 

@@ -33,6 +33,8 @@ _COPIES = (aten.copy_.default, aten.fill_.Scalar)
 # Views that keep only part of their base: passing them on may let the rest of an intermediate die.
 _PARTIAL_VIEWS = ("aten::slice", "aten::select", "aten::split", "aten::as_strided", "aten::diagonal", "aten::unbind")
 
+# Updates written out as arithmetic are hundreds of separate kernels, one per parameter: minutes to compile, nothing to fuse.
+MAX_UPDATE_OPERATIONS = 32
 # A region this small has next to nothing to fuse, yet costs about a second to compile.
 MIN_REGION_OPERATIONS = 3
 
@@ -89,7 +91,7 @@ def split_regions(imperative: ImperativeGraph) -> list[Piece]:
             continue
         own = set(groups[number])
         body = _without_unread(_with_views(groups[number], imperative), wanted)
-        if sum(not is_cheap_view(node) for node in body) < MIN_REGION_OPERATIONS:
+        if not _is_worth_compiling(body):
             wanted.update(entry for node in body for entry in node.all_input_nodes if entry not in body)
             pieces.extend(reversed(body))
         else:
@@ -98,6 +100,13 @@ def split_regions(imperative: ImperativeGraph) -> list[Piece]:
             wanted.update(region.reads)
             pieces.append(region)
     return pieces[::-1]
+
+
+def _is_worth_compiling(body: list[fx.Node]) -> bool:
+    work = [node for node in body if not is_cheap_view(node)]
+    if len(work) > MAX_UPDATE_OPERATIONS and all(phase_of(node) == "update" for node in work):
+        return False
+    return len(work) >= MIN_REGION_OPERATIONS
 
 
 def _is_direct_number(number: int) -> bool:
@@ -171,7 +180,10 @@ def _same_phase(key: str, phase: str) -> bool:
 
 
 def _is_direct(node: fx.Node) -> bool:
-    """Whether the driver calls it: in-place updates (plain functions), clipping and functional updates."""
+    """Whether the driver calls it: in-place updates (plain functions), clipping and functional updates, and whatever a
+    pass marked with meta["custom"]["direct"] (transfers whose place in the step matters)."""
+    if (node.meta.get("custom") or {}).get("direct"):
+        return True
     if not isinstance(node.target, torch._ops.OpOverload):
         return not _is_traceable(node.target)
     return node.target.namespace == "ws" and phase_of(node) == "update"

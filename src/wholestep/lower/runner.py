@@ -6,12 +6,22 @@ an update, followed by the watched values. When the call returns, each updated i
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 StepFunction = Callable[[list[Any]], tuple[Any, ...]]
+
+
+def _without_autocast() -> contextlib.AbstractContextManager[Any]:
+    """The graph holds its casts; a caller's autocast around the step must not add others."""
+    stack = contextlib.ExitStack()
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
 
 
 class Runner:
@@ -30,7 +40,7 @@ class Runner:
             raise RuntimeError("this runner was released; lower the graph again")
         if len(inputs) != self.num_inputs:
             raise ValueError(f"the graph has {self.num_inputs} inputs, {len(inputs)} were given")
-        with torch.no_grad():
+        with torch.no_grad(), _without_autocast():
             return list(self._function(inputs))
 
     def describe(self) -> dict[str, Any]:

@@ -43,8 +43,8 @@ class Settings:
     """(graph, backend) -> Runner."""
     backend: str
     dynamic: bool | None = None
-    check: Callable[[Step, Variant, Sequence[Sequence[torch.Tensor]], BatchSpec], None] | None = None
-    """Called before the first live step of a variant."""
+    check: Callable[[Step, Variant, Sequence[Sequence[torch.Tensor]], BatchSpec], Callable[[Any], None] | None] | None = None
+    """Called before the first live step of a variant; what it returns is called with the step's result after it."""
 
 
 class Step:
@@ -98,9 +98,12 @@ class Step:
             if variant is None or any(shape_rules.shapes_of(t) != shape_rules.shapes_of(tensors[0]) for t in tensors):
                 return eager_step(self.subject, micro)
             try:
-                if variant.uses == 0 and self.settings.check is not None:
-                    self.settings.check(self, variant, tensors, spec)
-                return variant.run(tensors, self.seed, self.count)
+                check = self.settings.check if variant.uses == 0 else None
+                afterwards = check(self, variant, tensors, spec) if check is not None else None
+                result = variant.run(tensors, self.seed, self.count)
+                if afterwards is not None:
+                    afterwards(result)
+                return result
             except StateMoved as moved:
                 self._forget(str(moved))
         return eager_step(self.subject, micro)

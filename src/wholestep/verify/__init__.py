@@ -1,7 +1,7 @@
 """Side by side with eager PyTorch: losses, gradients, buffers, optimizer state; and who is to blame.
 
-The package is callable: importing any of its modules binds the name `wholestep.verify` to the package, which would otherwise
-hide the function of that name. `wholestep.verify(...)` is `wholestep.verify.verify.verify(...)`.
+The package is callable: importing any of its modules binds the name `wholestep.verify` to the package, which would
+otherwise hide the function of that name. `wholestep.verify(...)` is `wholestep.verify.verify.verify(...)`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Blame: which module departs first, and which pass made it so.
 
-In goes a step that failed, on the state it started from; out comes a module path. Forward values are looked at in execution
-order (the boundaries of the graph against eager's module outputs); where all of them hold, the fault lies in the backward, and
-the failing gradient that is computed first is the one nearest to the loss.
+In goes a step that failed, on the state it started from; out comes a module path. Forward values are looked at in
+execution order (the boundaries of the graph against eager's module outputs); where all of them hold, the fault lies
+in the backward, and the failing gradient that is computed first is the one nearest to the loss.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def departing_boundary(
 ) -> tuple[str, Comparison] | None:
     """The first module, in order of completion, whose output is not eager's.
 
-    `slack` widens the rule for compiled code: rounding just beyond the rule in an early layer must not be blamed for what a
-    wrong operator does later.
+    `slack` widens the rule for compiled code: rounding just beyond the rule in an early layer must not be blamed for
+    what a wrong operator does later.
     """
     for path, value in ours.items():
         theirs = eager.module_outputs.get(path)
@@ -70,8 +70,8 @@ def departure(graph: TrainingGraph, rows: Iterable[Row], boundary: tuple[str, Co
 def guilty_pass(pipeline: Pipeline, fails: Callable[[int], bool], backend: str) -> str | None:
     """The first pass whose inclusion makes the step fail; None when the captured graph fails by itself.
 
-    `fails(n)` runs the step with the first n passes on backend `interpret`. When that holds with all of them, the graph is
-    right and what compiled it is not.
+    `fails(n)` runs the step with the first n passes on backend `interpret`. When that holds with all of them, the
+    graph is right and what compiled it is not.
     """
     if backend != "interpret" and not fails(len(pipeline)):
         return f"lower_{backend}"

@@ -4,14 +4,15 @@
 
     ||ours - f64||  <=  2 ||eager - f64||  +  4 eps (||f64|| + floor)
 
-Eager's own rounding error is the measure: a rewritten step may be off by as much again. `eps` is that of the dtype the step
-computes in. `floor` is the root mean square of all gradients times sqrt(numel): a gradient that is truly zero (the key bias of
-an attention layer) is pure rounding noise in eager as well, and its size comes from the other gradients, not from its own. For
-losses, statistics and aux the floor is the scale of the activations in the same way. On a tensor of few elements eager's error
-is a sample of few, and may be small by luck; there it is taken to be at least eager's relative error over all gradients.
+Eager's own rounding error is the measure: a rewritten step may be off by as much again. `eps` is that of the dtype
+the step computes in. `floor` is the root mean square of all gradients times sqrt(numel): a gradient that is truly
+zero (the key bias of an attention layer) is pure rounding noise in eager as well, and its size comes from the other
+gradients, not from its own. For losses, statistics and aux the floor is the scale of the activations in the same way.
+On a tensor of few elements eager's error is a sample of few, and may be small by luck; there it is taken to be at
+least eager's relative error over all gradients.
 
-Where a model cannot run in float64, eager is its own reference with  4 eps sqrt(operations) (||eager|| + floor) : independent
-roundings add up like a random walk.
+Where a model cannot run in float64, eager is its own reference with  4 eps sqrt(operations) (||eager|| + floor) :
+independent roundings add up like a random walk.
 """
 
 from __future__ import annotations

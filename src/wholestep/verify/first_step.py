@@ -1,11 +1,11 @@
 """`compile(check="first")`: before and after a variant's first live step, compare it with eager PyTorch.
 
-Before the step, on the live state and the same random keys: eager's loss and gradients against those of the captured graph,
-interpreted without its updates (so state stays as it is). With accumulation the compiled micro-step itself runs on the first
-micro-batch, and what it wrote is put back. After the step, the compiled code: the gradient that reached the optimizer is seen
-in the state that is linear in it (Adam's exp_avg, SGD's momentum, the parameter itself for plain SGD), and buffers are compared
-directly. On a difference the state is put back and FirstStepDiffers names the module. Costs one eager forward and backward,
-one interpreted one, and a copy of the state during the first step.
+Before the step, on the live state and the same random keys: eager's loss and gradients against those of the captured
+graph, interpreted without its updates (so state stays as it is). With accumulation the compiled micro-step itself
+runs on the first micro-batch, and what it wrote is put back. After the step, the compiled code: the gradient that
+reached the optimizer is seen in the state that is linear in it (Adam's exp_avg, SGD's momentum, the parameter itself
+for plain SGD), and buffers are compared directly. On a difference the state is put back and FirstStepDiffers names
+the module. Costs one eager forward and backward, one interpreted one, and a copy of the state during the first step.
 """
 
 from __future__ import annotations
@@ -212,15 +212,16 @@ class _FirstStep:
     # ---- after the live step ----
 
     def after(self, result: Any) -> None:
-        (loss, _), _ = result
+        (loss, _), total = result
         failing: dict[str, tuple[float, float]] = {}
         what = "the compiled step"
         if not self.accumulates and self._loss_differs(loss):
             told = f"the loss is {float(loss):.7g}, in eager {float(self.eager.loss):.7g}"
             raise self._differs(f"{what}: {told}; {self._put_back()}", None)
+        scale, norm_error = self._clipped(total)
         for plan, names in self.binding.members.items():
             for name in names:
-                outcome = self._update_error(plan, name)
+                outcome = self._update_error(plan, name, scale)
                 if outcome is not None and not outcome[0] <= outcome[1]:
                     failing[name] = outcome
         if self.subject.optimizer is None and not self.accumulates:
@@ -229,6 +230,8 @@ class _FirstStep:
             failing |= {n: e for n, e in self._failing(left, self.limits.lowered).items() if n in self.empty_grads}
         if failing:
             self._report_gradients(failing, what, self._put_back())
+        if norm_error > self.limits.lowered:
+            raise self._differs(f"{what}: the gradient norm is off by {norm_error:.2g}; {self._put_back()}", None)
         self._check_buffers()
         self.kept = {}
 
@@ -240,13 +243,19 @@ class _FirstStep:
         total = self.binding.gradients.get(name)
         return total if weight is None or total is None else total / weight
 
-    def _clip_scale(self) -> float:
-        if self.subject.clip_norm is None:
-            return 1.0
-        every = {n: self._gradient(n) for names in self.binding.members.values() for n in names}
-        return min(1.0, self.subject.clip_norm / (total_norm({n: g for n, g in every.items() if g is not None}) + 1e-6))
+    def _clipped(self, total: torch.Tensor | None) -> tuple[float, float]:
+        """The factor of clipping by the norm the step itself found, and how far that norm is off, relatively.
 
-    def _update_error(self, plan: UpdatePlan, name: str) -> tuple[float, float] | None:
+        With eager's norm instead, one wrong gradient would make every update look wrong.
+        """
+        if self.subject.clip_norm is None or total is None or not self.binding.members:
+            return 1.0, 0.0
+        every = {n: self._gradient(n) for names in self.binding.members.values() for n in names}
+        expected = total_norm({n: g for n, g in every.items() if g is not None})
+        ours = float(total)
+        return min(1.0, self.subject.clip_norm / (ours + 1e-6)), abs(ours - expected) / max(expected, 1e-30)
+
+    def _update_error(self, plan: UpdatePlan, name: str, scale: float) -> tuple[float, float] | None:
         """(error, allowed) of the state that is linear in the gradient; None where it says too little.
 
         Adam: m' = b1 m + (1 - b1) g.  Momentum: b' = mu b + (1 - d) g.  Plain SGD: p' = p - lr g.
@@ -261,7 +270,6 @@ class _FirstStep:
         parameter = self.kept.get(Input(Role.PARAMETER, name))
         if decay and parameter is None:
             return None
-        scale = self._scale = getattr(self, "_scale", None) or self._clip_scale()
         gradient = gradient.double() * (-scale if flags["maximize"] else scale)
         pull = gradient if not decay else gradient + decay * parameter[1].double()  # type: ignore[index]
         if plan.kind == "adamw":
@@ -320,7 +328,7 @@ class _FirstStep:
     def _differs(self, what: str, where: str | None) -> FirstStepDiffers:
         return FirstStepDiffers(
             f"the first step differs from eager PyTorch: {what}",
-            where=where,
+            where=where or None,
             hint="backend='interpret' shows whether the compiled code is at fault, wholestep.verify(...) names the pass, "
             "check='off' runs anyway; please report it",
         )

@@ -1,7 +1,7 @@
 """Copies of a training graph: to rewrite one without losing the other, or to run one without its updates.
 
-Capture is slow and passes rewrite in place, so a bisection over passes starts each time from a copy of the captured graph. A
-copy without updates computes losses and gradients from live state and leaves that state alone.
+Capture is slow and passes rewrite in place, so a bisection over passes starts each time from a copy of the captured
+graph. A copy without updates computes losses and gradients from live state and leaves that state alone.
 """
 
 from __future__ import annotations

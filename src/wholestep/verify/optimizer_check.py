@@ -1,8 +1,9 @@
 """The update, checked on identical gradients: torch's own optimizer, from the same state, on our gradients.
 
-Parameters after Adam are no measure of a gradient (a true-zero gradient moves a parameter by lr in a random direction), so
-gradients are compared by themselves, and the update here. On the CPU backend `interpret` runs torch's own update code: bit for
-bit. Elsewhere a fused kernel rounds in another order: 1e-5 of the size of the update, and one rounding of the result.
+Parameters after Adam are no measure of a gradient (a true-zero gradient moves a parameter by lr in a random
+direction), so gradients are compared by themselves, and the update here. On the CPU backend `interpret` runs torch's
+own update code: bit for bit. Elsewhere a fused kernel rounds in another order: 1e-5 of the size of the update, and
+one rounding of the result.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The reference: eager PyTorch on the same tensors, batch and random keys as one micro-step, touching nothing live.
 
-In go the subject, a batch and (seed, step, micro-batch); out comes a `Reference`: loss, aux, gradients by parameter, buffers
-after the forward, module outputs. It runs the user's own code under the modes of `capture.modes`, so dropout and random numbers
-draw the bits the captured step draws. With `dtype=torch.float64` everything floating is converted first and autocast is off:
-that is the yardstick for rounding (keyed masks and draws do not depend on the dtype).
+In go the subject, a batch and (seed, step, micro-batch); out comes a `Reference`: loss, aux, gradients by parameter,
+buffers after the forward, module outputs. It runs the user's own code under the modes of `capture.modes`, so dropout
+and random numbers draw the bits the captured step draws. With `dtype=torch.float64` everything floating is converted
+first and autocast is off: that is the yardstick for rounding (keyed masks and draws do not depend on the dtype).
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def reference_gradients(
 def float64_reference(subject: Subject, batch: Any, *args: Any, **options: Any) -> Reference | str:
     """The same in float64; where the model cannot run so, the reason in words.
 
-    Code that makes tensors of the default dtype (`torch.zeros(n)`) mixes dtypes at first, so a second attempt changes it.
+    Code that makes tensors of the default dtype (`torch.zeros(n)`) mixes dtypes at first, so a second attempt changes
+    it.
     """
     reason = ""
     kept = torch.get_default_dtype()

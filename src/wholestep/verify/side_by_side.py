@@ -1,7 +1,8 @@
 """One training step beside its references: captured and lowered as `compile` does it, eager, and eager in float64.
 
-In goes a batch; the captured step runs on the live state, the references on the state before it; out come the rows of the
-report. The captured graph is kept as it was before any pass, so that a failed step can be run again with fewer of them.
+In goes a batch; the captured step runs on the live state, the references on the state before it; out come the rows of
+the report. The captured graph is kept as it was before any pass, so that a failed step can be run again with fewer of
+them.
 """
 
 from __future__ import annotations
@@ -69,21 +70,22 @@ class Truth:
 class Watched:
     """A runner that keeps the watched values of its latest call."""
 
-    def __init__(self, runner: Any, num_outputs: int, names: Sequence[str]) -> None:
-        self.runner, self.num_outputs, self.names = runner, num_outputs, tuple(names)
+    def __init__(self, runner: Any, num_outputs: int, names: Sequence[str], copies: bool) -> None:
+        self.runner, self.num_outputs, self.names, self.copies = runner, num_outputs, tuple(names), copies
         self.values: dict[str, torch.Tensor] = {}
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         results = self.runner(inputs)
-        self.values = dict(zip(self.names, results[self.num_outputs :], strict=True))
+        values = results[self.num_outputs :]
+        self.values = dict(zip(self.names, [v.clone() for v in values] if self.copies else values, strict=True))
         return results[: self.num_outputs]
 
 
-def lower_watched(graph: TrainingGraph, backend: str, watch: dict[str, str]) -> Watched:
-    """`watch` maps names of ours to nodes of the graph."""
+def lower_watched(graph: TrainingGraph, backend: str, watch: dict[str, str], *, copies: bool = False) -> Watched:
+    """`watch` maps names of ours to nodes of the graph; `copies` where the caller of the step changes what it returns."""
     lower = lower_interpret if backend == "interpret" else lower_inductor
     num_outputs = sum(1 for entry in graph.outputs if entry.target is None)
-    return Watched(lower(graph, watch=list(watch.values())), num_outputs, list(watch))
+    return Watched(lower(graph, watch=list(watch.values())), num_outputs, list(watch), copies)
 
 
 class SideBySide:
@@ -114,7 +116,7 @@ class SideBySide:
 
         def lower(each: TrainingGraph) -> Watched:
             watch = graph.gradients if each is graph else {}
-            made.append(lower_watched(each, backend, watch))
+            made.append(lower_watched(each, backend, watch, copies=not captured.plans))
             return made[-1]
 
         variant = Variant(self.subject, capture, lower)

@@ -1,7 +1,7 @@
 """A copy of everything a step may write: parameters, buffers, gradients, optimizer, module attributes, random generators.
 
-A verification trains the user's own objects (a deep copy of a model may fail, and would not be what is trained), so all of it
-is put back at the end; and a failed step is put back to be run again in pieces.
+A verification trains the user's own objects (a deep copy of a model may fail, and would not be what is trained), so
+all of it is put back at the end; and a failed step is put back to be run again in pieces.
 """
 
 from __future__ import annotations

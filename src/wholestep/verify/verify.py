@@ -1,7 +1,8 @@
 """`wholestep.verify`: train a few steps beside eager PyTorch and report every value that is not the same.
 
-Each step starts both sides from one state: the captured step runs on the live model and optimizer, the references on that same
-state before it, so errors do not pile up from step to step. At the end model, optimizer and random generators are put back.
+Each step starts both sides from one state: the captured step runs on the live model and optimizer, the references on
+that same state before it, so errors do not pile up from step to step. At the end model, optimizer and random
+generators are put back.
 """
 
 from __future__ import annotations
@@ -45,15 +46,16 @@ def verify(
 
     Args:
         model, loss_fn, optimizer, precision, clip_norm, accumulate, backend, passes: as for `wholestep.compile`.
-        batches: one batch, or a list of batches that is gone through again and again (a batch that is itself a list goes
+        batches: one batch, or a list of batches that is gone through again and again (a batch that is itself a list
+        goes
             into a list of one).
         steps: train steps; the first step that fails is the last one run.
         edge_batches: run once each after them, for example rows that are all padding.
         seed: for dropout and random numbers; None takes torch's seed.
         eval_too: one more step with all modules in eval mode.
 
-    Model, optimizer and random generators are as before when it returns; Python values that `loss_fn` changes outside of the
-    modules (a counter in a closure) are not.
+    Model, optimizer and random generators are as before when it returns; Python values that `loss_fn` changes outside
+    of the modules (a counter in a closure) are not.
     """
     for name, value, known in (("backend", backend, BACKENDS), ("precision", precision, PRECISIONS)):
         if value not in known:

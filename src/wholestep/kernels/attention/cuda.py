@@ -70,6 +70,12 @@ def _zero_rows_of_result(out: Tensor, rows: Tensor | None) -> Tensor:
     return out if rows is None else out.masked_fill_(~rows, 0.0)
 
 
+def _silence_rows(logsumexp: Tensor, rows: Tensor | None) -> Tensor:
+    """+inf for rows that see no key: the backward computes exp(score - logsumexp), and between two numbers near the floor
+    that difference is rounding error of any size (seen on an H200: NaN gradients)."""
+    return logsumexp if rows is None else logsumexp.masked_fill(~rows.squeeze(-1), float("inf"))
+
+
 def _like_out(grad_out: Tensor, out: Tensor) -> Tensor:
     """The gradient in the layout of the output; an expanded gradient (from a sum) becomes real memory."""
     return grad_out if grad_out.stride() == out.stride() else torch.empty_like(out).copy_(grad_out)
@@ -142,6 +148,7 @@ def cudnn_backward(
     q, k, v = last_contiguous(q, k, v)
     bias = _bias(mask, causal, q, k.shape[2], 8)
     grad_out = _like_out(_zero_rows(grad_out, bias.rows), out)
+    logsumexp = _silence_rows(logsumexp, bias.rows)
     statistics = logsumexp.unsqueeze(-1) if CUDNN_STATISTICS_DIM["dim"] == 4 else logsumexp
     return aten._scaled_dot_product_cudnn_attention_backward(
         grad_out, q, k, v, out, statistics, seed, offset, bias.values, None, None, q.shape[2], k.shape[2],
@@ -262,6 +269,7 @@ def efficient_backward(
     bias = _bias(mask, causal, q, k.shape[2], 16)
     # The kernel takes (B, T, H, D) memory for the output.
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    logsumexp = _silence_rows(logsumexp, bias.rows)
     logsumexp = F.pad(logsumexp, (0, -logsumexp.shape[-1] % LOGSUMEXP_ALIGN), value=float("inf"))
     if dropout_p > 0.0 and not torch.cuda.is_current_stream_capturing():
         # Outside a capture the kernel reads the state on the host, inside one through device pointers.

@@ -1,0 +1,128 @@
+"""compile(check="first"): a right step passes unseen; a wrong graph or wrong compiled code raises and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.verify.small_models import Attention, Mlp, Normed, batches, everything, loss_fn
+from tests.verify.test_mutations import lost_buffer, scaled_after, swapped_keys
+from torch import nn
+
+import wholestep
+from wholestep.errors import FirstStepDiffers
+from wholestep.graph.training_graph import TrainingGraph
+from wholestep.lower import lower_interpret
+from wholestep.runtime.step import Step
+from wholestep.verify import first_step
+from wholestep.verify.graph_copies import copy_graph
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer | None]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.2, weight_decay=0.1),
+    "adam": lambda p: torch.optim.Adam(p, weight_decay=0.1, maximize=True),
+    "adamw": lambda p: torch.optim.AdamW(p, weight_decay=0.1),
+    "none": lambda p: None,
+}
+
+
+def compiled(model: nn.Module, optimizer: torch.optim.Optimizer | None, **options: Any) -> Step:
+    return wholestep.compile(
+        model, loss_fn, optimizer, batches(1)[0], backend="interpret", cache=False, clip_norm=0.5, **options
+    )
+
+
+RIGHT = [(Normed, kind, 1) for kind in OPTIMIZERS] + [(Normed, "adamw", 2), (Normed, "none", 2), (Attention, "sgd", 1)]
+
+
+@pytest.mark.parametrize(("build", "kind", "accumulate"), RIGHT)
+def test_a_right_step_passes(build: type[nn.Module], kind: str, accumulate: int) -> None:
+    model = build()
+    step = compiled(model, OPTIMIZERS[kind](model.parameters()), accumulate=accumulate)
+    for batch in batches(2):
+        step(batch)
+    assert step.rung == "whole step" and not step.notes
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_check_leaves_no_trace(accumulate: int) -> None:
+    ours, unchecked = Normed(), Normed()
+    unchecked.load_state_dict(ours.state_dict())
+    optimizers = [OPTIMIZERS["momentum"](m.parameters()) for m in (ours, unchecked)]
+    steps = [
+        compiled(m, o, accumulate=accumulate, check=check, seed=5)
+        for m, o, check in zip((ours, unchecked), optimizers, ("first", "off"))
+    ]
+    for batch in batches(3):
+        assert torch.equal(*(step(batch)[0] for step in steps))
+    kept = [everything(m, o) for m, o in zip((ours, unchecked), optimizers)]
+    assert all(torch.equal(v, kept[1][n]) for n, v in kept[0].items() if isinstance(v, torch.Tensor))
+
+
+def test_it_passes_in_the_middle_of_a_training() -> None:
+    model = Normed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for batch in batches(3):
+        optimizer.zero_grad()
+        loss_fn(model, batch)[0].backward()
+        optimizer.step()
+    step = compiled(model, optimizer)
+    step(batches(1)[0])
+    assert not step.notes and float(optimizer.state[model.scale]["step"]) == 4
+
+
+def test_a_wrong_graph_is_named_before_anything_is_written() -> None:
+    model = Mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = compiled(model, optimizer, passes=[swapped_keys])
+    kept = {n: t.clone() for n, t in model.state_dict().items()}
+    with pytest.raises(FirstStepDiffers, match=r"module drop_one: its output is off .* \(at drop_one\).*check='off'"):
+        step(batches(1)[0])
+    assert all(torch.equal(t, kept[n]) for n, t in model.state_dict().items()) and step.count == 0
+
+
+def wrong_runner(step: Step, parameter: str) -> None:
+    """Put compiled code in place that scales one gradient on its way to the optimizer."""
+    assert step._latest is not None
+    graph: TrainingGraph = copy_graph(step._latest.capture.graph)
+    scaled_after(graph, graph.node(graph.gradients[parameter]), 1.1)
+    step._latest.runner = lower_interpret(graph)
+
+
+@pytest.mark.parametrize(("kind", "accumulate"), [*((kind, 1) for kind in OPTIMIZERS), ("adamw", 2)])
+def test_wrong_compiled_code_is_named_and_the_state_put_back(kind: str, accumulate: int) -> None:
+    model = Normed()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    step = compiled(model, optimizer, accumulate=accumulate)
+    wrong_runner(step, "body.weight")
+    kept = {n: t.clone() for n, t in model.state_dict().items()}
+    with pytest.raises(FirstStepDiffers, match=r"compiled .*step: the gradient of body.weight .*\(at body\)"):
+        step(batches(1)[0])
+    assert all(torch.equal(t, kept[n]) for n, t in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    if optimizer is not None:
+        assert all(not v.any() for table in optimizer.state.values() for v in table.values())
+    with pytest.raises(FirstStepDiffers):  # and it is checked again
+        step(batches(1)[0])
+
+
+def test_a_lost_buffer_is_named() -> None:
+    model = Normed()
+    step = compiled(model, torch.optim.SGD(model.parameters(), lr=0.1), passes=[lost_buffer])
+    kept = {n: t.clone() for n, t in model.state_dict().items()}
+    with pytest.raises(FirstStepDiffers, match=r"buffer norm.running_mean .* the state was put back \(at norm\)"):
+        step(batches(1)[0])
+    assert all(torch.equal(t, kept[n]) for n, t in model.state_dict().items())
+
+
+def test_without_memory_for_it_the_check_is_skipped_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*args: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("the card is full")
+
+    model = Mlp()
+    step = compiled(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    monkeypatch.setattr(first_step, "reference_gradients", no_memory)
+    assert step(batches(1)[0])[0].isfinite()
+    assert any("not checked" in note and "the card is full" in note for note in step.notes)
