@@ -1,7 +1,7 @@
 """Every model of the zoo, captured and run beside eager PyTorch.
 
 By default each case is captured once and checked bit for bit on backend `interpret` for two SGD steps. The full matrix
-(two optimizers, clipping, both backends, five steps, edge batches) has the mark `zoo`: `make zoo`.
+(two optimizers, clipping, both backends, five steps, edge batches, eval mode) has the mark `zoo`: `make zoo`.
 """
 
 from __future__ import annotations
@@ -33,22 +33,24 @@ def steps_of(case_name: str) -> list[Built]:
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_the_whole_step_is_captured(name: str) -> None:
+def test_two_sgd_steps_equal_eager_bit_for_bit(name: str) -> None:
+    for built in steps_of(name):
+        report = verify(built, "sgd", backend="interpret", steps=2, eval_too=False)
+        assert report.rung == ZOO[name].expect_rung, str(report)
+        assert report.ok and (report.bitwise or not ZOO[name].bitwise), str(report)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", ZOO)
+def test_the_step_says_how_it_was_captured(name: str) -> None:
     case, built = ZOO[name], ZOO[name].build()
     step = wholestep.compile(
-        built.model, built.loss_fn, built.make_optimizer("sgd"), built.batches[0], backend="interpret", check="off"
+        built.model, built.loss_fn, built.make_optimizer("sgd"), built.batches[0], backend="interpret"
     )
     loss = step(built.batches[1])
     assert step.rung == case.expect_rung, step.explain()
     assert bool(step.falls) == (case.expect_rung != "whole step"), step.falls
-    assert loss.isfinite() and not loss.requires_grad
-
-
-@pytest.mark.parametrize("name", ZOO)
-def test_two_sgd_steps_equal_eager_bit_for_bit(name: str) -> None:
-    for built in steps_of(name):
-        report = verify(built, "sgd", backend="interpret", steps=2)
-        assert report.ok and report.bitwise, str(report)
+    assert loss.isfinite() and not loss.requires_grad and step.captures == 1
 
 
 @pytest.mark.zoo
@@ -60,7 +62,7 @@ def test_full_matrix(name: str, kind: OptimizerKind, backend: str) -> None:
         report = verify(built, kind, backend=backend, steps=5, edge_batches=built.edge_batches, clip_norm=1.0)
         assert report.ok, str(report)
         if backend == "interpret":
-            assert report.bitwise, str(report)
+            assert report.bitwise or not ZOO[name].bitwise, str(report)
 
 
 def eager_step(built: Built, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +14,9 @@ from wholestep.capture import optimizers
 from wholestep.capture.batch import BatchSpec, flatten
 from wholestep.capture.cache import cached_climb
 from wholestep.capture.ladder import Climb
+from wholestep.capture.preflight import refuse_unsupported
 from wholestep.capture.subject import Subject, make_subject
-from wholestep.errors import BadOption, CompilerMissing, NotBuiltYet, WholestepWarning
+from wholestep.errors import BadOption, CaptureRefused, CompilerMissing, NotBuiltYet, WholestepWarning
 from wholestep.graph.training_graph import Role, TrainingGraph
 from wholestep.lower import lower_inductor, lower_interpret, warm_up
 from wholestep.passes.pipeline import Pipeline, default_pipeline
@@ -73,6 +75,8 @@ def compile(
     subject = make_subject(
         model, loss_fn, optimizer, precision=precision, accumulate=accumulate, clip_norm=clip_norm
     )
+    with contextlib.suppress(CaptureRefused):  # a refusal is for the ladder to tell; an error is better early
+        refuse_unsupported(subject)
     progress = Progress(verbose)
     if backend == "inductor":
         warm_up()

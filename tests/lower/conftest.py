@@ -163,7 +163,16 @@ def trace_training(
 
                 _, scale = torch.ops.ws.clip(list(grads), torch.ones(()))
                 new = torch.ops.ws.adamw(
-                    old, list(grads), *moments, [], flat[index[Role.HYPER, "group0"]], scale, False, False, True, "auto"
+                    old,
+                    list(grads),
+                    *moments,
+                    [],
+                    flat[index[Role.HYPER, "group0"]],
+                    scale,
+                    False,
+                    False,
+                    True,
+                    "foreach",
                 )
         return [loss.detach(), *new, *live.values()]
 

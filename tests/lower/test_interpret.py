@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from wholestep.graph.training_graph import Role
+from wholestep.graph.training_graph import Output, OutputKind, Role
 from wholestep.lower import lower_interpret
 
 
@@ -42,6 +45,51 @@ def test_wrong_number_of_inputs_and_release(traced):
     runner.release()
     with pytest.raises(RuntimeError, match="released"):
         runner([])
+
+
+def test_the_packages_optimizer_runs_in_place(traced):
+    step = traced("mlp", update="adamw")
+    runner = lower_interpret(step.graph)
+    assert (runner.describe()["in_place_updates"], runner.describe()["copied_updates"]) == (1, 0)
+    expected, after = step.reference()
+    inputs = step.fresh()
+    torch.testing.assert_close(runner(inputs), expected)
+    torch.testing.assert_close(inputs, after)
+
+
+class LiveTensors(TorchDispatchMode):
+    """The largest number of operator results alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.references: list[weakref.ref] = []
+        self.most = 0
+
+    def alive(self) -> int:
+        return sum(reference() is not None for reference in self.references)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.references.append(weakref.ref(result))
+        self.most = max(self.most, self.alive())
+        return result
+
+
+def test_values_die_at_their_last_use(functional_trace):
+    def chain(x):
+        for _ in range(20):
+            x = (x + 1).sin()
+        return (x,)
+
+    step = functional_trace(chain, [torch.randn(3)], [Output(OutputKind.AUX, "x")])
+    runner, inputs = lower_interpret(step.graph), step.fresh()
+    with LiveTensors() as live:
+        result = runner(inputs)
+    assert len(live.references) == 40
+    assert live.most <= 3  # the operand, the result, and none but the one before
+    assert live.alive() == 1
+    assert len(result) == 1
 
 
 def test_the_callers_autocast_adds_no_casts(traced):

@@ -1,4 +1,4 @@
-"""compile(check="first"): a right step passes unseen; a wrong graph or wrong compiled code raises and changes nothing."""
+"""compile(check="first"): a right step passes; a wrong graph or wrong compiled code raises and changes nothing."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_wrong_compiled_code_is_named_and_the_state_put_back(kind: str, accumula
     assert all(torch.equal(t, kept[n]) for n, t in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     if optimizer is not None:
-        assert all(not v.any() for table in optimizer.state.values() for v in table.values())
+        assert not any(value.any() for table in optimizer.state.values() for value in table.values())
     with pytest.raises(FirstStepDiffers):  # and it is checked again
         step(batches(1)[0])
 

@@ -37,6 +37,8 @@ def test_float64_draws_the_same_masks_and_is_closer_to_the_truth() -> None:
         assert torch.equal(ours == 0, theirs == 0) and (ours == 0).any()
     for name, gradient in double.gradients.items():
         torch.testing.assert_close(single.gradients[name].double(), gradient, rtol=1e-4, atol=1e-6)
+    assert single.draws == double.draws == 2
+    assert reference_gradients(subject, batch, 1, 0, 0, num_sites=0).draws == 2
     other = reference_gradients(subject, batch, 1, 1, 0, num_sites=2)
     assert not torch.equal(other.loss, single.loss)
 

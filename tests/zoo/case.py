@@ -63,3 +63,5 @@ class Case:
     group: Literal["hf", "plain"]
     expect_rung: str = "whole step"
     notes: str = ""
+    bitwise: bool = True
+    """Whether backend `interpret` gives eager's very bits; if not, `notes` says why."""

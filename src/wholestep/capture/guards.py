@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from wholestep.capture.reach import PLAIN, reached
 from wholestep.capture.subject import Subject
 
 _IGNORED = {"_is_full_backward_hook", "_version", "_is_hf_initialized", "call_super_init"}
+_BACKWARD_HOOKS = attrgetter("_backward_hooks")
+_LATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -50,7 +53,8 @@ class Guards:
     def _read_structure(self) -> None:
         """Find all places to watch; done again when an object among them was replaced."""
         subject = self.subject
-        self.entries: list[tuple[dict, Any]] = []
+        self.tables: list[dict] = []
+        self.keys: list[Any] = []
         self.labels: list[str] = []
         self.hooks: list[dict] = []
         self.children: list[tuple[nn.Module, list[nn.Module | None]]] = []
@@ -81,15 +85,17 @@ class Guards:
         for key, value in table.items():
             name = f"{label}.{key}".lstrip(".")
             if _is_plain(value) and key not in _IGNORED and name not in self.excluded:
-                self.entries.append((table, key))
+                self.tables.append(table)
+                self.keys.append(key)
                 self.labels.append(name)
 
     def exclude(self, labels: set[str]) -> None:
         """Values that every forward changes (counters) are fixed knowingly; they do not call for a new capture."""
         self.excluded |= labels
         kept = [i for i, label in enumerate(self.labels) if label not in self.excluded]
-        self.entries = [self.entries[i] for i in kept]
-        self.labels = [self.labels[i] for i in kept]
+        self.tables, self.keys, self.labels = (
+            [column[i] for i in kept] for column in (self.tables, self.keys, self.labels)
+        )
 
     def restructured(self) -> bool:
         """Whether a submodule was replaced, added or removed: then nothing that was captured holds."""
@@ -101,9 +107,12 @@ class Guards:
         if objects != self.objects:  # another dict or object holds the values now
             self._read_structure()
             objects = self.objects
-        read = [table.get(key) for table, key in self.entries]
+        read = list(map(dict.get, self.tables, self.keys))
         read += objects
-        read += [(p.requires_grad, _hook_keys(p)) for p in self.subject.parameters.values()]
+        parameters = self.subject.parameters.values()
+        read += [p.requires_grad for p in parameters]
+        read.append([None if hooks is None else tuple(hooks) for hooks in map(_BACKWARD_HOOKS, parameters)])
+        read.append([bool(hooks) for hooks in map(_LATE_HOOKS, parameters)])
         read.append(torch.is_autocast_enabled(self.subject.device.type))
         read += [tuple(table) for table in self.hooks if table]
         read += self._optimizer_structure()
@@ -121,7 +130,7 @@ class Guards:
 
     def differences(self, before: list[Any], after: list[Any]) -> Iterator[str]:
         """`name: old -> new` of what changed between two readings."""
-        names = [*self.labels, *(p.label for p in self.places), *self.subject.parameters, "autocast"]
+        names = [*self.labels, *(p.label for p in self.places), *self.subject.parameters, "parameter hooks", "late hooks", "autocast"]
         if len(before) != len(after):
             yield "what the loss function reads, or a hook"
             return
@@ -141,8 +150,3 @@ def _identity(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return ("tensor", tuple(value.shape), value.dtype, value.device)
     return _Same(value)
-
-
-def _hook_keys(parameter: torch.Tensor) -> tuple:
-    hooks, late = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return (tuple(hooks) if hooks else (), bool(late))

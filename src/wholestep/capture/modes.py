@@ -65,14 +65,23 @@ class ScalarDraw:
         return self._value
 
     def __lt__(self, probability: Any) -> Any:
-        if isinstance(probability, int | float):
-            if probability <= 0:
-                return False
-            raise CaptureRefused(
-                f"a layer is skipped at random (probability {probability}): which layers run is decided in Python",
-                where=user_source(),
-            )
-        return self.tensor() < probability
+        decided = self._decided(probability)
+        return self.tensor() < probability if decided is None else not decided
+
+    def __ge__(self, probability: Any) -> Any:
+        decided = self._decided(probability)
+        return self.tensor() >= probability if decided is None else decided
+
+    def _decided(self, probability: Any) -> bool | None:
+        """Whether the draw is certainly not below `probability`; refused when it is a number and left to chance."""
+        if not isinstance(probability, int | float):
+            return None
+        if probability <= 0:
+            return True
+        raise CaptureRefused(
+            f"a layer is skipped at random (probability {probability}): which layers run is decided in Python",
+            where=user_source(),
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tensor(), name)
@@ -83,6 +92,22 @@ class ScalarDraw:
             return value.tensor() if isinstance(value, ScalarDraw) else value
 
         return func(*map(real, args), **{k: real(v) for k, v in (kwargs or {}).items()})
+
+
+def _forward_operator(name: str) -> None:
+    """Python looks operators up on the class, where `__getattr__` is not asked."""
+
+    def operator(self: ScalarDraw, *others: Any) -> Any:
+        return getattr(self.tensor(), name)(*(o.tensor() if isinstance(o, ScalarDraw) else o for o in others))
+
+    setattr(ScalarDraw, name, operator)
+
+
+for _name in (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "pow", "rpow", "neg", "abs", "gt", "le",
+    "bool", "float", "int",
+):  # fmt: skip
+    _forward_operator(f"__{_name}__")
 
 
 class FunctionLevel(TorchFunctionMode):
@@ -107,7 +132,8 @@ class FunctionLevel(TorchFunctionMode):
             with _patched(F, "dropout", self._dropout), _patched(F, "scaled_dot_product_attention", self._attention):
                 return func(*args, **kwargs)
         if func is torch.rand and _is_scalar_size(args, kwargs):
-            return ScalarDraw(lambda: func(*args, **kwargs))
+            options = {k: v for k, v in kwargs.items() if k != "size"}
+            return ScalarDraw(lambda: func([1], **options).reshape(()))  # not of size [], which would come back here
         return func(*args, **kwargs)
 
     def _dropout(
@@ -185,8 +211,9 @@ class DispatchLevel(TorchDispatchMode):
 
     def _random(self, func: Any, args: tuple, kwargs: dict) -> Any:
         handler = _RANDOM.get(func)
-        if handler is None or kwargs.get("generator") is not None:
-            reason = "with its own generator" if handler else "that has no keyed form yet"
+        own = any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
+        if handler is None or own:
+            reason = "with its own generator" if own else "that has no keyed form yet"
             raise CaptureRefused(f"the model draws random numbers by {func} {reason}", where=user_source())
         return handler(self.sites, *args, **kwargs)
 

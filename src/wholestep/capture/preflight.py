@@ -31,7 +31,8 @@ def refuse_unsupported(subject: Subject) -> None:
         _refuse_wrapper(path, module)
     for name, p in [*subject.parameters.items(), *subject.buffers.items()]:
         _refuse_tensor(name, p)
-    _refuse_world()
+    if subject.optimizer is not None:  # without one, the caller reduces p.grad before the update
+        _refuse_world()
     if isinstance(subject.optimizer, torch.optim.LBFGS):
         raise UnsupportedOptimizer(
             "LBFGS re-evaluates the loss through a closure inside its step",

@@ -41,6 +41,8 @@ class Subject:
     buffers: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     """Every name a tensor has -> the one it is known by here."""
+    device: torch.device = torch.device("cpu")
+    """Where the trained parameters live."""
 
     def refresh(self) -> None:
         """Look all tensors up again (a module may have been changed by the user)."""
@@ -52,6 +54,7 @@ class Subject:
             *self.root.named_buffers(remove_duplicate=False),
         ]
         self.aliases = {n: first[id(t)] for n, t in every}
+        self.device = next((p.device for p in self.trained.values()), torch.device("cpu"))
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -61,11 +64,6 @@ class Subject:
             return wanted
         members = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         return {n: p for n, p in wanted.items() if id(p) in members}
-
-    @property
-    def device(self) -> torch.device:
-        first = next(iter(self.trained.values()), None)
-        return torch.device("cpu") if first is None else first.device
 
 
 def make_subject(

@@ -378,6 +378,7 @@ def _rehearse(tracer: Tracer) -> list[tuple]:
         sites = Sites(stand_in=torch.empty((), dtype=torch.int64, device=tracer.subject.device))
     with compat.fake_run(tracer.mode):
         run, _ = tracer.forward(tracer.fakes, sites, tracing=False)
+    _refuse_drawn(1)
     tracer.aux_names = tuple(run.aux)
     tracer.add_inputs(sites.used)
     return run.fingerprint
@@ -581,17 +582,22 @@ def _reseed(salt: int) -> None:
     np.random.seed(salt)
 
 
+_KEEPS_NO_STATE = {"seed", "getstate", "setstate", "get_state", "set_state", "default_rng", "test"}
+
+
 class python_randomness_watched:  # noqa: N801 - a context manager, named as one
-    """Refuses a forward that draws from Python's or numpy's generators; puts their states back."""
+    """Refuses a forward that draws from Python's or numpy's generators; puts their states back.
+
+    Functions are watched by name, which gives the source line; `from random import random` is seen by the state it leaves.
+    """
 
     def __enter__(self) -> None:
         self.states = random.getstate(), np.random.get_state()
-        self.drawn: list[str] = []
         self.kept: list[tuple[Any, str, Any]] = []
         for owner, label in ((random, "random"), (np.random, "numpy.random")):
-            for name in ("random", "uniform", "randint", "choice", "rand", "randn", "normal", "shuffle", "randrange", "permutation", "sample"):  # noqa: E501
+            for name in owner.__all__:
                 function = getattr(owner, name, None)
-                if function is not None:
+                if callable(function) and not isinstance(function, type) and name not in _KEEPS_NO_STATE:
                     self.kept.append((owner, name, function))
                     setattr(owner, name, self._watched(function, f"{label}.{name}"))
 
@@ -609,3 +615,14 @@ class python_randomness_watched:  # noqa: N801 - a context manager, named as one
         random.setstate(self.states[0])
         np.random.set_state(self.states[1])
 
+
+def _refuse_drawn(salt: int) -> None:
+    """The generators as `_reseed(salt)` left them, or a refusal."""
+    states = random.getstate(), np.random.get_state()
+    _reseed(salt)
+    drawn = [n for n, same in (
+        ("random", states[0] == random.getstate()),
+        ("numpy.random", repr(states[1]) == repr(np.random.get_state()) and states[1][2] == np.random.get_state()[2]),
+    ) if not same]  # fmt: skip
+    if drawn:
+        raise CaptureRefused(f"the forward draws from {drawn[0]}: the value would be fixed")

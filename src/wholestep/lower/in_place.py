@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from wholestep.graph.training_graph import OutputKind, TrainingGraph, tensors_in
+from wholestep.kernels import IN_PLACE
 from wholestep.lower.aliases import alias_roots, may_alias
 
 aten = torch.ops.aten
@@ -75,10 +76,6 @@ class _Writes:
 
 def in_place_twins() -> dict[Any, Callable[..., None]]:
     """Functional update operator -> the function that does the same in place."""
-    try:
-        from wholestep.kernels import IN_PLACE
-    except ImportError:
-        return {}
     return IN_PLACE
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from wholestep.graph.training_graph import module_of, phase_of
+from wholestep.kernels import DECOMPOSITIONS
 from wholestep.lower.aliases import is_cheap_view
 from wholestep.lower.in_place import ImperativeGraph
 from wholestep.lower.layers import layers_of
@@ -33,7 +34,7 @@ _COPIES = (aten.copy_.default, aten.fill_.Scalar)
 # Views that keep only part of their base: passing them on may let the rest of an intermediate die.
 _PARTIAL_VIEWS = ("aten::slice", "aten::select", "aten::split", "aten::as_strided", "aten::diagonal", "aten::unbind")
 
-# Updates written out as arithmetic are hundreds of separate kernels, one per parameter: minutes to compile, nothing to fuse.
+# Updates written out as arithmetic are hundreds of kernels, some per parameter: minutes to compile, little to fuse.
 MAX_UPDATE_OPERATIONS = 32
 # A region this small has next to nothing to fuse, yet costs about a second to compile.
 MIN_REGION_OPERATIONS = 3
@@ -106,7 +107,8 @@ def _is_worth_compiling(body: list[fx.Node]) -> bool:
     work = [node for node in body if not is_cheap_view(node)]
     if len(work) > MAX_UPDATE_OPERATIONS and all(phase_of(node) == "update" for node in work):
         return False
-    return len(work) >= MIN_REGION_OPERATIONS
+    # An operator with a decomposition is a dozen operators that want to be one kernel.
+    return len(work) >= MIN_REGION_OPERATIONS or any(node.target in DECOMPOSITIONS for node in work)
 
 
 def _is_direct_number(number: int) -> bool:

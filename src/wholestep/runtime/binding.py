@@ -8,16 +8,24 @@ moved. Reading a pointer costs about 0.1 us, so a model of 400 parameters costs 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from wholestep.capture import optimizers
 from wholestep.capture.optimizers import UpdatePlan
+from wholestep.capture.reach import tensor_places
+from wholestep.capture.reach import tensor_places
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import ACCUMULATED_WEIGHT, Capture
 from wholestep.graph.training_graph import Input, Role, TrainingGraph
 from wholestep.runtime.feed import Feed
+
+
+Columns = tuple[list[dict], list[str], list[torch.Tensor]]
+"""Tables, keys, and the tensors expected there; columns rather than rows, so that C loops can compare them."""
 
 
 class StateMoved(Exception):  # noqa: N818 - a signal to the Step, which captures anew
@@ -38,10 +46,13 @@ class Binding:
             sizes["clip_norm"] = 1
         self.feed = Feed(subject.device, capture.num_sites, sizes)
         self.gradients: dict[str, torch.Tensor] = {}
-        self.owners: list[tuple[dict, str, torch.Tensor, int]] = []
-        self.states: list[tuple[torch.Tensor, dict, str, torch.Tensor]] = []
-        self.constants: list[tuple[torch.Tensor, int]] = []
-        self.step_tensors: list[torch.Tensor] = []
+        self.owners: Columns = ([], [], [])
+        self.pointers: list[int] = []
+        self.constant_places = list(tensor_places(subject, capture.constants))
+        self.constant_pointers: list[int] = []
+        self.states: Columns = ([], [], [])
+        self.state_tables: list[dict] = []
+        self.counters: dict[UpdatePlan, torch.Tensor] = {}
         self.steps: dict[UpdatePlan, float] = {}
         self.templates: dict[int, list[Any]] = {}
         self.bound = False
@@ -51,22 +62,30 @@ class Binding:
     def refresh(self) -> bool:
         """Bind again if anything moved; True when addresses changed (a recorded CUDA graph is then void)."""
         if self.bound and self._unmoved():
+            self._count_steps()
             return False
         self._bind()
         return True
 
     def _unmoved(self) -> bool:
-        for table, key, tensor, pointer in self.owners:
-            if table.get(key) is not tensor or tensor.data_ptr() != pointer:
-                return False
-        if any(tensor.data_ptr() != pointer for tensor, pointer in self.constants):
+        """All of it in C loops: some two thousand comparisons, about a tenth of a millisecond."""
+        tables, keys, tensors = self.owners
+        if not all(map(is_, map(dict.get, tables, keys), tensors)):
+            return False
+        if [t.data_ptr() for t in tensors] != self.pointers:
+            return False
+        if [t.data_ptr() for t in self.capture.constants] != self.constant_pointers:
+            return False
+        if any(place.read() is not self.capture.constants[i] for place, i in self.constant_places):
             return False
         optimizer = self.subject.optimizer
         if optimizer is None or not self.capture.plans:
             return True
-        live = optimizer.state
-        return all(
-            live.get(parameter) is table and table.get(key) is tensor for parameter, table, key, tensor in self.states
+        if len(optimizer.state) != len(self.state_tables):
+            return False
+        tables, keys, tensors = self.states
+        return all(map(is_, optimizer.state.values(), self.state_tables)) and all(
+            map(is_, map(dict.get, tables, keys), tensors)
         )
 
     def _bind(self) -> None:
@@ -76,41 +95,81 @@ class Binding:
         now = {n: (p.shape, p.dtype, p.device) for n, p in [*subject.parameters.items(), *subject.buffers.items()]}
         if before != now:
             raise StateMoved("parameters or buffers changed their shape, dtype or device")
-        self.owners = []
-        for name, tensor in [*subject.parameters.items(), *subject.buffers.items()]:
-            table, key = _owner(subject.root, name)
-            self.owners.append((table, key, tensor, tensor.data_ptr()))
-        self.constants = [(t, t.data_ptr()) for t in self.capture.constants]
+        named = [*subject.parameters.items(), *subject.buffers.items()]
+        owners = [_owner(subject.root, name) for name, _ in named]
+        self.owners = [table for table, _ in owners], [key for _, key in owners], [tensor for _, tensor in named]
+        self.pointers = [tensor.data_ptr() for _, tensor in named]
+        self._bind_constants()
         self._bind_optimizer()
         self.templates = {}
         self.bound = True
 
+    def _bind_constants(self) -> None:
+        """Tensors of closures and globals: where one was replaced by another of its kind, the new one is read."""
+        live = list(self.capture.constants)
+        for place, index in self.constant_places:
+            found = place.read()
+            if found is not live[index]:
+                if not isinstance(found, torch.Tensor) or _kind(found) != _kind(live[index]):
+                    raise StateMoved(f"{place.label} holds another kind of value")
+                live[index] = found
+        trained = {id(p) for p in self.subject.trained.values()}
+        if any(id(t) in trained for t in live):
+            raise StateMoved("a trained parameter is read around its module")
+        self.capture.constants = tuple(live)
+        self.constant_pointers = [t.data_ptr() for t in live]
+
     def _bind_optimizer(self) -> None:
         optimizer = self.subject.optimizer
-        self.states, self.step_tensors = [], []
+        self.states, self.counters = ([], [], []), {}
         if optimizer is None:
             return
         for plan, members in self.members.items():
-            counts = set()
-            for name in members:
-                parameter = self.subject.parameters[name]
-                counts.add(optimizers.steps_taken(optimizer, parameter))
-                if not optimizer.state.get(parameter) and (plan.state_keys or plan.kind == "adamw"):
-                    optimizer.state[parameter] = optimizers.new_state(optimizer, plan, parameter)
-                table = optimizer.state.get(parameter, {})
-                for key in plan.state_keys:
-                    if table.get(key) is None:
-                        table[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                for key in (*plan.state_keys, *(("step",) if plan.kind == "adamw" else ())):
-                    self.states.append((parameter, table, key, table[key]))
-                if plan.kind == "adamw":
-                    if not isinstance(table["step"], torch.Tensor):
-                        table["step"] = torch.tensor(float(table["step"]))
-                        self.states[-1] = (parameter, table, "step", table["step"])
-                    self.step_tensors.append(table["step"])
-            if len(counts) > 1:
-                raise StateMoved("parameters of one group have taken different numbers of steps")
-            self.steps[plan] = counts.pop() if counts else 0.0
+            parameters = [self.subject.parameters[n] for n in members]
+            self._bind_group(optimizer, plan, parameters)
+        self.state_tables = list(optimizer.state.values())
+        self._count_steps()
+
+    def _bind_group(self, optimizer: Optimizer, plan: UpdatePlan, parameters: list[torch.Tensor]) -> None:
+        tables = []
+        for parameter in parameters:
+            if not optimizer.state.get(parameter) and (plan.state_keys or plan.kind == "adamw"):
+                optimizer.state[parameter] = optimizers.new_state(optimizer, plan, parameter)
+            table = optimizer.state.get(parameter, {})
+            for key in plan.state_keys:
+                if table.get(key) is None:
+                    table[key] = optimizers.new_state(optimizer, plan, parameter)[key]
+                self._watch(table, key)
+            tables.append(table)
+        if plan.kind == "adamw" and tables:
+            self.counters[plan] = _shared_counter(tables)
+            for table in tables:
+                self._watch(table, "step")
+
+    def _watch(self, table: dict, key: str) -> None:
+        for column, value in zip(self.states, (table, key, table[key]), strict=True):
+            column.append(value)
+
+    def _count_steps(self) -> None:
+        """How many steps each group has taken; other variants, eager steps and the user may have counted too.
+
+        A counter on the CPU is simply read. One on the device is read only when its version says that someone else wrote
+        it, because reading waits for the device.
+        """
+        optimizer = self.subject.optimizer
+        for plan in self.capture.plans if optimizer is not None else ():
+            counter = self.counters.get(plan)
+            if counter is None:  # SGD: only whether its buffers hold a gradient matters, and only for dampening
+                first = next(iter(self.members[plan]), None)
+                known = 0.0 if first is None else optimizers.steps_taken(optimizer, self.subject.parameters[first])  # type: ignore[arg-type]
+                self.steps[plan] = known
+            elif counter.device.type == "cpu":
+                self.steps[plan] = float(counter[0])
+            elif getattr(counter, _KNOWN, (None, 0.0))[0] == counter._version:
+                self.steps[plan] = getattr(counter, _KNOWN)[1]
+            else:
+                self.steps[plan] = float(counter[0])
+                setattr(counter, _KNOWN, (counter._version, self.steps[plan]))
 
     # ---- inputs ----
 
@@ -168,10 +227,40 @@ class Binding:
 
     def after_update(self) -> None:
         """Count the step where torch counts it."""
-        for plan in self.steps:
-            self.steps[plan] += 1
-        if self.step_tensors:
-            torch._foreach_add_(self.step_tensors, 1.0)
+        for plan, members in self.members.items():
+            counter = self.counters.get(plan)
+            if counter is not None:
+                counter.add_(1.0)
+                setattr(counter, _KNOWN, (counter._version, self.steps[plan] + 1))
+            elif self.steps[plan] == 0.0 and plan.state_keys:
+                assert self.subject.optimizer is not None
+                optimizers.mark_stepped(self.subject.optimizer, [self.subject.parameters[n] for n in members])
+
+
+_KNOWN = "_wholestep_count"
+"""On a counter: (version, steps) as last known to the host."""
+
+
+def _shared_counter(tables: list[dict]) -> torch.Tensor:
+    """One tensor of which every parameter's "step" is a view: counting is one addition, not hundreds.
+
+    Variants of one Step meet the same counter again; a checkpoint that was loaded brings separate ones, which are joined.
+    """
+    steps = [torch.as_tensor(table["step"]) for table in tables]
+    base = steps[0]._base
+    if base is not None and base.dim() == 1 and base.numel() == len(steps):
+        if all(s._base is base and s.storage_offset() == i for i, s in enumerate(steps)):
+            return base
+    counter = torch.stack([s.detach().reshape(()) for s in steps])
+    if bool((counter != counter[0]).any()):
+        raise StateMoved("parameters of one group have taken different numbers of steps")
+    for i, table in enumerate(tables):
+        table["step"] = counter[i]
+    return counter
+
+
+def _kind(tensor: torch.Tensor) -> tuple:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _owner(root: torch.nn.Module, name: str) -> tuple[dict, str]:

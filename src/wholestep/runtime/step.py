@@ -43,7 +43,7 @@ class Settings:
     """(graph, backend) -> Runner."""
     backend: str
     dynamic: bool | None = None
-    check: Callable[[Step, Variant, Sequence[Sequence[torch.Tensor]], BatchSpec], Callable[[Any], None] | None] | None = None
+    check: Callable[[Step, Variant, list[list[torch.Tensor]], BatchSpec], Callable[[Any], None] | None] | None = None
     """Called before the first live step of a variant; what it returns is called with the step's result after it."""
 
 
@@ -114,6 +114,8 @@ class Step:
         """The variant that fits now; None means eager."""
         if self._stays_eager is not None:
             return None
+        if self._guards.restructured():
+            self._forget("a submodule was replaced, added or removed")
         world = self._current_world()
         shapes = shape_rules.shapes_of(tensors)
         base = (world, spec, shape_rules.rank_signature(tensors))

@@ -56,12 +56,12 @@ def departure(graph: TrainingGraph, rows: Iterable[Row], boundary: tuple[str, Co
         path, compared = boundary
         return Departure(path, "output", path, failing[0].step, compared.error, compared.tolerance)
     by_kind = {kind: {r.name: r for r in failing if r.kind == kind} for kind in {r.kind for r in failing}}
-    for kind in ("loss", "aux", "gradient", "buffer", "parameter", "state"):
+    for kind in ("random", "loss", "aux", "gradient", "buffer", "parameter", "state"):
         rows_of = by_kind.get(kind)
         if not rows_of:
             continue
         name = nearest_to_loss(graph, rows_of) if kind == "gradient" else next(iter(rows_of))
-        module = "" if kind in ("loss", "aux") else module_of_tensor(name)
+        module = "" if kind in ("random", "loss", "aux") else module_of_tensor(name)
         row = rows_of[name]
         return Departure(module, kind, name, row.step, row.error, row.tolerance)
     raise AssertionError("a departure is asked for, but no row fails")

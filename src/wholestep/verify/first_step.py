@@ -98,6 +98,9 @@ class _FirstStep:
         self.numbers = self.binding.numbers()
         self.eager = self._reference()
         self.rms = gradient_rms(self.eager.gradients)
+        sites = self.variant.capture.num_sites
+        if self.eager.draws != sites:
+            raise self._differs(f"eager draws {self.eager.draws} random numbers, the captured step {sites}", None)
         bare = without_updates(self.graph)
         watched = list(bare.gradients.items())
         values = self._run(lower_interpret(bare, watch=[node for _, node in watched]))
@@ -114,15 +117,10 @@ class _FirstStep:
     def _reference(self, **options: Any) -> Reference:
         capture = self.variant.capture
         batch = unflatten(self.tensors[0], self.spec)
-        try:
-            return reference_gradients(
-                self.subject, batch, self.step.seed, self.step.count, 0,
-                num_sites=capture.num_sites, constants=capture.constants, **options,
-            )  # fmt: skip
-        except IndexError as error:
-            if "random site" not in str(error):
-                raise
-            raise self._differs("eager PyTorch draws more random numbers than the captured step", None) from error
+        return reference_gradients(
+            self.subject, batch, self.step.seed, self.step.count, 0,
+            num_sites=capture.num_sites, constants=capture.constants, **options,
+        )  # fmt: skip
 
     def _run(self, runner: Any) -> list[Any]:
         """The first micro-batch through `runner`, with the keys of this step."""
@@ -187,8 +185,10 @@ class _FirstStep:
                 self.complete = False
                 found = {e: t for e, t in found.items() if self._is_linear(e)}
         self.kept = {entry: (tensor, tensor.detach().clone()) for entry, tensor in found.items()}
-        self.steps = dict(self.binding.steps)
-        self.counters = [t.clone() for t in self.binding.step_tensors]
+        self.counters = {
+            n: state["step"].clone() for n, state in self._states() if isinstance(state.get("step"), torch.Tensor)
+        }
+        self.first = {plan for plan, steps in self.binding.steps.items() if steps == 0}
         self.empty_grads = [n for n, p in self.subject.trained.items() if p.grad is None]
 
     def _is_linear(self, entry: Input) -> bool:
@@ -197,13 +197,24 @@ class _FirstStep:
         plain = {n for plan, names in self.binding.members.items() if not plan.state_keys for n in names}
         return entry.role is Role.BUFFER or (entry.role is Role.PARAMETER and entry.name in plain)
 
+    def _states(self) -> list[tuple[str, dict]]:
+        """Parameter -> its table in the optimizer's state, for all the step updates."""
+        optimizer, parameters = self.subject.optimizer, self.subject.parameters
+        members = [n for names in self.binding.members.values() for n in names]
+        return [] if optimizer is None else [(n, optimizer.state.get(parameters[n], {})) for n in members]
+
     def _put_back(self) -> str:
         with torch.no_grad():
             for tensor, value in self.kept.values():
                 tensor.copy_(value)
-            for counter, value in zip(self.binding.step_tensors, self.counters, strict=True):
-                counter.copy_(value)
-        self.binding.steps.update(self.steps)
+            for name, state in self._states():
+                if name in self.counters:
+                    state["step"].copy_(self.counters[name])
+        for plan, names in self.binding.members.items():
+            if plan in self.first and self.subject.optimizer is not None:
+                for name in names:  # state of a first step that has not been: torch has none
+                    self.subject.optimizer.state.pop(self.subject.parameters[name], None)
+        self.binding.bound = False  # step counts are read anew
         self.variant.uses = 0
         for name in self.empty_grads:
             self.subject.parameters[name].grad = None
@@ -329,6 +340,6 @@ class _FirstStep:
         return FirstStepDiffers(
             f"the first step differs from eager PyTorch: {what}",
             where=where or None,
-            hint="backend='interpret' shows whether the compiled code is at fault, wholestep.verify(...) names the pass, "
+            hint="backend='interpret' shows whether compiled code is at fault, wholestep.verify(...) names the pass, "
             "check='off' runs anyway; please report it",
         )

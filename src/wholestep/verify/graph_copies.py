@@ -21,7 +21,7 @@ def copy_graph(graph: TrainingGraph) -> TrainingGraph:
 
 
 def without_updates(graph: TrainingGraph) -> TrainingGraph:
-    """A copy that returns what is no update, and keeps only the nodes needed for that, for gradients and for boundaries."""
+    """A copy that returns what is no update, with only the nodes that this, gradients and boundaries need."""
     new, nodes = _copied_nodes(graph)
     kept = [
         (value, entry)

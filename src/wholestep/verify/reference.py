@@ -24,6 +24,9 @@ from wholestep.capture.trace import run_loss
 from wholestep.errors import BadLoss
 from wholestep.runtime.random import keys_for, seeded_generator
 
+SPARE_KEYS = 256
+"""So that a forward which draws more often than the captured one runs to its end, and can be told from it."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reference:
@@ -32,13 +35,15 @@ class Reference:
     loss: torch.Tensor
     aux: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor]
-    """Of the micro-step's objective: with accumulation, the loss divided by the count or multiplied by aux["weight"]."""
+    """Of the micro-step's objective: with accumulation the loss over the count, or times aux["weight"]."""
     buffers: dict[str, torch.Tensor]
     """All buffers after the forward."""
     module_outputs: dict[str, torch.Tensor]
-    """Module path (`path#2` at its second call) -> first output tensor, in order of completion; empty unless asked for."""
+    """Module path (`path#2` at its second call) -> first output, in order of completion; empty unless asked for."""
+    draws: int
+    """Random numbers asked for: the captured step must have as many sites."""
     activation_rms: float
-    """Median over modules of the root mean square of their outputs: the scale of what losses and statistics are made of."""
+    """Median over modules of the root mean square of their outputs: the scale of what losses are made of."""
 
 
 def reference_gradients(
@@ -66,7 +71,7 @@ def reference_gradients(
     buffers = {n: _copied(given.get(n, b), dtype) for n, b in subject.buffers.items()}
     flat, spec = flatten(batch)
     own_batch = unflatten([_copied(t, dtype).requires_grad_(t.requires_grad) for t in flat], spec)
-    sites = Sites(list(keys_for(seed, step, micro, num_sites).to(subject.device).unbind()))
+    sites = Sites(list(keys_for(seed, step, micro, num_sites + SPARE_KEYS).to(subject.device).unbind()))
     with _untouched(subject, constants), seeded_generator(subject.device, seed, step, micro):
         run = run_loss(subject, {**leaves, **buffers}, own_batch, sites)
         outputs = {n: t.detach() for n, t in run.calls.outputs.items()}
@@ -82,6 +87,7 @@ def reference_gradients(
         gradients,
         {n: t.detach() for n, t in after.items()},
         outputs,
+        sites.used,
         rms,
     )
 
@@ -106,7 +112,7 @@ def float64_reference(subject: Subject, batch: Any, *args: Any, **options: Any) 
 
 
 def _leaves(subject: Subject, given: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Parameters as fresh leaves, sharing storage where the dtype stays; the user's tensor hooks are registered on them."""
+    """Parameters as fresh leaves, sharing storage where the dtype stays, with the user's tensor hooks."""
     trained = subject.trained
     leaves = {}
     for name, parameter in subject.parameters.items():

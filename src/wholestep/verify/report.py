@@ -8,7 +8,7 @@ import json
 import math
 from typing import Any
 
-KINDS = ("loss", "aux", "gradient", "buffer", "parameter", "state")
+KINDS = ("random", "loss", "aux", "gradient", "buffer", "parameter", "state")
 SHOWN_ROWS = 8
 
 
@@ -52,7 +52,7 @@ class Departure:
     """The pass (or `lower_inductor`) without which the step holds; None when the captured graph itself departs."""
 
     def __str__(self) -> str:
-        place = self.module or ("the loss function" if self.kind in ("loss", "aux") else "the root module")
+        place = self.module or ("the loss function" if self.kind in ("random", "loss", "aux") else "the root module")
         what = "its output" if self.kind == "output" else f"{self.kind} {self.name}"
         cause = f", made by {self.guilty_pass}" if self.guilty_pass else ""
         return f"{place}: {what} is off by {self.error:.3g} (allowed {self.tolerance:.3g}) at step {self.step}{cause}"
@@ -108,7 +108,8 @@ class Report:
     def _headline(self) -> str:
         if self.rung == "eager":
             return "nothing was captured: the step is eager PyTorch itself"
-        verdict = "equal to eager bit for bit" if self.bitwise else "equal to eager" if self.ok else "DIFFERS from eager"
+        verdict = "equal to eager" if self.ok else "DIFFERS from eager"
+        verdict += " bit for bit" if self.bitwise else ""
         steps = len({row.step for row in self.rows})
         return f"{verdict}: {len(self.rows)} values over {steps} steps, {self.rung}, backend {self.backend}"
 
@@ -126,7 +127,8 @@ class Report:
         if worst:
             lines.append(f"  {'step':<8} {'kind':<10} {'error':>10} {'allowed':>10}  name")
         for r in worst:
-            lines.append(f"  {r.step:<8} {r.kind:<10} {r.error:>10.3g} {r.tolerance:>10.3g}  {r.name}{'' if r.ok else '  <- fails'}")
+            mark = "" if r.ok else "  <- fails"
+            lines.append(f"  {r.step:<8} {r.kind:<10} {r.error:>10.3g} {r.tolerance:>10.3g}  {r.name}{mark}")
         return lines
 
     def _remarks(self) -> list[str]:

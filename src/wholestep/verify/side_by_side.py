@@ -8,7 +8,7 @@ them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from wholestep.verify.state import StateCopy
 
 BOUNDARY_SLACK = {"interpret": 1.0, "inductor": 8.0}
 OTHER_PATH = 1e-2
-"""A float32 loss further than this from float64's, relatively, means that float64 takes another path through the code."""
+"""A float32 loss further than this from float64's, relatively, means that float64 takes another path."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Watched:
 
 
 def lower_watched(graph: TrainingGraph, backend: str, watch: dict[str, str], *, copies: bool = False) -> Watched:
-    """`watch` maps names of ours to nodes of the graph; `copies` where the caller of the step changes what it returns."""
+    """`watch` maps names of ours to nodes; `copies` where the caller of the step changes what it returns."""
     lower = lower_interpret if backend == "interpret" else lower_inductor
     num_outputs = sum(1 for entry in graph.outputs if entry.target is None)
     return Watched(lower(graph, watch=list(watch.values())), num_outputs, list(watch), copies)
@@ -170,14 +170,13 @@ class SideBySide:
         tensors = [[t.detach().clone().requires_grad_(t.requires_grad) for t in micro] for micro in batch.tensors]
         (loss, aux), _ = variant.run(tensors, self.seed, batch.count)
         gradients = self._gradients(made)
-        eager, exact = truth.eager, truth.exact
-        rows = [self._row(batch, truth, "loss", "loss", loss, eager.loss, exact and exact.loss)]
-        rows += [self._row(batch, truth, "aux", n, *_three(n, aux, eager.aux, exact and exact.aux))
-                 for n in dict.fromkeys([*eager.aux, *aux])]  # fmt: skip
-        rows += [self._row(batch, truth, "gradient", n, *_three(n, gradients, eager.gradients, exact and exact.gradients))
-                 for n in dict.fromkeys([*eager.gradients, *gradients])]  # fmt: skip
-        rows += [self._row(batch, truth, "buffer", n, *_three(n, subject.buffers, eager.buffers, exact and exact.buffers))
-                 for n in eager.buffers]  # fmt: skip
+        rows = self._rows(
+            batch, truth, "random", {"draws": _count(made.captured.num_sites)}, lambda r: {"draws": _count(r.draws)}
+        )
+        rows += self._rows(batch, truth, "loss", {"loss": loss}, lambda r: {"loss": r.loss})
+        rows += self._rows(batch, truth, "aux", aux, lambda r: r.aux)
+        rows += self._rows(batch, truth, "gradient", gradients, lambda r: r.gradients)
+        rows += self._rows(batch, truth, "buffer", subject.buffers, lambda r: r.buffers)
         if variant.capture.plans:
             strict = backend == "interpret" and subject.device.type == "cpu"
             rows += optimizer_rows(subject, before, gradients, batch.label, exact=strict)
@@ -195,9 +194,21 @@ class SideBySide:
         totals = {n: binding.gradients[n] for n in names}
         return {n: g.clone() if weight is None else (g / weight).to(g.dtype) for n, g in totals.items()}
 
-    def _row(self, batch: Batch, truth: Truth, kind: str, name: str, ours: Any, eager: Any, exact: Any) -> Row:
-        found = truth.rule.compare(ours, eager, exact, gradient=kind == "gradient")
-        return Row(batch.label, kind, name, found.error, found.tolerance, found.bitwise)
+    def _rows(
+        self,
+        batch: Batch,
+        truth: Truth,
+        kind: str,
+        ours: Mapping[str, Any],
+        of: Callable[[Reference], Mapping[str, Any]],
+    ) -> list[Row]:
+        """One row per name that either side has; `of` picks the values out of a reference."""
+        eager, exact = of(truth.eager), {} if truth.exact is None else of(truth.exact)
+        rows = []
+        for name in dict.fromkeys([*eager, *ours]):
+            found = truth.rule.compare(ours.get(name), eager.get(name), exact.get(name), gradient=kind == "gradient")
+            rows.append(Row(batch.label, kind, name, found.error, found.tolerance, found.bitwise))
+        return rows
 
     # ---- when it fails ----
 
@@ -231,12 +242,8 @@ class SideBySide:
         return departing_boundary(runner.values, truth.eager, truth.exact, truth.rule, BOUNDARY_SLACK[self.backend])
 
 
-def _three(name: str, ours: Any, eager: Any, exact: Any) -> tuple[Any, Any, Any]:
-    return ours.get(name), eager.get(name), None if exact is None else exact.get(name)
-
-
 def _accumulated(parts: list[Reference]) -> Reference:
-    """Losses and aux combined as a Step reports them; gradients summed, and divided by the summed weight if there is one."""
+    """Losses and aux as a Step reports them; gradients summed, and divided by the summed weight if there is one."""
     loss, aux = combine([(part.loss, part.aux) for part in parts])
     gradients = dict(parts[0].gradients)
     for part in parts[1:]:
@@ -245,4 +252,9 @@ def _accumulated(parts: list[Reference]) -> Reference:
         wide = torch.float64 if loss.dtype == torch.float64 else torch.float32
         total = torch.stack([part.aux["weight"].reshape(()).to(wide) for part in parts]).sum()
         gradients = {n: (g / total).to(g.dtype) for n, g in gradients.items()}
-    return Reference(loss, aux, gradients, parts[-1].buffers, parts[0].module_outputs, parts[0].activation_rms)
+    first = parts[0]
+    return Reference(loss, aux, gradients, parts[-1].buffers, first.module_outputs, first.draws, first.activation_rms)
+
+
+def _count(number: int) -> torch.Tensor:
+    return torch.tensor(number)

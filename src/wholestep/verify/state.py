@@ -1,4 +1,4 @@
-"""A copy of everything a step may write: parameters, buffers, gradients, optimizer, module attributes, random generators.
+"""A copy of everything a step may write: parameters, buffers, gradients, optimizer, modules, random generators.
 
 A verification trains the user's own objects (a deep copy of a model may fail, and would not be what is trained), so
 all of it is put back at the end; and a failed step is put back to be run again in pieces.
@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
+from wholestep.capture.optimizers import steps_taken
 from wholestep.capture.snapshot import Snapshot
 from wholestep.capture.subject import Subject
 
@@ -35,13 +36,13 @@ class StateCopy:
     def restore(self) -> None:
         self.modules.restore()
         for name, tensor in self.live.items():
-            tensor.data.copy_(self.values[name])
+            tensor.detach().copy_(self.values[name])
         for tensor, value in self.constants:
-            tensor.data.copy_(value)
+            tensor.detach().copy_(value)
         for parameter, grad, value in self.grads:
             parameter.grad = grad
             if grad is not None:
-                grad.data.copy_(value)
+                grad.detach().copy_(value)
         if self.optimizer is not None:
             self.optimizer.restore()
 
@@ -53,6 +54,8 @@ class OptimizerCopy:
         self.owner = optimizer
         self.attributes = dict(optimizer.__dict__)
         self.groups = [(group, dict(group)) for group in optimizer.param_groups]
+        # momentum made ahead of a first step that has not come: torch would have none yet
+        self.unused = {p for p in optimizer.state if type(optimizer) is SGD and steps_taken(optimizer, p) == 0}
         self.state = [
             (p, table, dict(table), {k: _cloned(v) for k, v in table.items()}) for p, table in optimizer.state.items()
         ]
@@ -71,7 +74,7 @@ class OptimizerCopy:
             table.update(entries)
             for key, value in values.items():
                 if isinstance(value, torch.Tensor):
-                    table[key].data.copy_(value)
+                    table[key].detach().copy_(value)
             self.owner.state[parameter] = table
 
     def twin(self, stand_ins: dict[torch.Tensor, torch.Tensor]) -> Optimizer:
@@ -84,6 +87,8 @@ class OptimizerCopy:
         ]
         twin.state = defaultdict(dict)
         for parameter, _, _, values in self.state:
+            if parameter in self.unused:
+                continue
             twin.state[stand_ins[parameter]] = {k: _cloned(v) for k, v in values.items()}
         return twin
 

@@ -60,9 +60,7 @@ def verify(
     for name, value, known in (("backend", backend, BACKENDS), ("precision", precision, PRECISIONS)):
         if value not in known:
             raise BadOption(f"{name}={value!r}", hint=f"use one of {', '.join(map(repr, known))}")
-    subject = make_subject(
-        model, loss_fn, optimizer, precision=precision, accumulate=accumulate, clip_norm=clip_norm
-    )
+    subject = make_subject(model, loss_fn, optimizer, precision=precision, accumulate=accumulate, clip_norm=clip_norm)
     pipeline = passes if isinstance(passes, Pipeline) else default_pipeline(extra=passes or ())
     report = Report("not captured yet", backend)
     listed = batches if isinstance(batches, list) else [batches]

@@ -1,0 +1,249 @@
+"""What is refused with a named error, and what is set aside and said: wrappers, scalers, checkpoints, nested compilers."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import wholestep
+from tests.runtime.twins import Side, Twins, class_batches, classify, eager_update, interpreted, mlp_side, small_mlp
+from wholestep.errors import BadLoss, BadOption, UnsupportedModel, UnsupportedOptimizer, WholestepWarning
+
+BATCHES = class_batches()
+
+
+def sgd_side(model: nn.Module) -> Side:
+    return Side(model, torch.optim.SGD(model.parameters(), lr=0.1), classify)
+
+
+# ---- refused ----
+
+
+@pytest.fixture
+def lone_process(tmp_path: Any) -> Any:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_ddp_is_refused(lone_process: None) -> None:
+    """Guard: `_refuse_wrapper`. A captured DDP model would lose its all-reduce."""
+    wrapped = nn.parallel.DistributedDataParallel(small_mlp())
+    with pytest.raises(UnsupportedModel, match=r"DistributedDataParallel.*all-reduce.*pass the bare module"):
+        interpreted(sgd_side(wrapped), BATCHES[0])
+    with pytest.raises(UnsupportedModel, match="inner is wrapped in DistributedDataParallel"):
+        holder = nn.Module()
+        holder.inner = wrapped
+        interpreted(sgd_side(holder), BATCHES[0])
+
+
+def test_data_parallel_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match=r"DataParallel.*pass the bare module"):
+        interpreted(sgd_side(nn.DataParallel(small_mlp())), BATCHES[0])
+
+
+def test_a_users_class_of_that_name_is_not_refused() -> None:
+    class DataParallel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = small_mlp()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)
+
+    assert interpreted(sgd_side(DataParallel()), BATCHES[0]).rung == "whole step"
+
+
+def test_fsdp_and_dtensor_are_refused(lone_process: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1,))
+    sharded = fully_shard(small_mlp(), mesh=mesh)
+    with pytest.raises(UnsupportedModel, match=r"fully_shard.*before fully_shard"):
+        interpreted(sgd_side(sharded), BATCHES[0])
+    model = small_mlp()
+    model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Replicate()]))
+    with pytest.raises(UnsupportedModel, match=r"0\.weight is a DTensor.*plain parameters"):
+        interpreted(sgd_side(model), BATCHES[0])
+
+
+def test_several_processes_are_refused(lone_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert interpreted(mlp_side(), BATCHES[0]).rung == "whole step"
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 4)
+    with pytest.raises(UnsupportedModel, match=r"one of 4 .*optimizer=None and reduce p.grad yourself"):
+        interpreted(mlp_side(), BATCHES[0])
+    side = mlp_side()
+    side.optimizer = None
+    assert interpreted(side, BATCHES[0]).rung == "whole step", "what the message advises must work"
+
+
+def test_a_grad_scaler_in_the_loss_is_refused() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    side = mlp_side()
+    side.loss_fn = lambda m, b: scaler.scale(classify(m, b))
+    with pytest.raises(BadLoss, match=r"GradScaler.*return the unscaled loss"):
+        interpreted(side, BATCHES[0])
+
+
+def test_lbfgs_is_refused() -> None:
+    model = small_mlp()
+    with pytest.raises(UnsupportedOptimizer, match=r"LBFGS.*closure.*optimizer=None"):
+        interpreted(Side(model, torch.optim.LBFGS(model.parameters()), classify), BATCHES[0])
+
+
+def test_lazy_and_meta_parameters_are_refused() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 3))
+    side = Side(lazy, torch.optim.SGD(lazy[1].parameters(), lr=0.1), classify)
+    with pytest.raises(UnsupportedModel, match=r"0\.weight has no shape yet.*run one forward"):
+        interpreted(side, BATCHES[0])
+    with torch.device("meta"):
+        meta = small_mlp()
+    with pytest.raises(UnsupportedModel, match=r"0\.weight is on the meta device.*to_empty"):
+        interpreted(sgd_side(meta), BATCHES[0])
+
+
+def test_nothing_to_train_is_said() -> None:
+    model = small_mlp()
+    side = sgd_side(model)
+    model.requires_grad_(False)
+    with pytest.raises(UnsupportedOptimizer, match=r"nothing to train.*requires_grad"):
+        interpreted(side, BATCHES[0])
+
+
+# ---- set aside ----
+
+
+class Checkpointed(nn.Module):
+    """Two blocks behind torch's activation checkpointing."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.reentrant = nn.Linear(4, 6), nn.Linear(6, 3), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(lambda t: self.first(t).tanh(), x.requires_grad_(), use_reentrant=self.reentrant)
+        return checkpoint(self.second, hidden, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_is_set_aside(reentrant: bool) -> None:
+    twins = Twins(lambda: sgd_side(Checkpointed(reentrant)), BATCHES[0])
+    twins.train(BATCHES[:3])
+    assert any("activation checkpointing set aside" in note for note in twins.step.notes), twins.step.explain()
+    products = [n for n in twins.step.graph.operations() if "addmm" in str(n.target)]
+    assert len(products) == 2, "nothing is recomputed in the graph"
+
+
+def test_hugging_face_checkpointing_is_set_aside() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=31, n_embd=16, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+
+    def make() -> Side:
+        model = transformers.GPT2LMHeadModel(config).train()
+        model.gradient_checkpointing_enable()
+        return Side(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(**b).loss)
+
+    ids = torch.randint(0, 31, (2, 8))
+    batch = {"input_ids": ids, "labels": ids}
+    twins = Twins(make, batch)
+    twins.train([batch, batch], tolerance=1e-6)
+    assert any("activation checkpointing set aside" in note for note in twins.step.notes)
+    assert twins.ours.model.is_gradient_checkpointing, "the user's flag is put back"
+
+
+def test_torch_compile_is_set_aside() -> None:
+    def compiled_part() -> Side:
+        model = small_mlp()
+        model[1] = torch.compile(nn.Tanh(), backend="eager")
+        return sgd_side(model)
+
+    def compiled_in_place() -> Side:
+        model = small_mlp()
+        model.compile(backend="eager")
+        return sgd_side(model)
+
+    for make in (compiled_part, compiled_in_place):
+        twins = Twins(make, BATCHES[0])
+        ours, _ = [float(twins.step(b)) for b in BATCHES[:2]], None
+        plain = sgd_side(small_mlp())
+        plain.model.load_state_dict({k.replace("_orig_mod.", ""): v for k, v in twins.theirs.model.state_dict().items()})
+        assert ours == [float(eager_update(plain, b)[0]) for b in BATCHES[:2]]
+        assert any("torch.compile on the model (or a part) set aside" in note for note in twins.step.notes)
+    assert twins.ours.model._compiled_call_impl is not None, "put back"
+
+
+def test_the_users_autocast_is_kept_alone() -> None:
+    def make() -> Side:
+        side = sgd_side(small_mlp())
+
+        def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = model(batch[0])
+            return nn.functional.cross_entropy(logits.float(), batch[1])
+
+        side.loss_fn = loss_fn
+        return side
+
+    twins = Twins(make, BATCHES[0])
+    twins.train(BATCHES[:3], tolerance=1e-6)
+    with pytest.raises(BadOption, match=r"precision='bf16' and loss_fn enters torch.autocast itself.*use one of the two"):
+        interpreted(make(), BATCHES[0], precision="bf16")
+
+
+def test_a_disabled_autocast_inside_is_no_conflict() -> None:
+    side = mlp_side()
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return classify(model, batch)
+
+    side.loss_fn = loss_fn
+    assert interpreted(side, BATCHES[0], precision="bf16").rung == "whole step"
+
+
+def test_bf16_runs_under_autocast() -> None:
+    """As close to eager autocast as rounding allows: same operators, bf16 products."""
+    ours, theirs = mlp_side(), mlp_side()
+    theirs.model.load_state_dict(ours.model.state_dict())
+    plain = theirs.loss_fn
+
+    def under_autocast(model: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return plain(model, batch)
+
+    theirs.loss_fn = under_autocast
+    step = interpreted(ours, BATCHES[0], precision="bf16")
+    for batch in BATCHES[:4]:
+        assert float(step(batch)) == pytest.approx(float(eager_update(theirs, batch)[0]), rel=1e-2)
+    dtypes = {n.meta["val"].dtype for n in step.graph.operations() if "mm" in str(n.target)}
+    assert dtypes == {torch.bfloat16}
+    assert all(p.dtype == torch.float32 for p in ours.model.parameters())
+
+
+def test_surroundings_are_put_back_when_capture_fails() -> None:
+    import torch.utils.checkpoint as module
+
+    kept = module.CheckpointFunction, torch.amp.GradScaler.scale, torch.autocast.__enter__, nn.Module.__call__
+    side = mlp_side()
+    side.loss_fn = lambda m, b: m(b[0])
+    with pytest.raises(BadLoss):
+        interpreted(side, BATCHES[0])
+    assert kept == (module.CheckpointFunction, torch.amp.GradScaler.scale, torch.autocast.__enter__, nn.Module.__call__)
+
+
+def test_no_warning_without_reason() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", WholestepWarning)
+        step = wholestep.compile(m := small_mlp(), classify, torch.optim.SGD(m.parameters()), BATCHES[0],
+                                 backend="interpret", cache=False)  # fmt: skip
+        step(BATCHES[0])
