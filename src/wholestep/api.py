@@ -16,7 +16,7 @@ from wholestep.capture.cache import cached_climb
 from wholestep.capture.ladder import Climb
 from wholestep.capture.preflight import refuse_unsupported
 from wholestep.capture.subject import Subject, make_subject
-from wholestep.errors import BadOption, CaptureRefused, CompilerMissing, NotBuiltYet, WholestepWarning
+from wholestep.errors import BadBatch, BadOption, CaptureRefused, CompilerMissing, NotBuiltYet, WholestepWarning
 from wholestep.graph.training_graph import Role, TrainingGraph
 from wholestep.lower import lower_inductor, lower_interpret, warm_up
 from wholestep.passes.pipeline import Pipeline, default_pipeline
@@ -103,11 +103,18 @@ def compile(
 
     first = check_first_step if check == "first" else None
     step = Step(subject, Settings(capture, lower, backend, dynamic, first), seed=seed)
-    micro = step._micro_batches(example_batch) if accumulate > 1 else [example_batch]
-    tensors, spec = flatten(micro[0])
+    tensors, spec = flatten(_example_micro_batch(step, example_batch))
     step.variant_for(tensors, spec)
     progress.finish(step.explain())
     return step
+
+
+def _example_micro_batch(step: Step, example: Any) -> Any:
+    """The first micro-batch; an example that cannot be cut is one already."""
+    try:
+        return step._micro_batches(example)[0]
+    except BadBatch:
+        return example
 
 
 def _check_options(memory: Any, precision: str, backend: str, check: str) -> None:

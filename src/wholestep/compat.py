@@ -110,3 +110,14 @@ def dynamo_export(module: nn.Module, arguments: tuple[Any, ...]) -> fx.GraphModu
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
     return dynamo_graph_capture_for_export(module)(*arguments)
+
+
+@contextlib.contextmanager
+def without_onednn() -> Iterator[None]:
+    """oneDNN off; torch.backends.mkldnn.flags would also touch TF32 settings, and warn about them."""
+    kept = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(kept)

@@ -1,4 +1,4 @@
-"""Batches of every shape people use: flattened, put back together, cut into micro-batches, captured anew when they differ."""
+"""Batches of every shape people use: flattened and put back, cut into micro-batches, captured anew."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.runtime.twins import Side, Twins, interpreted, small_mlp
 from torch import nn
 
-from tests.runtime.twins import Side, Twins, interpreted, small_mlp
 from wholestep.capture.batch import flatten, signature, split_batch, unflatten
 from wholestep.errors import BadBatch
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.runtime.twins import Side, Twins, class_batches, classify, interpreted, small_mlp
 from torch import nn
 
-from tests.runtime.twins import Side, Twins, class_batches, classify, interpreted, small_mlp
 from wholestep.capture.guards import Guards
 from wholestep.errors import WholestepWarning
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.runtime.twins import Side, Twins, class_batches, classify, eager_update, interpreted, small_mlp
 from torch import nn
 
-from tests.runtime.twins import Side, Twins, class_batches, classify, eager_update, interpreted, small_mlp
 from wholestep.errors import WholestepWarning
 
 BATCHES = class_batches()
@@ -267,7 +267,7 @@ def test_layerdrop_of_zero_is_captured() -> None:
 
 
 def test_layerdrop_falls_back_by_name() -> None:
-    with pytest.warns(WholestepWarning, match=r"a layer is skipped at random \(probability 0\.5\).*test_modes\.py:\d+"):
+    with pytest.warns(WholestepWarning, match=r"a layer is skipped at random \(probability 0\.5\).*test_modes"):
         twins = Twins(layerdrop_side(0.5), BATCHES[0])
     assert twins.step.rung == "eager"
     torch.manual_seed(8)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.runtime.twins import Side, Twins, class_batches, classify, interpreted, small_mlp
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
-from tests.runtime.twins import Side, Twins, class_batches, classify, interpreted, small_mlp
 from wholestep.capture import optimizers
 from wholestep.errors import WholestepWarning
 
@@ -59,7 +59,10 @@ def grouped(parameters: Any) -> torch.optim.Optimizer:
     every = list(parameters)
     weights, biases = [p for p in every if p.dim() > 1], [p for p in every if p.dim() == 1]
     return torch.optim.AdamW(
-        [{"params": weights, "weight_decay": 0.5, "lr": 0.02}, {"params": biases, "weight_decay": 0.0, "betas": (0.5, 0.9)}],
+        [
+            {"params": weights, "weight_decay": 0.5, "lr": 0.02},
+            {"params": biases, "weight_decay": 0.0, "betas": (0.5, 0.9)},
+        ],
         lr=0.001,
     )
 
@@ -87,7 +90,7 @@ SCHEDULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_are_read_live_and_stay_quiet(name: str) -> None:
-    """Guards: numbers enter as HYPER inputs; `optimizer._opt_called` is set, else the scheduler warns about its order."""
+    """Guards: numbers enter as HYPER inputs; `optimizer._opt_called` is set, else the scheduler warns of its order."""
     kind, schedule = SCHEDULES[name]
     twins = Twins(with_scheduler(OPTIMIZERS[kind], schedule), BATCHES[0], check="off")
     with warnings.catch_warnings():
@@ -122,7 +125,9 @@ def test_plateau_and_changes_by_hand() -> None:
         group["weight_decay"] += 0.05
         side.extra.step(1.0)
 
-    twins = Twins(with_scheduler(OPTIMIZERS["adamw"], lambda o: ReduceLROnPlateau(o, patience=1)), BATCHES[0], check="off")
+    twins = Twins(
+        with_scheduler(OPTIMIZERS["adamw"], lambda o: ReduceLROnPlateau(o, patience=1)), BATCHES[0], check="off"
+    )
     twins.train(BATCHES, after=change)
     assert twins.step.captures == 1
 

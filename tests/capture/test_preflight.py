@@ -1,4 +1,4 @@
-"""What is refused with a named error, and what is set aside and said: wrappers, scalers, checkpoints, nested compilers."""
+"""What is refused with a named error, and what is set aside and said: wrappers, scalers, checkpoints, compilers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.runtime.twins import Side, Twins, class_batches, classify, eager_update, interpreted, mlp_side, small_mlp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import wholestep
-from tests.runtime.twins import Side, Twins, class_batches, classify, eager_update, interpreted, mlp_side, small_mlp
 from wholestep.errors import BadLoss, BadOption, UnsupportedModel, UnsupportedOptimizer, WholestepWarning
 
 BATCHES = class_batches()
@@ -176,7 +176,9 @@ def test_torch_compile_is_set_aside() -> None:
         twins = Twins(make, BATCHES[0])
         ours, _ = [float(twins.step(b)) for b in BATCHES[:2]], None
         plain = sgd_side(small_mlp())
-        plain.model.load_state_dict({k.replace("_orig_mod.", ""): v for k, v in twins.theirs.model.state_dict().items()})
+        plain.model.load_state_dict(
+            {k.replace("_orig_mod.", ""): v for k, v in twins.theirs.model.state_dict().items()}
+        )
         assert ours == [float(eager_update(plain, b)[0]) for b in BATCHES[:2]]
         assert any("torch.compile on the model (or a part) set aside" in note for note in twins.step.notes)
     assert twins.ours.model._compiled_call_impl is not None, "put back"
@@ -196,7 +198,9 @@ def test_the_users_autocast_is_kept_alone() -> None:
 
     twins = Twins(make, BATCHES[0])
     twins.train(BATCHES[:3], tolerance=1e-6)
-    with pytest.raises(BadOption, match=r"precision='bf16' and loss_fn enters torch.autocast itself.*use one of the two"):
+    with pytest.raises(
+        BadOption, match=r"precision='bf16' and loss_fn enters torch.autocast itself.*use one of the two"
+    ):
         interpreted(make(), BATCHES[0], precision="bf16")
 
 

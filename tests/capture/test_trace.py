@@ -1,6 +1,7 @@
 """Capture's safety points that concern tracing itself: closures, hooks, module attributes, unused parameters, losses.
 
-make_fx would go wrong in silence at each of them; where it is easy, a test takes the guard out and shows the wrong result.
+make_fx would go wrong in silence at each of them; where that is easy, a test takes the guard out and shows the wrong
+result.
 """
 
 from __future__ import annotations
@@ -13,12 +14,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.runtime.twins import (
+    Side,
+    Twins,
+    class_batches,
+    classify,
+    eager_update,
+    interpreted,
+    mlp_side,
+    small_mlp,
+)  # fmt: skip
 from torch import nn
 
 import wholestep
-from tests.runtime.twins import (
-    Side, Twins, class_batches, classify, eager_update, interpreted, mlp_side, small_mlp,
-)  # fmt: skip
 from wholestep import compat
 from wholestep.capture.snapshot import leftover_fakes
 from wholestep.capture.trace import Tracer
@@ -168,13 +176,13 @@ def replaced_teacher() -> Side:
         nonlocal teacher
         del teacher  # the old one dies before the new one is made: its address may be used again
         gc.collect()
-        teacher = copy.deepcopy(model)
+        teacher = copy.deepcopy(model)  # noqa: F841 - the loss reads it
 
     return Side(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, change)
 
 
 def test_a_teacher_copied_anew_from_the_student() -> None:
-    """Guard: closure contents are compared by identity of objects that are kept alive, not by a number that is reused."""
+    """Guard: closure contents are compared by identity of objects kept alive, not by an address used again."""
     Twins(replaced_teacher, BATCHES[0], check="off").train(BATCHES[:4], after=lambda side: side.extra())
 
 

@@ -47,13 +47,19 @@ def test_an_entry_whose_code_is_gone_is_a_miss(folder):
 def test_the_environment_covers_settings_and_threads():
     from torch._inductor import config
 
-    before = region_cache._environment()
-    assert region_cache._environment() == before
+    before = region_cache.environment()
+    assert region_cache.environment() == before
     with config.patch({"fallback_random": not config.fallback_random}):
-        assert region_cache._environment() != before
+        assert region_cache.environment() != before
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert region_cache.environment() != before
+    finally:
+        torch.set_float32_matmul_precision(precision)
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        assert region_cache._environment() != before
+        assert region_cache.environment() != before
     finally:
         torch.set_num_threads(threads)

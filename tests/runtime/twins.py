@@ -77,7 +77,9 @@ def eager_update(side: Side, batch: Any, clip_norm: float | None = None) -> tupl
 class Twins:
     """Both runs side by side."""
 
-    def __init__(self, make: Callable[[], Side], example: Any, *, clip_norm: float | None = None, **options: Any) -> None:
+    def __init__(
+        self, make: Callable[[], Side], example: Any, *, clip_norm: float | None = None, **options: Any
+    ) -> None:
         torch.manual_seed(0)
         self.ours = make()
         torch.manual_seed(0)
@@ -89,7 +91,9 @@ class Twins:
         action(self.ours)
         action(self.theirs)
 
-    def losses(self, batches: Sequence[Any], after: Callable[[Side], Any] | None = None) -> tuple[list[float], list[float]]:
+    def losses(
+        self, batches: Sequence[Any], after: Callable[[Side], Any] | None = None
+    ) -> tuple[list[float], list[float]]:
         """Train on `batches`, `after` each step on both sides; our losses and theirs."""
         ours, theirs = [], []
         for batch in batches:
@@ -104,9 +108,7 @@ class Twins:
                 self.both(after)
         return ours, theirs
 
-    def train(
-        self, batches: Sequence[Any], after: Callable[[Side], Any] | None = None, tolerance: float = 0.0
-    ) -> None:
+    def train(self, batches: Sequence[Any], after: Callable[[Side], Any] | None = None, tolerance: float = 0.0) -> None:
         """Train both and require equal losses, parameters, buffers and optimizer state."""
         ours, theirs = self.losses(batches, after)
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=tolerance, atol=tolerance)

@@ -85,8 +85,10 @@ def gpt2() -> Built:
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_positions=32,
-                                     use_cache=False, attn_implementation="sdpa")  # fmt: skip
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_positions=32, bos_token_id=0, eos_token_id=1,
+        use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
     return _text(transformers.GPT2LMHeadModel(config), shifted=True)
 
 

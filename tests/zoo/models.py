@@ -12,7 +12,9 @@ CASES = (
     Case("bert_eager", hf.bert_eager_attention, "hf", notes="attention written out in Python"),
     Case("roberta", hf.roberta, "hf", notes="positions from the padding"),
     Case("gpt2", hf.gpt2, "hf", notes="tied head, causal"),
-    Case("llama", hf.llama, "hf", notes="grouped heads: with dropout dk and dv are summed in another order", bitwise=False),
+    Case(
+        "llama", hf.llama, "hf", notes="grouped heads; with dropout dk, dv are summed in another order", bitwise=False
+    ),
     Case("opt", hf.opt, "hf", notes="layerdrop 0: a random number per layer is drawn and compared"),
     Case("t5", hf.t5, "hf", notes="encoder and decoder, relative positions"),
     Case("vit", hf.vit, "hf", notes="images"),

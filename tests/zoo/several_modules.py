@@ -38,7 +38,7 @@ def wgan_gp() -> Built:
         source = torch.Generator().manual_seed(index)
         real, noise = (torch.randn(ROWS, width, generator=source) for width in (WIDTH, NOISE))
         batches.append({"real": real, "noise": noise, "mix": torch.rand(ROWS, 1, generator=source)})
-    edges = [batches[0] | {"mix": torch.zeros(ROWS, 1)}, batches[0] | {"noise": torch.zeros(ROWS, NOISE)}]
+    edges = [batches[0] | {"mix": torch.zeros(ROWS, 1)}, batches[0] | {"noise": batches[0]["noise"] * 100}]
     partner = Built(models, batches, generator_loss, edges, trained=generator.parameters)
     return Built(models, batches, critic_loss, edges, trained=critic.parameters, partner=partner)
 

@@ -196,7 +196,9 @@ def _describe(value: Any, seen: set[int]) -> Any:
     if hasattr(value, "to_dict") and hasattr(value, "model_type"):  # a Hugging Face config
         return ("config", json.dumps(value.to_dict(), sort_keys=True, default=str))
     if hasattr(value, "__dict__"):
-        return (type(value).__qualname__, tuple((k, _describe(v, seen)) for k, v in sorted(vars(value).items())))
+        # private attributes hold hashes and handles that differ between processes (GenerationConfig does)
+        public = [(k, v) for k, v in sorted(vars(value).items()) if not k.startswith("_")]
+        return (type(value).__qualname__, tuple((k, _describe(v, seen)) for k, v in public))
     return ("object", type(value).__qualname__)
 
 

@@ -116,6 +116,8 @@ class FunctionLevel(TorchFunctionMode):
     def __init__(self, sites: Sites, *, tracing: bool) -> None:
         super().__init__()
         self.sites, self.tracing = sites, tracing
+        self.unrolled = False
+        """Whether a recurrent layer was met, which tracing unrolls over its time steps."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -131,6 +133,10 @@ class FunctionLevel(TorchFunctionMode):
             # its body runs with this mode switched off, so the two functions it calls are swapped by name
             with _patched(F, "dropout", self._dropout), _patched(F, "scaled_dot_product_attention", self._attention):
                 return func(*args, **kwargs)
+        if getattr(func, "__name__", "") in _RECURRENT and not kwargs:
+            # oneDNN's whole-layer LSTM keeps a workspace for its backward only while autograd runs: not replayable
+            with compat.without_onednn():
+                return self._recurrent(func, args)
         if func is torch.rand and _is_scalar_size(args, kwargs):
             options = {k: v for k, v in kwargs.items() if k != "size"}
             return ScalarDraw(lambda: func([1], **options).reshape(()))  # not of size [], which would come back here
@@ -174,6 +180,38 @@ class FunctionLevel(TorchFunctionMode):
         )
 
 
+    def _recurrent(self, func: Callable, args: tuple) -> Any:
+        """nn.LSTM and its kin with dropout between layers: one call per layer, keyed dropout between them.
+
+        Under tracing torch decomposes these functions in Python and forgets the dropout (seen in 2.13: its condition is
+        never true), so the layers are taken apart before it gets to that.
+        """
+        self.unrolled = True
+        packed = isinstance(args[1], torch.Tensor) and args[1].dtype == torch.int64 and args[1].dim() == 1
+        # packed: (data, sizes, hx, weights, biases, layers, dropout, train, bidirectional); else the same without sizes,
+        # and with batch_first at the end
+        at = 2 if packed else 1
+        hidden, weights, biases, layers, dropout, train, both = args[at : at + 7]
+        if dropout == 0.0 or not train or layers == 1:
+            return func(*args)
+        ways, per_layer = (2 if both else 1), len(weights) // layers
+        states = hidden if isinstance(hidden, tuple | list) else (hidden,)
+        value, finals = args[0], []
+        for layer in range(layers):
+            mine = tuple(s[layer * ways : (layer + 1) * ways] for s in states)
+            hx = mine if isinstance(hidden, tuple | list) else mine[0]
+            chosen = list(weights[layer * per_layer : (layer + 1) * per_layer])
+            head = (value, args[1]) if packed else (value,)
+            value, *final = func(*head, hx, chosen, biases, 1, 0.0, train, both, *args[at + 7 :])
+            finals.append(final)
+            if layer < layers - 1:
+                value = self._dropout(value, dropout)
+        return (value, *(torch.cat(parts) for parts in zip(*finals, strict=True)))
+
+
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+
+
 def _is_scalar_size(args: tuple, kwargs: dict) -> bool:
     if len(args) == 1 and isinstance(args[0], list | tuple) and len(args[0]) == 0:
         return not set(kwargs) - {"device", "dtype"}
@@ -200,6 +238,7 @@ class DispatchLevel(TorchDispatchMode):
         self.sites = sites
         self.record = record
         self.fingerprint: list[tuple] = []
+        self.unrolled = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -298,5 +337,7 @@ _RANDOM: dict[Any, Callable[..., Any]] = {
 def keyed(sites: Sites, *, tracing: bool = False, record: bool = False) -> Iterator[DispatchLevel]:
     """Run user code with keyed randomness and our attention; yields the lower mode (for its fingerprint)."""
     lower = DispatchLevel(sites, record=record)
-    with lower, FunctionLevel(sites, tracing=tracing):
+    upper = FunctionLevel(sites, tracing=tracing)
+    with lower, upper:
         yield lower
+    lower.unrolled = upper.unrolled

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
+from torch.utils._pytree import tree_map
 
+from wholestep import compat
 from wholestep.capture.subject import Subject
 from wholestep.errors import BadLoss, BadOption, CaptureRefused, UnsupportedModel, UnsupportedOptimizer
 
@@ -119,7 +121,7 @@ def set_aside(subject: Subject) -> Iterator[Surroundings]:
     """While the user's code runs for the trace: no recompute, no scaler, no nested compiler, no second autocast."""
     seen = Surroundings()
     with contextlib.ExitStack() as stack:
-        for manager in (_no_checkpointing, _no_scaler, _no_nested_compile, _watched_autocast):
+        for manager in (_no_checkpointing, _no_scaler, _no_nested_compile, _watched_autocast, _cond_through_dynamo):
             stack.enter_context(manager(subject, seen))
         yield seen
 
@@ -179,6 +181,23 @@ def _watched_autocast(subject: Subject, seen: Surroundings) -> Iterator[None]:
         return enter(self)
 
     with _replaced(torch.autocast, __enter__=watched):
+        yield
+
+
+@contextlib.contextmanager
+def _cond_through_dynamo(subject: Subject, seen: Surroundings) -> Iterator[None]:
+    """torch.cond compiles itself, which is off here; traced as it is, it would not differentiate what its branches close over.
+
+    On real tensors (the eager reference) both branches run and one is selected: as in torch, the other gets zero gradients.
+    """
+
+    def cond(pred: Any, true_fn: Callable, false_fn: Callable, operands: Any = ()) -> Any:
+        if compat.is_fake(pred):
+            raise NotImplementedError("torch.cond is captured through Dynamo")
+        chosen = torch.as_tensor(pred)
+        return tree_map(lambda a, b: torch.where(chosen, a, b), true_fn(*operands), false_fn(*operands))
+
+    with _replaced(torch, cond=cond):
         yield
 
 

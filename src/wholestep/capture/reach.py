@@ -1,8 +1,9 @@
 """What a loss function reaches besides its arguments: closure variables, globals, attributes, modules, tensors.
 
-In: a Subject. Out: `Place`s, each a spot that can be read again before every step (`table[key]`, or a closure cell), and the
-modules that only the loss knows (a teacher). Guards watch the plain values found there, Binding the tensors, Snapshot the modules.
-Only what the code names is followed into objects: a trainer's step counter that the loss never reads is nobody's business.
+In: a Subject. Out: `Place`s, each a spot that can be read again before every step (`table[key]`, or a closure cell),
+and the modules that only the loss knows (a teacher). Guards watch the plain values found there, Binding the tensors,
+Snapshot the modules. Only what the code names is followed into objects: a trainer's step counter that the loss never
+reads is nobody's business.
 """
 
 from __future__ import annotations
@@ -68,8 +69,7 @@ class _Walk:
             function = function.__func__
         code = getattr(function, "__code__", None)
         if code is None:
-            call = getattr(type(function), "__call__", None)
-            self.value(function, label, depth, _names_in(call, type(function)))
+            self.value(function, label, depth, _names_in(type(function).__call__, type(function)))
             return
         if id(function) in self.seen:
             return
@@ -89,10 +89,11 @@ class _Walk:
             return
         if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
             code = getattr(value, "__code__", None)
-            if code is None or is_user_file(code.co_filename):
+            if code is None or (is_user_file(code.co_filename) and "site-packages" not in code.co_filename):
                 self.function(value, label, depth + 1)
             return
-        if id(value) in self.seen or type(value).__module__.split(".")[0] in ("torch", "numpy") and not isinstance(value, nn.Module):
+        library = type(value).__module__.split(".")[0] in ("torch", "numpy")
+        if id(value) in self.seen or (library and not isinstance(value, nn.Module)):
             return
         self.seen.add(id(value))
         if isinstance(value, nn.Module):
@@ -147,7 +148,7 @@ def _names_in(function: Any, owner: type | None) -> tuple[str, ...]:
 
 
 def reached(subject: Subject) -> tuple[list[Place], dict[str, nn.Module]]:
-    """The places that the loss function reads outside its arguments, and the modules found there that `model` does not hold."""
+    """The places that the loss function reads outside its arguments, and the modules there that `model` does not hold."""
     walk = _Walk(subject)
     walk.function(subject.loss_fn, "loss_fn", 0)
     return walk.places, walk.modules

@@ -18,6 +18,7 @@ from torch import nn
 from wholestep import compat
 
 _SKIPPED = {"_parameters", "_buffers", "_modules"}  # swapped and restored by the tracer itself
+_SHADOWS = {"_flat_weights", "_flat_weight_refs"}  # nn.RNN's own lists of its parameters, which follow the swap
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Snapshot:
         found = []
         for path, module, plain, _, inner in self.entries:
             for name, value in module.__dict__.items():
-                if name in _SKIPPED:
+                if name in _SKIPPED or name in _SHADOWS:
                     continue
                 if name not in plain or not _same(plain[name], value):
                     found.append(Change(path, name, value))

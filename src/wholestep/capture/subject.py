@@ -82,16 +82,24 @@ def make_subject(
             raise BadLoss("loss_fn=None means model(**batch).loss, which needs a single module", hint="pass a loss_fn")
         loss_fn = model_loss
     if not callable(loss_fn):
-        raise BadLoss(f"loss_fn is a {type(loss_fn).__name__}, not a function of (model, batch)")
+        raise BadLoss(
+            f"loss_fn is a {type(loss_fn).__name__}, not a function of (model, batch)",
+            hint="pass loss_fn(model, batch) -> loss, or None for model(**batch).loss",
+        )
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise UnsupportedOptimizer(
             f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer",
             hint="pass the optimizer itself, or optimizer=None to get gradients in p.grad and step it yourself",
         )
-    if not isinstance(accumulate, int) or accumulate < 1:
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise BadOption(f"accumulate={accumulate!r}", hint="use a whole number of micro-batches, 1 or more")
-    if clip_norm is not None and not clip_norm > 0:
+    if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm > 0):
         raise BadOption(f"clip_norm={clip_norm!r}", hint="use a positive number, or None for no clipping")
+    if clip_norm is not None and optimizer is None:
+        raise BadOption(
+            f"clip_norm={clip_norm!r} without an optimizer",
+            hint="gradients are handed to you in p.grad: clip them there with torch.nn.utils.clip_grad_norm_",
+        )
     subject = Subject(model, root, loss_fn, optimizer, precision, accumulate, clip_norm)
     subject.refresh()
     _check_optimizer_members(subject)

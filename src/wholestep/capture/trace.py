@@ -69,6 +69,8 @@ class _Forward:
     calls: ModuleCalls
     reassigned: dict[str, torch.Tensor]
     fingerprint: list[tuple]
+    unrolled: bool
+    """Whether a recurrent layer ran, which tracing turns into one copy of the cell per time step."""
 
 
 def run_loss(
@@ -95,7 +97,7 @@ def run_loss(
     reassigned = {
         subject.aliases[n]: t for n, t in live.items() if n in named and t is not named[n] and n in subject.aliases
     }
-    return _Forward(loss, aux, calls, reassigned, lower.fingerprint)
+    return _Forward(loss, aux, calls, reassigned, lower.fingerprint, lower.unrolled)
 
 
 def check_loss(result: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -380,6 +382,8 @@ def _rehearse(tracer: Tracer) -> list[tuple]:
         run, _ = tracer.forward(tracer.fakes, sites, tracing=False)
     _refuse_drawn(1)
     tracer.aux_names = tuple(run.aux)
+    if run.unrolled:
+        tracer.notes.append("a recurrent layer is unrolled over its time steps: the graph grows with the sequence")
     tracer.add_inputs(sites.used)
     return run.fingerprint
 

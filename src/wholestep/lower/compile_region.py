@@ -97,7 +97,9 @@ def require_compiler(regions: Sequence[Region]) -> None:
 
 def compile_region(region: Region) -> Compiled:
     """Compile, or fall back to calling the operators one by one with the reason in `note`."""
-    found = _in_process.get(region.signature)
+    # Not the signature alone: the user may have changed matmul precision or determinism between two compilations.
+    key = f"{region.signature} {region_cache.environment()}"
+    found = _in_process.get(key)
     if found is not None:
         return found
     started = time.perf_counter()
@@ -110,7 +112,7 @@ def compile_region(region: Region) -> Compiled:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         note = f"runs uncompiled, Inductor failed ({reason})"
         compiled = Compiled(_uncompiled(module), time.perf_counter() - started, False, note)
-    _in_process[region.signature] = compiled
+    _in_process[key] = compiled
     return compiled
 
 

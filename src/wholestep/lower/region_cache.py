@@ -83,15 +83,15 @@ def _enabled() -> bool:
 def _path(signature: str) -> Path:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    name = hashlib.sha256(f"{signature} {_environment()}".encode()).hexdigest()
+    name = hashlib.sha256(f"{signature} {environment()}".encode()).hexdigest()
     return Path(cache_dir()) / "wholestep" / name[:2] / f"{name}.json"
 
 
-def _environment() -> str:
-    """Everything but the graph that decides what Inductor generates."""
+def environment() -> str:
+    """Everything but the graph that decides what Inductor generates, as a hash."""
     from torch._inductor import config
 
-    matmul = torch.backends.cuda.matmul
+    settings = getattr(config, "save_config_portable", config.get_config_copy)()
     facts = [
         FORMAT,
         sys.version_info[:3],
@@ -101,16 +101,29 @@ def _environment() -> str:
         _devices(),
         _own_sources(),
         torch.get_num_threads(),
-        torch.get_float32_matmul_precision(),
-        (
-            matmul.allow_tf32,
-            matmul.allow_bf16_reduced_precision_reduction,
-            matmul.allow_fp16_reduced_precision_reduction,
-        ),
         torch.are_deterministic_algorithms_enabled(),
-        sorted((name, repr(value)) for name, value in config.save_config_portable().items()),
+        _matmul_settings(),
+        sorted((name, repr(value)) for name, value in settings.items()),
     ]
     return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _matmul_settings() -> list[str]:
+    """How exact matrix products are; torch refuses to read the old names once the new ones were used to write."""
+    reduced = [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
+    names = ["allow_tf32", "fp32_precision", *reduced]
+    found = []
+    for read in (torch.get_float32_matmul_precision, *(functools.partial(_matmul_setting, name) for name in names)):
+        try:
+            found.append(str(read()))
+        except (RuntimeError, AttributeError, AssertionError):
+            found.append("?")
+    return found
+
+
+def _matmul_setting(name: str) -> object:
+    value = getattr(torch.backends.cuda.matmul, name)
+    return "ieee" if value == "none" else value  # two names of the default: which one depends on who wrote last
 
 
 @functools.cache

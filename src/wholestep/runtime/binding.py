@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from wholestep.capture import optimizers
 from wholestep.capture.optimizers import UpdatePlan
 from wholestep.capture.reach import tensor_places
-from wholestep.capture.reach import tensor_places
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import ACCUMULATED_WEIGHT, Capture
 from wholestep.graph.training_graph import Input, Role, TrainingGraph

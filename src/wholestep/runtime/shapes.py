@@ -52,5 +52,6 @@ def fits(shapes: Shapes, dims: Sequence[dict[int, str]], template: Shapes, symbo
                     return False
             elif values.setdefault(found[dim], size) != size or size < 2:
                 return False
-    replacements = {symbols[name].node.expr: size for name, size in values.items()}
+    # the symbol as it was made: the trace may have set it equal to another, or to a number, which is what the guards tell
+    replacements = {symbols[name].node._expr: size for name, size in values.items()}
     return all(bool(guard.xreplace(replacements)) for guard in guards)

@@ -88,7 +88,7 @@ class Step:
         count = self.subject.accumulate
         if count == 1:
             return [batch]
-        if isinstance(batch, list) and len(batch) == count:
+        if isinstance(batch, list) and len(batch) == count and _alike(batch):
             return batch
         return split_batch(batch, count)
 
@@ -142,7 +142,7 @@ class Step:
             dims = shape_rules.symbolic_dims(seen)
         elif self.settings.dynamic is True:
             dims = [{d: f"size{i}_{d}" for d in range(t.dim())} for i, t in enumerate(tensors)]
-        if dims is not None:
+        if dims is not None and all(shapes[leaf][d] > 1 for leaf, found in enumerate(dims) for d in found):
             variant = self._capture_symbolic(base, shapes, tensors, spec, dims)
             if variant is not None:
                 return variant
@@ -264,6 +264,13 @@ class Step:
 
     def __repr__(self) -> str:
         return f"Step({self.rung}, backend {self.settings.backend}, {self.count} steps, {self.captures} captures)"
+
+
+def _alike(parts: list[Any]) -> bool:
+    """Whether a list can be one of micro-batches: bare tensors of several kinds are the parts of one batch, [x, y]."""
+    if not all(isinstance(part, torch.Tensor) for part in parts):
+        return True
+    return len({(part.dtype, part.dim()) for part in parts}) == 1
 
 
 def progress_line(text: str) -> None:

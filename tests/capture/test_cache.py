@@ -1,0 +1,238 @@
+"""Captured graphs on disk: found by a fresh process, missed when anything changed, ignored when torn."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.runtime.twins import class_batches, classify
+from torch import nn
+
+import wholestep
+from wholestep.capture.batch import flatten
+from wholestep.capture.cache import capture_key
+from wholestep.capture.subject import make_subject
+
+ROOT = Path(__file__).resolve().parents[2]
+BATCH = class_batches(1)[0]
+
+SCRIPT = """
+import json, sys
+import torch
+from torch import nn
+import wholestep
+
+def loss_fn(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1]) * 2.0
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True)
+batch = torch.ones(5, 4), torch.zeros(5, dtype=torch.long)
+step = wholestep.compile(model, loss_fn, optimizer, batch, backend="interpret", clip_norm=1.0)
+print(json.dumps([step._latest.capture.from_cache, [float(step(batch)) for _ in range(3)], step.rung]))
+"""
+
+
+def in_a_process(folder: Path) -> tuple[bool, list[float]]:
+    script = folder / "program.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "WHOLESTEP_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    found, losses, rung = json.loads(done.stdout.splitlines()[-1])
+    assert rung == "whole step"
+    return found, losses
+
+
+def test_a_fresh_process_finds_the_graph(tmp_path: Path) -> None:
+    first, losses = in_a_process(tmp_path)
+    second, again = in_a_process(tmp_path)
+    assert (first, second) == (False, True) and losses == again
+
+
+# ---- the key ----
+
+
+def key_of(
+    model: nn.Module | None = None, loss_fn: Any = classify, optimizer: Any = None, batch: Any = BATCH, **options: Any
+) -> str:
+    model = model or network()
+    optimizer = optimizer or torch.optim.AdamW
+    made = optimizer(model.parameters(), lr=0.01) if isinstance(optimizer, type) else optimizer(model)
+    subject = make_subject(model, loss_fn, made, **options)
+    tensors, spec = flatten(batch)
+    return capture_key(subject, tensors, spec)
+
+
+def network(width: int = 6, p: float = 0.1) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, width), nn.Dropout(p), nn.Linear(width, 3))
+
+
+def scaled_loss(scale: Any) -> Any:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        return classify(model, batch) * scale
+
+    return loss_fn
+
+
+def frozen_first() -> nn.Sequential:
+    model = network()
+    model[0].requires_grad_(False)
+    return model
+
+
+def evaluating() -> nn.Sequential:
+    return network().eval()
+
+
+def hooked() -> nn.Sequential:
+    model = network()
+    model[0].weight.register_hook(lambda g: g * 2)
+    return model
+
+
+def configured(value: int) -> nn.Sequential:
+    model = network()
+    model[0].options = {"depth": [1, value]}
+    return model
+
+
+def test_the_same_program_has_the_same_key() -> None:
+    """Whatever the weights are, and whatever the optimizer's numbers."""
+    assert key_of() == key_of()
+    assert key_of() == key_of(
+        optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.5, betas=(0.1, 0.2), weight_decay=3.0)
+    )
+    assert key_of(loss_fn=scaled_loss(2.0)) == key_of(loss_fn=scaled_loss(2.0))
+    assert key_of(clip_norm=1.0) == key_of(clip_norm=2.0)
+    assert key_of(configured(1)) == key_of(configured(1))
+
+
+OTHERS: dict[str, Any] = {
+    "layer size": lambda: key_of(network(width=7)),
+    "dropout": lambda: key_of(network(p=0.2)),
+    "eval": lambda: key_of(evaluating()),
+    "frozen": lambda: key_of(frozen_first()),
+    "dtype": lambda: key_of(network().double(), batch=(BATCH[0].double(), BATCH[1])),
+    "hook": lambda: key_of(hooked()),
+    "nested attribute": lambda: key_of(configured(1)),
+    "another nested attribute": lambda: key_of(configured(2)),
+    "loss code": lambda: key_of(loss_fn=lambda m, b: classify(m, b) * 2),
+    "another constant in the loss code": lambda: key_of(loss_fn=lambda m, b: classify(m, b) * 3),
+    "closure constant": lambda: key_of(loss_fn=scaled_loss(2.0)),
+    "another closure constant": lambda: key_of(loss_fn=scaled_loss(3.0)),
+    "amsgrad": lambda: key_of(optimizer=lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True)),
+    "adam": lambda: key_of(optimizer=torch.optim.Adam),
+    "sgd": lambda: key_of(optimizer=torch.optim.SGD),
+    "momentum": lambda: key_of(optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)),
+    "groups": lambda: key_of(optimizer=lambda m: torch.optim.AdamW([{"params": [p]} for p in m.parameters()])),
+    "clip": lambda: key_of(clip_norm=1.0),
+    "accumulate": lambda: key_of(accumulate=2),
+    "precision": lambda: key_of(precision="bf16"),
+    "batch size": lambda: key_of(batch=class_batches(1, size=7)[0]),
+    "batch structure": lambda: key_of(batch=list(BATCH)),
+}
+
+
+def test_every_change_is_another_key() -> None:
+    keys = {"as it was": key_of()} | {name: make() for name, make in OTHERS.items()}
+    by_key: dict[str, list[str]] = {}
+    for name, key in keys.items():
+        by_key.setdefault(key, []).append(name)
+    assert [names for names in by_key.values() if len(names) > 1] == []
+
+
+HELPER_SCALE = 1.0
+
+
+def helper(loss: torch.Tensor) -> torch.Tensor:
+    return loss * HELPER_SCALE
+
+
+def loss_with_helper(model: nn.Module, batch: Any) -> torch.Tensor:
+    return helper(classify(model, batch))
+
+
+def test_globals_of_helper_functions_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = key_of(loss_fn=loss_with_helper)
+    monkeypatch.setitem(globals(), "HELPER_SCALE", 2.0)
+    assert key_of(loss_fn=loss_with_helper) != before
+
+
+def test_a_loss_that_reaches_a_tensor_is_not_cached() -> None:
+    weights = torch.ones(3)
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], weight=weights)
+
+    assert not compile_cached(loss_fn=loss_fn)._latest.capture.from_cache
+    assert not compile_cached(loss_fn=loss_fn)._latest.capture.from_cache
+
+
+# ---- files ----
+
+
+def compile_cached(model: nn.Module | None = None, loss_fn: Any = classify, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = model or nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return wholestep.compile(model, loss_fn, optimizer, BATCH, backend="interpret", **options)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("WHOLESTEP_CACHE_DIR", str(tmp_path))
+    return tmp_path / "captures"
+
+
+def test_torn_files_are_ignored(folder: Path) -> None:
+    reference = [float(compile_cached()(BATCH)) for _ in range(1)]
+    (file,) = folder.glob("*.graph")
+    whole = file.read_bytes()
+    for torn in (
+        b"",
+        whole[:40],
+        whole[: len(whole) // 2],
+        whole[:-1],
+        b"\0" * 200,
+        whole[:300] + b"x" * 20 + whole[320:],
+    ):
+        file.write_bytes(torn)
+        step = compile_cached()
+        assert float(step(BATCH)) == reference[0]
+        if torn != whole[:300] + b"x" * 20 + whole[320:]:
+            assert not step._latest.capture.from_cache
+        file.write_bytes(whole)
+    assert compile_cached()._latest.capture.from_cache
+
+
+def test_cache_false_neither_reads_nor_writes(folder: Path) -> None:
+    compile_cached(cache=False)
+    assert not folder.exists() or not list(folder.iterdir())
+    compile_cached()
+    assert not compile_cached(cache=False)._latest.capture.from_cache
+
+
+def test_a_cached_step_trains_as_the_captured_one(folder: Path) -> None:
+    """Loss, gradient norm, optimizer state and notes: nothing is lost on the way through the file."""
+    results = []
+    for _ in range(2):
+        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 3))
+        torch.manual_seed(1)
+        for p in model.parameters():
+            nn.init.normal_(p, std=0.3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        step = wholestep.compile(
+            model, classify, optimizer, BATCH, backend="interpret", clip_norm=0.1, accumulate=1, seed=0
+        )
+        losses = [float(step(BATCH)) for _ in range(3)]
+        results.append((losses, float(step.grad_norm), model[1].running_mean.tolist(), step._latest.capture.from_cache))
+    assert results[0][:3] == results[1][:3] and [r[3] for r in results] == [False, True]

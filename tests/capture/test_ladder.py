@@ -1,0 +1,131 @@
+"""The fallback ladder: which rung is taken, and that a fall is told with its reason and the user's source line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.runtime.twins import Side, Twins, class_batches, classify, interpreted, mlp_side, small_mlp
+from torch import nn
+
+from wholestep.errors import WholestepWarning
+
+BATCHES = class_batches()
+
+
+class Branches(nn.Module):
+    """Data-dependent control flow that Dynamo understands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda t: self.first(t), lambda t: self.second(t), (x,))
+
+
+def side_of(model: nn.Module, momentum: float = 0.9) -> Side:
+    return Side(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum, weight_decay=0.1), classify)
+
+
+def test_torch_cond_goes_through_dynamo() -> None:
+    def make() -> Side:
+        return Side(model := Branches(), torch.optim.SGD(model.parameters(), lr=0.1), classify)
+
+    assert len({bool(x.sum() > 0) for x, _ in BATCHES}) == 2, "both branches must run"
+    twins = Twins(make, BATCHES[0])
+    assert twins.step.rung == "Dynamo forward", twins.step.explain()
+    assert [fall.rung for fall in twins.step.falls] == ["whole step"]
+    ours, theirs = twins.losses(BATCHES)
+    assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def test_a_data_dependent_if_runs_in_eager() -> None:
+    class Chooses(Branches):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.sum() > 0:
+                return self.first(x)
+            return self.second(x)
+
+    with pytest.warns(WholestepWarning, match=r"the step runs in eager PyTorch: whole step: .*test_ladder\.py:\d+"):
+        twins = Twins(lambda: side_of(Chooses()), BATCHES[0])
+    assert twins.step.rung == "eager" and twins.step.graph is None
+    assert twins.step.falls[0].where is not None and twins.step.falls[0].where.startswith("test_ladder.py:")
+    assert "eager" in twins.step.explain() and "test_ladder.py" in twins.step.explain()
+    twins.train(BATCHES)
+
+
+def test_python_state_under_dynamo_is_refused_too() -> None:
+    """Guard: what Dynamo's export would change on modules ends the climb; it would be done once and for all."""
+
+    class Remembers(Branches):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last: Any = torch.zeros(5, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x) + 0.5 * self.last
+            self.last = out.detach()
+            return out
+
+    with pytest.warns(WholestepWarning, match="eager"):
+        twins = Twins(lambda: side_of(Remembers()), BATCHES[0])
+    assert twins.step.rung == "eager"
+    twins.train(BATCHES[:4])
+
+
+def test_an_error_of_the_users_is_the_users() -> None:
+    """A model that fails in eager fails at the first call with its own error, and says so at compile."""
+    side = mlp_side()
+    with pytest.warns(WholestepWarning, match=r"reduction dim|mat1"):
+        step = interpreted(side, (torch.randn(5, 9), BATCHES[0][1]))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        step((torch.randn(5, 9), BATCHES[0][1]))
+
+
+def test_item_in_the_loss_runs_in_eager() -> None:
+    def make() -> Side:
+        side = side_of(small_mlp())
+        side.loss_fn = lambda m, b: classify(m, b) * (1.0 + float(b[0].sum().item() > 0))
+        return side
+
+    with pytest.warns(WholestepWarning, match="eager"):
+        twins = Twins(make, BATCHES[0])
+    twins.train(BATCHES)
+
+
+def test_sparse_gradients_run_in_eager() -> None:
+    def make() -> Side:
+        model = nn.Embedding(9, 3, sparse=True)
+        return Side(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b).square().sum())
+
+    ids = torch.tensor([1, 2, 2])
+    with pytest.warns(WholestepWarning, match="sparse"):
+        twins = Twins(make, ids)
+    twins.train([ids, ids])
+
+
+@pytest.mark.parametrize("options", [{"clip_norm": 0.2}, {"accumulate": 3}])
+def test_the_eager_rung_clips_and_accumulates(options: dict[str, Any]) -> None:
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) if x.sum() > -1e9 else x
+
+    torch.manual_seed(0)
+    ours = side_of(Chooses())
+    torch.manual_seed(0)
+    plain = side_of(nn.Linear(4, 3))
+    with pytest.warns(WholestepWarning):
+        step = interpreted(ours, tuple(t[:3] for t in BATCHES[0]), **options)
+    captured = interpreted(plain, tuple(t[:3] for t in BATCHES[0]), **options)
+    for batch in BATCHES[:3]:
+        part = tuple(t[:3] for t in batch)
+        assert float(step(part)) == pytest.approx(float(captured(part)), rel=1e-6)
+        if "clip_norm" in options:
+            assert float(step.grad_norm) == pytest.approx(float(captured.grad_norm), rel=1e-6)
+    torch.testing.assert_close(ours.model.inner.weight, plain.model.weight, rtol=1e-6, atol=1e-7)

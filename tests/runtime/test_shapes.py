@@ -1,0 +1,132 @@
+"""Sizes that vary: a ragged last batch runs at once, a third size makes the dimension symbolic, guards hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.runtime.twins import Side, Twins, class_batches, classify, interpreted, mlp_side, small_mlp
+from torch import nn
+
+from wholestep.runtime.shapes import symbolic_dims
+
+Sizes = list[tuple[tuple[int, ...], ...]]
+
+
+def sized(*sizes: int) -> list[Any]:
+    return [class_batches(1, size=s)[0] for s in sizes]
+
+
+def test_a_ragged_last_batch_runs_at_once() -> None:
+    """It is captured, and interpreted rather than compiled."""
+    batches = sized(6, 6, 6, 2)
+    twins = Twins(mlp_side, batches[0], check="off")
+    twins.train(batches)
+    assert (twins.step.captures, twins.step.compilations) == (2, 1)
+    twins.train(batches)
+    assert (twins.step.captures, twins.step.compilations) == (2, 1)
+
+
+def test_the_third_size_is_symbolic_and_serves_all_others() -> None:
+    batches = sized(6, 2, 5, 9, 3, 11, 4, 8)
+    twins = Twins(mlp_side, batches[0], check="off")
+    twins.train(batches, tolerance=1e-6)
+    assert (twins.step.captures, twins.step.compilations) == (3, 2), twins.step.explain()
+    assert any("symbolic now" in note for note in twins.step.notes)
+
+
+def test_size_one_is_not_served_by_the_symbolic_graph() -> None:
+    """Sizes 0 and 1 are special to tracing: broadcasting."""
+    batches = sized(6, 2, 5, 1, 7, 1)
+    twins = Twins(mlp_side, batches[0], check="off")
+    twins.train(batches, tolerance=1e-6)
+    assert twins.step.captures == 4
+
+
+def test_guards_of_the_trace_are_respected() -> None:
+    """A branch on the size: the graph traced on one side must not run on the other."""
+
+    def make() -> Side:
+        def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+            scale = 10.0 if batch[0].shape[0] > 6 else 1.0
+            return classify(model, batch) * scale
+
+        model = small_mlp()
+        return Side(model, torch.optim.SGD(model.parameters(), lr=0.01), loss_fn)
+
+    batches = sized(3, 4, 5, 9, 6, 12, 2)
+    twins = Twins(make, batches[0], check="off")
+    twins.train(batches, tolerance=1e-5)
+    assert twins.step.rung == "whole step"
+
+
+def test_a_size_that_reaches_a_number_follows() -> None:
+    def make() -> Side:
+        def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+            return F.cross_entropy(model(batch[0]), batch[1], reduction="sum") / batch[0].shape[0] + len(batch[0]) * 0.1
+
+        model = small_mlp()
+        return Side(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn)
+
+    batches = sized(3, 4, 5, 9, 6, 12)
+    Twins(make, batches[0], check="off").train(batches, tolerance=1e-6)
+
+
+def test_dynamic_true_is_symbolic_at_once_and_false_never() -> None:
+    batches = sized(6, 3, 5, 7)
+    step = interpreted(mlp_side(), batches[0], dynamic=True, check="off")
+    for batch in batches:
+        step(batch)
+    assert step.captures == 1, step.explain()
+    step = interpreted(mlp_side(), batches[0], dynamic=False, check="off")
+    for batch in batches:
+        step(batch)
+    assert (step.captures, step.compilations) == (4, 4)
+
+
+def test_a_rare_shape_that_keeps_coming_is_compiled() -> None:
+    batches = sized(6, *[2] * 12)
+    step = interpreted(mlp_side(), batches[0], check="off")
+    for batch in batches:
+        step(batch)
+    assert (step.captures, step.compilations) == (2, 2)
+
+
+def test_two_dimensions_vary_independently() -> None:
+    """Batch and sequence length, as a padded loader gives them."""
+
+    def make() -> Side:
+        model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11))
+        loss_fn = lambda m, b: F.cross_entropy(m(b["ids"]).flatten(0, 1), b["labels"].flatten())  # noqa: E731
+        return Side(model, torch.optim.AdamW(model.parameters(), lr=0.01), loss_fn)
+
+    def tokens(rows: int, length: int) -> Any:
+        ids = torch.randint(0, 11, (rows, length), generator=torch.Generator().manual_seed(rows * 100 + length))
+        return {"ids": ids, "labels": ids.flip(1)}
+
+    batches = [tokens(*s) for s in ((4, 6), (4, 7), (4, 9), (2, 5), (3, 8), (4, 12))]
+    twins = Twins(make, batches[0], check="off")
+    twins.train(batches, tolerance=1e-6)
+    assert twins.step.captures <= 5
+
+
+def test_which_dimensions_become_symbolic() -> None:
+    seen: Sizes = [((4, 6), (4, 6)), ((4, 7), (4, 7))]
+    assert symbolic_dims(seen) is None
+    seen.append(((4, 8), (4, 8)))
+    assert symbolic_dims(seen) == [{1: "size0"}, {1: "size0"}], "dimensions that go together share a symbol"
+    seen.append(((2, 8), (2, 8)))
+    assert symbolic_dims(seen) == [{0: "size0", 1: "size1"}, {0: "size0", 1: "size1"}]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_dropout_and_norm_layers_under_symbolic_sizes(accumulate: int) -> None:
+    """The step stays whole; losses stay finite and the mask follows the size."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Dropout(0.5), nn.Linear(6, 3))
+    side = Side(model, torch.optim.AdamW(model.parameters()), classify)
+    batches = sized(4, 6, 8, 10, 12)
+    step = interpreted(side, batches[0], check="off", accumulate=accumulate)
+    assert all(torch.isfinite(step(b)) for b in batches)
+    assert step.rung == "whole step" and step.captures == 3
