@@ -184,13 +184,15 @@ def measure(system: str, step: Any, batches: list[Any], losses: list[Any]) -> di
 # ---- in the parent ----
 
 
-def planned_rows(models: list[str], systems: list[str], depths: list[int]) -> list[dict[str, Any]]:
+def planned_rows(
+    models: list[str], systems: list[str], depths: list[int], cached_peers: bool
+) -> list[dict[str, Any]]:
     """The rows in the order they are made: a cached row right after its cold one, whose caches it needs."""
     rows = []
     for name in models:
         for system in systems:
             rows.append({"model": name, "system": system, "kind": "cold", "layers": LAYERS[name]})
-            if system != "eager":
+            if system == "wholestep" or (system == "compile" and cached_peers):
                 rows.append({"model": name, "system": system, "kind": "cached", "layers": LAYERS[name]})
             if system == "wholestep":
                 rows += [{"model": name, "system": system, "kind": "depth", "layers": depth} for depth in depths]
@@ -267,6 +269,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results" / "h200.json")
     parser.add_argument("--caches", type=Path, default=Path(tempfile.gettempdir()) / "wholestep-h200")
     parser.add_argument("--budget-seconds", type=float, default=500.0)
+    parser.add_argument("--cached-peers", action="store_true", help="also the second process of torch.compile")
     parser.add_argument("--retry", action="store_true", help="make rows that failed before again")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -279,7 +282,7 @@ def main() -> None:
     if options.retry:
         rows = [row for row in rows if "error" not in row]
     depths = [int(depth) for depth in options.depths.split(",") if depth]
-    for row in planned_rows(options.models.split(","), options.systems.split(","), depths):
+    for row in planned_rows(options.models.split(","), options.systems.split(","), depths, options.cached_peers):
         if identity(row) in map(identity, rows):
             continue
         left = deadline - time.monotonic()

@@ -18,7 +18,7 @@ from wholestep.capture.preflight import refuse_unsupported
 from wholestep.capture.subject import Subject, make_subject
 from wholestep.errors import BadBatch, BadOption, CaptureRefused, CompilerMissing, NotBuiltYet, WholestepWarning
 from wholestep.graph.training_graph import Role, TrainingGraph
-from wholestep.lower import lower_inductor, lower_interpret, warm_up
+from wholestep.lower import faster_of, lower_inductor, lower_interpret, warm_up
 from wholestep.passes.pipeline import Pipeline, default_pipeline
 from wholestep.runtime.progress import Progress
 from wholestep.runtime.step import Settings, Step
@@ -99,6 +99,8 @@ def compile(
         except CompilerMissing:
             warnings.warn("no C++ compiler on PATH: the step runs interpreted", WholestepWarning, stacklevel=2)
             return lower_interpret(graph)
+        if subject.device.type == "cpu":
+            runner = faster_of(graph, runner, lower_interpret(graph))
         return _with_cuda_graph(runner, graph, subject, cuda_graph)
 
     first = check_first_step if check == "first" else None

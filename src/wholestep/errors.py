@@ -50,7 +50,7 @@ class FirstStepDiffers(WholestepError):
     """`check="first"`: the compiled step and eager PyTorch disagree on the first live batch."""
 
 
-class CaptureRefused(Exception):  # noqa: N818 - a control-flow signal of the ladder, not a user-facing error
+class CaptureRefused(Exception):
     """This rung of the ladder cannot capture the step faithfully; the next rung is tried and `reason` is told."""
 
     def __init__(self, reason: str, *, where: str | None = None) -> None:

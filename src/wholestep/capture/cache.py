@@ -30,6 +30,7 @@ from wholestep.capture.batch import BatchSpec, signature
 from wholestep.capture.ladder import Climb, climb
 from wholestep.capture.optimizers import UpdatePlan
 from wholestep.capture.preflight import notes_on, refuse_unsupported
+from wholestep.capture.reach import reached
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
 from wholestep.disk import cache_folder, read_bytes, write_atomically
@@ -39,7 +40,7 @@ from wholestep.graph.serialise import dumps, loads
 _PLAIN = (int, float, complex, str, bool, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
-class _NotHashable(Exception):  # noqa: N818 - a signal inside this file
+class _NotHashable(Exception):
     """Something the graph may depend on has no stable description."""
 
 
@@ -109,7 +110,7 @@ def capture_key(subject: Subject, tensors: Sequence[torch.Tensor], spec: BatchSp
     """One hash over all that the trace depends on."""
     digest = hashlib.sha256()
     for part in (
-        _versions(), _sources(subject.root), _modules(subject), _loss(subject), _optimizer(subject),
+        _versions(), _sources(subject.root), _modules(subject), _loss(subject), _reached(subject), _optimizer(subject),
         (spec.tree, signature(tensors), subject.precision, subject.accumulate, subject.clip_norm is None),
         (torch.get_default_dtype(), torch.is_autocast_enabled(subject.device.type)),
     ):  # fmt: skip
@@ -132,7 +133,7 @@ def _own_sources() -> str:
 
 def _sources(root: nn.Module) -> list[tuple]:
     """The user's program by content, installed packages that define modules by size and time of their files."""
-    found = []
+    found: list[tuple] = []
     libraries = {type(m).__module__ for m in root.modules()}
     for name, module in sorted(sys.modules.items()):
         path = getattr(module, "__file__", None)
@@ -242,6 +243,12 @@ def _loss(subject: Subject) -> Any:
     if all(isinstance(v, nn.Module) and id(v) in members for v in _contents(cells)) and cells:
         return _code(function.__code__)
     return _describe(function, set())
+
+
+def _reached(subject: Subject) -> list[tuple]:
+    """Plain values that the loss or a module of the user's reads from closures and globals."""
+    values = ((place.label, place.read()) for place in reached(subject)[0])
+    return [(label, value) for label, value in values if isinstance(value, _PLAIN)]
 
 
 def _contents(cells: list[Any]) -> Iterator[Any]:

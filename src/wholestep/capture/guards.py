@@ -93,9 +93,9 @@ class Guards:
         """Values that every forward changes (counters) are fixed knowingly; they do not call for a new capture."""
         self.excluded |= labels
         kept = [i for i, label in enumerate(self.labels) if label not in self.excluded]
-        self.tables, self.keys, self.labels = (
-            [column[i] for i in kept] for column in (self.tables, self.keys, self.labels)
-        )
+        self.tables = [self.tables[i] for i in kept]
+        self.keys = [self.keys[i] for i in kept]
+        self.labels = [self.labels[i] for i in kept]
 
     def restructured(self) -> bool:
         """Whether a submodule was replaced, added or removed: then nothing that was captured holds."""
@@ -130,7 +130,8 @@ class Guards:
 
     def differences(self, before: list[Any], after: list[Any]) -> Iterator[str]:
         """`name: old -> new` of what changed between two readings."""
-        names = [*self.labels, *(p.label for p in self.places), *self.subject.parameters, "parameter hooks", "late hooks", "autocast"]
+        names = [*self.labels, *(p.label for p in self.places), *self.subject.parameters]
+        names += ["parameter hooks", "late hooks", "autocast"]
         if len(before) != len(after):
             yield "what the loss function reads, or a hook"
             return

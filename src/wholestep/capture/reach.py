@@ -56,7 +56,7 @@ class _Walk:
         self.modules: dict[str, nn.Module] = {}
         self.places: list[Place] = []
 
-    def function(self, function: Any, label: str, depth: int) -> None:
+    def function(self, function: Any, label: str, depth: int, owner: type | None = None) -> None:
         while hasattr(function, "__wrapped__"):
             function = function.__wrapped__
         if isinstance(function, functools.partial):
@@ -74,7 +74,7 @@ class _Walk:
         if id(function) in self.seen:
             return
         self.seen.add(id(function))
-        names = _names_in(function, None)
+        names = _names_in(function, owner)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             self._at(Place(cell, None, name), depth, names)
         for name in names:
@@ -89,7 +89,7 @@ class _Walk:
             return
         if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
             code = getattr(value, "__code__", None)
-            if code is None or (is_user_file(code.co_filename) and "site-packages" not in code.co_filename):
+            if code is None or _is_users(value):
                 self.function(value, label, depth + 1)
             return
         library = type(value).__module__.split(".")[0] in ("torch", "numpy")
@@ -131,6 +131,12 @@ class _Walk:
         self.value(value, place.label, depth, names)
 
 
+def _is_users(function: Any) -> bool:
+    """Written in the user's program, not in an installed library."""
+    name = function.__code__.co_filename
+    return is_user_file(name) and "site-packages" not in name
+
+
 def _names_in(function: Any, owner: type | None) -> tuple[str, ...]:
     """Every name that a function's code mentions, and that methods of `owner` which it mentions mention in turn."""
     found: dict[str, None] = {}
@@ -148,9 +154,13 @@ def _names_in(function: Any, owner: type | None) -> tuple[str, ...]:
 
 
 def reached(subject: Subject) -> tuple[list[Place], dict[str, nn.Module]]:
-    """The places that the loss function reads outside its arguments, and the modules there that `model` does not hold."""
+    """The places that the loss (and the user's own modules) read outside arguments, and modules that `model` lacks."""
     walk = _Walk(subject)
     walk.function(subject.loss_fn, "loss_fn", 0)
+    for cls in dict.fromkeys(type(module) for module in subject.root.modules()):
+        forward = getattr(cls, "forward", None)
+        if isinstance(forward, types.FunctionType) and _is_users(forward):
+            walk.function(forward, cls.__name__, 1, cls)
     return walk.places, walk.modules
 
 

@@ -59,9 +59,7 @@ class Snapshot:
             for name, value in module.__dict__.items():
                 if name in _SKIPPED or name in _SHADOWS:
                     continue
-                if name not in plain or not _same(plain[name], value):
-                    found.append(Change(path, name, value))
-                elif name in inner and not same_content(inner[name], value):
+                if name not in plain or not _same(plain[name], value) or (name in inner and not same_content(inner[name], value)):
                     found.append(Change(path, name, value))
         return found
 

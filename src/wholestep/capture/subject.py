@@ -41,7 +41,7 @@ class Subject:
     buffers: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     """Every name a tensor has -> the one it is known by here."""
-    device: torch.device = torch.device("cpu")
+    device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
     """Where the trained parameters live."""
 
     def refresh(self) -> None:

@@ -481,7 +481,9 @@ def _becomes_literal(graph: fx.Graph, node: fx.Node, tensor: torch.Tensor) -> bo
         return False
     with graph.inserting_before(node):
         number = graph.call_function(
-            aten.full.default, (list(tensor.shape), tensor.item() if tensor.numel() else 0), {"dtype": tensor.dtype, "device": tensor.device}
+            aten.full.default,
+            (list(tensor.shape), tensor.item() if tensor.numel() else 0),
+            {"dtype": tensor.dtype, "device": tensor.device},
         )
     number.meta = {k: v for k, v in next(iter(node.users)).meta.items() if k in ("val", "custom")}
     for user in list(node.users):
@@ -571,8 +573,8 @@ def _drop_unused(
     ]
     for i in dropped:
         graph.erase_node(placeholders[i])
-    place = {}
-    kept = []
+    place: dict[int, int] = {}
+    kept: list[Input] = []
     for i, entry in enumerate(inputs):
         if i not in dropped:
             place[i] = len(kept)
@@ -624,9 +626,9 @@ def _refuse_drawn(salt: int) -> None:
     """The generators as `_reseed(salt)` left them, or a refusal."""
     states = random.getstate(), np.random.get_state()
     _reseed(salt)
-    drawn = [n for n, same in (
-        ("random", states[0] == random.getstate()),
-        ("numpy.random", repr(states[1]) == repr(np.random.get_state()) and states[1][2] == np.random.get_state()[2]),
-    ) if not same]  # fmt: skip
+    fresh = random.getstate(), np.random.get_state()
+    drawn = [] if states[0] == fresh[0] else ["random"]
+    if repr(states[1]) != repr(fresh[1]):  # the repr holds the position in the stream
+        drawn.append("numpy.random")
     if drawn:
         raise CaptureRefused(f"the forward draws from {drawn[0]}: the value would be fixed")

@@ -27,9 +27,10 @@ def train(
 
     Example: wholestep train --steps 100 --dump graphs/
     """
+    from wholestep.api import compile as compile_step
     from wholestep.train.tiny import train_tiny
 
-    train_tiny(steps, backend=backend, dump=dump, say=typer.echo)
+    train_tiny(compile_step, steps, backend=backend, dump=dump, say=typer.echo)
 
 
 def main() -> None:

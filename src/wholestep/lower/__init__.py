@@ -4,6 +4,7 @@ from wholestep.lower.compile_region import warm_up
 from wholestep.lower.cuda_graph import AutoCudaGraph, CudaGraphRunner, NotRecordable
 from wholestep.lower.inductor import lower_inductor
 from wholestep.lower.interpret import lower_interpret
+from wholestep.lower.measured import faster_of
 from wholestep.lower.runner import Runner
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "CudaGraphRunner",
     "NotRecordable",
     "Runner",
+    "faster_of",
     "lower_inductor",
     "lower_interpret",
     "warm_up",

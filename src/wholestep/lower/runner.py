@@ -47,6 +47,11 @@ class Runner:
         """Facts for reports: backend, regions, seconds, cache hits, the driver's source, notes."""
         return dict(self._facts)
 
+    def with_facts(self, **facts: Any) -> Runner:
+        """The same code, described by more facts."""
+        assert self._function is not None
+        return Runner(self._function, self.num_inputs, {**self._facts, **facts}, self._keep)
+
     def release(self) -> None:
         """Drop the compiled code and the constants it holds."""
         self._function = self._keep = None

@@ -69,7 +69,7 @@ def _verdict(mask: fx.Node) -> str | None:
     return verdicts.pop() if len(verdicts) == 1 else None
 
 
-class _DependsOnInput(Exception):  # noqa: N818 - a signal inside this file
+class _DependsOnInput(Exception):
     """The mask is computed from something only known at run time."""
 
 

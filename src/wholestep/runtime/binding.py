@@ -22,12 +22,11 @@ from wholestep.capture.trace import ACCUMULATED_WEIGHT, Capture
 from wholestep.graph.training_graph import Input, Role, TrainingGraph
 from wholestep.runtime.feed import Feed
 
-
 Columns = tuple[list[dict], list[str], list[torch.Tensor]]
 """Tables, keys, and the tensors expected there; columns rather than rows, so that C loops can compare them."""
 
 
-class StateMoved(Exception):  # noqa: N818 - a signal to the Step, which captures anew
+class StateMoved(Exception):
     """A tensor was replaced by one of another shape, dtype or device, or step counts parted: the graph no longer fits."""
 
 

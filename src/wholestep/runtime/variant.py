@@ -35,7 +35,7 @@ class Variant:
         moved = self.binding.refresh()
         if moved:
             for runner in (self.runner, self.update_runner):
-                if hasattr(runner, "invalidate"):
+                if runner is not None and hasattr(runner, "invalidate"):
                     runner.invalidate()
         self.uses += 1
         numbers = self.binding.numbers()

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import wholestep
+from wholestep.runtime.step import Step
 
 VOCABULARY = 256
 
@@ -41,7 +41,9 @@ class Block(nn.Module):
 class TinyGPT(nn.Module):
     """Bytes in, logits of the next byte out."""
 
-    def __init__(self, width: int = 128, layers: int = 4, heads: int = 4, context: int = 64, dropout: float = 0.1) -> None:
+    def __init__(
+        self, width: int = 128, layers: int = 4, heads: int = 4, context: int = 64, dropout: float = 0.1
+    ) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(VOCABULARY, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
@@ -71,13 +73,14 @@ def batches(context: int, batch: int, device: torch.device) -> Iterator[Tensor]:
 
 
 def train_tiny(
+    compile_step: Callable[..., Step],
     steps: int = 200,
     *,
     backend: str = "inductor",
     dump: str | None = None,
     say: Callable[[str], None] = print,
 ) -> list[float]:
-    """Compile and train; says what happens, returns the loss of every step that was reported."""
+    """Compile (by `wholestep.compile`, handed in) and train; says what happens, returns the losses it reported."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     model = TinyGPT().to(device)
@@ -85,11 +88,10 @@ def train_tiny(
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=steps)
     stream = batches(64, 16, device)
     began = time.perf_counter()
-    step = wholestep.compile(
-        model, next_byte_loss, optimizer, next(stream), clip_norm=1.0, backend=backend, dump=dump
-    )
+    step = compile_step(model, next_byte_loss, optimizer, next(stream), clip_norm=1.0, backend=backend, dump=dump)
     say(step.explain())
-    say(f"compiled in {time.perf_counter() - began:.1f} s; {sum(p.numel() for p in model.parameters()):,} parameters on {device}")
+    count = sum(p.numel() for p in model.parameters())
+    say(f"compiled in {time.perf_counter() - began:.1f} s; {count:,} parameters on {device}")
     losses: list[float] = []
     began = time.perf_counter()
     for number in range(1, steps + 1):
