@@ -12,7 +12,7 @@ TORCH   := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint unit train zoo bench-cpu sz clean distclean
+.PHONY: help install test lint unit train zoo loop bench-cpu sz clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ train: $(STAMP)  ## train a small model (ARGS="gpt-10m --steps 100")
 
 zoo: $(STAMP)  ## capture and check every model of the zoo, slow ones included
 	@$(BIN)/python -m pytest -q -n $(WORKERS) -m zoo $(ARGS)
+
+loop: $(STAMP)  ## a whole training script and 200 random lengths against eager, compiled
+	@$(BIN)/python -m pytest -q tests/test_real_loop.py -m 'slow or not slow' $(ARGS)
 
 bench-cpu: $(STAMP)  ## time the compiled step against eager on the CPU
 	@$(BIN)/python benchmarks/cpu_gpt.py $(ARGS)

@@ -13,7 +13,15 @@ from tests.runtime.twins import class_batches, classify, small_mlp
 from torch import nn
 
 import wholestep
-from wholestep.errors import BadLoss, BadOption, NotBuiltYet, UnsupportedModel, UnsupportedOptimizer, WholestepError
+from wholestep.errors import (
+    BadLoss,
+    BadOption,
+    NotBuiltYet,
+    UnsupportedModel,
+    UnsupportedOptimizer,
+    WholestepError,
+    WholestepWarning,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH = class_batches(1, size=6)[0]
@@ -42,7 +50,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[WholestepError], str]] = {
     "clip -1": ({"clip_norm": -1}, BadOption, "clip_norm=-1"),
     "clip nan": ({"clip_norm": float("nan")}, BadOption, "clip_norm=nan"),
     "clip text": ({"clip_norm": "1"}, BadOption, "clip_norm='1'"),
-    "clip without optimizer": ({"clip_norm": 1.0, "optimizer": None}, BadOption, r"without an optimizer.*p\.grad"),
     "model": ({"model": 3, "optimizer": None}, UnsupportedModel, r"model is a int.*dict or tuple of all modules"),
     "empty dict": ({"model": {}, "optimizer": None}, UnsupportedModel, "model is a dict"),
     "function as model": ({"model": lambda x: x, "optimizer": None}, UnsupportedModel, "model is a function"),
@@ -63,6 +70,13 @@ def test_what_cannot_be_honoured_is_refused_by_name(name: str) -> None:
     with pytest.raises(error, match=words) as raised:
         compiled(**options)
     assert raised.value.hint, "the text ends with what to do"
+
+
+def test_clipping_without_an_optimizer_is_left_to_the_caller_and_said() -> None:
+    with pytest.warns(WholestepWarning, match=r"clip_norm=1e-06 is left to you.*clip p\.grad"):
+        step = compiled(model := small_mlp(), optimizer=None, clip_norm=1e-6)
+    step(BATCH)
+    assert float(model[0].weight.grad.norm()) > 1e-3
 
 
 def test_an_optimizer_with_a_foreign_parameter() -> None:

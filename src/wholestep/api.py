@@ -80,7 +80,7 @@ def compile(
     progress = Progress(verbose)
     if backend == "inductor":
         warm_up()
-    _warn_about_optimizer(optimizer)
+    _warn_about_optimizer(optimizer, clip_norm)
     pipeline = passes if isinstance(passes, Pipeline) else default_pipeline(extra=passes or ())
 
     def capture(subject: Subject, tensors: Sequence[torch.Tensor], spec: BatchSpec, dynamic: Any) -> Climb:
@@ -133,7 +133,10 @@ def _check_options(memory: Any, precision: str, backend: str, check: str) -> Non
             raise BadOption(f"{name}={value!r}", hint=f"use one of {', '.join(map(repr, known))}")
 
 
-def _warn_about_optimizer(optimizer: Optimizer | None) -> None:
+def _warn_about_optimizer(optimizer: Optimizer | None, clip_norm: float | None) -> None:
+    if optimizer is None and clip_norm is not None:
+        text = f"clip_norm={clip_norm!r} is left to you without an optimizer: clip p.grad before your update"
+        warnings.warn(text, WholestepWarning, stacklevel=3)
     reason = None if optimizer is None else optimizers.supported(optimizer)
     if reason is not None:
         warnings.warn(

@@ -121,3 +121,9 @@ def without_onednn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(kept)
+
+
+def size_hints(symbol: torch.SymInt) -> dict[Any, Any]:
+    """The sizes that symbols had when they were traced (the table was renamed between versions)."""
+    env = symbol.node.shape_env
+    return env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val

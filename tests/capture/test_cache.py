@@ -167,6 +167,18 @@ def test_globals_of_helper_functions_count(monkeypatch: pytest.MonkeyPatch) -> N
     assert key_of(loss_fn=loss_with_helper) != before
 
 
+def test_globals_count_also_when_the_closure_holds_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+
+    def loss_fn(_: Any, batch: Any) -> torch.Tensor:
+        return sum(classify(model, batch) * HELPER_SCALE for _ in range(2))
+
+    before = key_of(model, loss_fn)
+    assert key_of(model, loss_fn) == before
+    monkeypatch.setitem(globals(), "HELPER_SCALE", 2.0)
+    assert key_of(model, loss_fn) != before
+
+
 def test_a_loss_that_reaches_a_tensor_is_not_cached() -> None:
     weights = torch.ones(3)
 

@@ -186,6 +186,35 @@ def test_the_training_flag_of_a_teacher_in_the_closure() -> None:
     twins.train(BATCHES[2:4])
 
 
+SLOPE = 1.0
+
+
+class ReadsAGlobal(nn.Module):
+    """Its forward reads SLOPE, by way of a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaled(self.inner(x))
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * SLOPE
+
+
+def test_a_global_that_a_module_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> Side:
+        model = ReadsAGlobal()
+        return Side(model, torch.optim.SGD(model.parameters(), lr=0.1), classify)
+
+    twins = Twins(make, BATCHES[0], check="off")
+    twins.train(BATCHES[:2])
+    monkeypatch.setitem(globals(), "SLOPE", 3.0)
+    twins.train(BATCHES[2:4])
+    assert twins.step.captures == 2
+
+
 def test_autocast_around_the_step_is_part_of_the_key() -> None:
     side = with_option()
     step = interpreted(side, BATCHES[0], check="off")

@@ -277,8 +277,8 @@ def test_layerdrop_falls_back_by_name() -> None:
 
 @pytest.mark.parametrize(
     "use",
-    [lambda d: d * 2, lambda d: 1.0 - d, lambda d: d.exp() / d, lambda d: torch.where(d > 0.5, d, 0.0), lambda d: d <= 0.5,
-     lambda d: torch.add(d, d)],
+    [lambda d: d * 2, lambda d: 1.0 - d, lambda d: d.exp() / d, lambda d: torch.where(d > 0.5, d, 0.0),
+     lambda d: d <= 0.5, lambda d: torch.add(d, d)],
 )  # fmt: skip
 def test_a_scalar_draw_used_as_a_number(use: Callable[[Any], Any]) -> None:
     """`torch.rand([])` stands for its tensor in arithmetic."""

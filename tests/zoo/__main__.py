@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import json
 import platform
+import subprocess
 import sys
 import time
 import warnings
@@ -74,6 +75,12 @@ def line(made: dict[str, Any]) -> str:
     return f"{made['case']:<16} {made['rung']:<14} {made['capture_seconds']:>7.1f} {nodes:>15}  {shown}"
 
 
+def facts() -> dict[str, str]:
+    command = ["git", "rev-parse", "HEAD"]
+    commit = subprocess.run(command, cwd=RESULT.parent, capture_output=True, text=True, check=False).stdout.strip()
+    return {"torch": torch.__version__, "python": platform.python_version(), "commit": commit or "unknown"}
+
+
 def main(names: list[str]) -> int:
     warnings.simplefilter("ignore", wholestep.WholestepWarning)
     heads = " ".join(f"{kind + ' ' + backend:<16}" for kind, backend in RUNS)
@@ -83,8 +90,7 @@ def main(names: list[str]) -> int:
         rows.append(row(ZOO[name]))
         print(line(rows[-1]), flush=True)
         if not names:  # a partial table must not replace the full one
-            facts = {"torch": torch.__version__, "python": platform.python_version(), "rows": rows}
-            RESULT.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+            RESULT.write_text(json.dumps(facts() | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
     return (
         0 if all(made[f"{k} {b}"]["result"] in ("bitwise", "equal", "eager") for made in rows for k, b in RUNS) else 1
     )

@@ -95,11 +95,6 @@ def make_subject(
         raise BadOption(f"accumulate={accumulate!r}", hint="use a whole number of micro-batches, 1 or more")
     if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm > 0):
         raise BadOption(f"clip_norm={clip_norm!r}", hint="use a positive number, or None for no clipping")
-    if clip_norm is not None and optimizer is None:
-        raise BadOption(
-            f"clip_norm={clip_norm!r} without an optimizer",
-            hint="gradients are handed to you in p.grad: clip them there with torch.nn.utils.clip_grad_norm_",
-        )
     subject = Subject(model, root, loss_fn, optimizer, precision, accumulate, clip_norm)
     subject.refresh()
     _check_optimizer_members(subject)

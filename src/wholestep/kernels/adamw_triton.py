@@ -20,7 +20,7 @@ from wholestep.kernels.triton_types import load_pointer, triton_dtype
 
 @triton.jit
 def _adamw_block(
-    param_ptr, grad_ptr, m_ptr, v_ptr, vmax_ptr, offsets, mask, lr, beta1, beta2, eps, weight_decay, step_size, root2,
+    param_ptr, grad_ptr, m_ptr, v_ptr, vmax_ptr, offsets, mask, take1, keep2, take2, eps, decay, step_size, root2,
     scale, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, DECOUPLED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     param = tl.load(param_ptr + offsets, mask=mask).to(MATH)
@@ -30,11 +30,11 @@ def _adamw_block(
     if MAXIMIZE:
         grad = -grad
     if DECOUPLED:
-        param = param * (1 - lr * weight_decay)
+        param = param * decay
     else:
-        grad = grad + weight_decay * param
-    m = m + (grad - m) * (1 - beta1)
-    v = v * beta2 + grad * grad * (1 - beta2)
+        grad = grad + decay * param
+    m = m + (grad - m) * take1
+    v = v * keep2 + grad * grad * take2
     tl.store(m_ptr + offsets, m.to(m_ptr.dtype.element_ty), mask=mask)
     tl.store(v_ptr + offsets, v.to(v_ptr.dtype.element_ty), mask=mask)
     if AMSGRAD:
@@ -61,7 +61,7 @@ def _adamw_kernel(
     step_size = (lr / (1 - tl.exp(step * tl.log(beta1)))).to(MATH)
     root2 = tl.sqrt(1 - tl.exp(step * tl.log(beta2))).to(MATH)
     eps = tl.load(hyper + 4).to(MATH)
-    weight_decay = tl.load(hyper + 5).to(MATH)
+    weight_decay = tl.load(hyper + 5)
     scale = tl.load(scale_ptr).to(MATH) if HAS_SCALE else 1.0
 
     param_ptr = load_pointer(table, 0, tensor, num_tensors, PARAM, ALIGNED)
@@ -70,15 +70,17 @@ def _adamw_kernel(
     v_ptr = load_pointer(table, 3, tensor, num_tensors, SECOND, ALIGNED)
     vmax_ptr = load_pointer(table, 4, tensor, num_tensors, LARGEST, ALIGNED) if AMSGRAD else v_ptr
     offsets = tl.multiple_of(start, BLOCK) + tl.arange(0, BLOCK)
-    lr, beta1, beta2 = lr.to(MATH), beta1.to(MATH), beta2.to(MATH)
+    # 1 - beta2 in float32 would be off by 5e-5 of itself: differences are taken in float64 first
+    take1, keep2, take2 = (1 - beta1).to(MATH), beta2.to(MATH), (1 - beta2).to(MATH)
+    decay = (1 - lr * weight_decay).to(MATH) if DECOUPLED else weight_decay.to(MATH)
     if start + BLOCK <= size:  # full blocks need no mask, hence wide loads
         _adamw_block(
-            param_ptr, grad_ptr, m_ptr, v_ptr, vmax_ptr, offsets, None, lr, beta1, beta2, eps, weight_decay, step_size,
+            param_ptr, grad_ptr, m_ptr, v_ptr, vmax_ptr, offsets, None, take1, keep2, take2, eps, decay, step_size,
             root2, scale, AMSGRAD, MAXIMIZE, DECOUPLED, MATH,
         )  # fmt: skip
     else:
         _adamw_block(
-            param_ptr, grad_ptr, m_ptr, v_ptr, vmax_ptr, offsets, offsets < size, lr, beta1, beta2, eps, weight_decay,
+            param_ptr, grad_ptr, m_ptr, v_ptr, vmax_ptr, offsets, offsets < size, take1, keep2, take2, eps, decay,
             step_size, root2, scale, AMSGRAD, MAXIMIZE, DECOUPLED, MATH,
         )  # fmt: skip
 

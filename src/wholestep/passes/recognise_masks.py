@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep import compat
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.passes.pipeline import compiler_pass
 
@@ -99,13 +100,15 @@ def _plain(argument: Any, extra: int) -> Any:
 
 def _size(symbol: torch.SymInt, extra: int) -> int:
     expression = symbol.node.expr
-    hints = symbol.node.shape_env.var_to_val if hasattr(symbol.node.shape_env, "var_to_val") else {}
-    replaced = expression.xreplace({s: int(hints[s]) + extra for s in expression.free_symbols})
-    return int(replaced)
+    hints = compat.size_hints(symbol)
+    return int(expression.xreplace({s: int(hints[s]) + extra for s in expression.free_symbols}))
 
 
 def _small(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor) or int(value.numel()) <= _MOST_ELEMENTS
+    if not isinstance(value, torch.Tensor):
+        return True
+    elements = value.numel()  # int() of a symbolic size would fix it to its present value
+    return (_size(elements, 0) if isinstance(elements, torch.SymInt) else elements) <= _MOST_ELEMENTS
 
 
 def _classify(mask: torch.Tensor) -> str | None:

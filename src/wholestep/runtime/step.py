@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from wholestep import compat
 from wholestep.capture.batch import BatchSpec, flatten, split_batch
 from wholestep.capture.guards import Guards
 from wholestep.capture.ladder import Climb, Fall
@@ -155,10 +156,13 @@ class Step:
         if climb.capture is None:
             self._note(f"sizes stay static: {climb.falls[-1]}")
             return None
-        if not shape_rules.fits(shapes, dims, shapes, climb.capture.symbols, climb.capture.guards):
-            self._note("sizes stay static: the trace fixed a size that should vary")
+        capture = climb.capture
+        variant = self._lowered(capture, self.settings.backend)
+        # read again: passes and compiling may have relied on more facts about the sizes than tracing did
+        capture.guards = compat.shape_guards(capture.fake_mode)
+        if not all(shape_rules.fits(s, dims, shapes, capture.symbols, capture.guards) for s in self._seen[base]):
+            self._note("sizes stay static: the step relies on a size that should vary")
             return None
-        variant = self._lowered(climb.capture, self.settings.backend)
         self._symbolic.append((base, variant, dims, shapes))
         varying = sorted({name for found in dims for name in found.values()})
         self._note(f"{len(varying)} batch dimension(s) seen with several sizes are symbolic now")
