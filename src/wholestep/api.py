@@ -79,7 +79,7 @@ def compile(
         refuse_unsupported(subject)
     progress = Progress(verbose)
     if backend == "inductor":
-        warm_up()
+        warm_up(subject.device.type)
     _warn_about_optimizer(optimizer, clip_norm)
     pipeline = passes if isinstance(passes, Pipeline) else default_pipeline(extra=passes or ())
 

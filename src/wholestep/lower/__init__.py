@@ -1,10 +1,10 @@
 """Lowering: TrainingGraph -> Runner, a callable that updates the state in place. The only folder that writes state."""
 
-from wholestep.lower.compile_region import warm_up
 from wholestep.lower.cuda_graph import AutoCudaGraph, CudaGraphRunner, NotRecordable
 from wholestep.lower.inductor import lower_inductor
 from wholestep.lower.interpret import lower_interpret
 from wholestep.lower.measured import faster_of
+from wholestep.lower.overlap import warm_up
 from wholestep.lower.runner import Runner
 
 __all__ = [

@@ -17,7 +17,6 @@ import dataclasses
 import inspect
 import os
 import shutil
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -66,26 +65,9 @@ class Compiled:
 _in_process: weakref.WeakValueDictionary[str, Compiled] = weakref.WeakValueDictionary()
 
 
-def warm_up() -> None:
-    """Start Inductor's compile workers in the background, so that they are ready when tracing is done.
-
-    The imports happen in the calling thread: torch's modules import each other in a circle, and two threads that enter
-    it at different places break each other.
-    """
-    try:
-        import torch._inductor.compile_fx  # noqa: F401
-        from torch._inductor.async_compile import AsyncCompile
-    except ImportError:  # compiling reports its own errors; this only saves time
-        return
-    warm = getattr(AsyncCompile, "warm_pool", None)
-    if warm is not None:
-        threading.Thread(target=warm, name="wholestep-warm-up", daemon=True).start()
-
-
 def require_compiler(regions: Sequence[Region]) -> None:
     """Inductor needs a C++ compiler for the CPU; without one every region would fail, one by one."""
-    devices = {t.device.type for r in regions for n in (*r.reads, *r.body) for t in tensors_in(n.meta.get("val"))}
-    if devices - {"cpu"} or not regions:
+    if not on_cpu(regions) or not regions:
         return
     names = [os.environ.get("CXX"), "g++", "clang++", "c++", "cl"]
     if not any(name and shutil.which(name) for name in names):
@@ -93,6 +75,17 @@ def require_compiler(regions: Sequence[Region]) -> None:
             "backend 'inductor' needs a C++ compiler on the CPU and none was found (g++, clang++, $CXX)",
             hint="install g++, or use backend='interpret'",
         )
+
+
+def on_cpu(regions: Sequence[Region]) -> bool:
+    """Whether no tensor of the regions is elsewhere."""
+    devices = {t.device.type for r in regions for n in (*r.reads, *r.body) for t in tensors_in(n.meta.get("val"))}
+    return not devices - {"cpu"}
+
+
+def forget_compiled() -> None:
+    """Compile again what this process has compiled before."""
+    _in_process.clear()
 
 
 def compile_region(region: Region) -> Compiled:

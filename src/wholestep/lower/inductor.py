@@ -16,10 +16,11 @@ from torch import fx
 
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.kernels import IN_PLACE
-from wholestep.lower.compile_region import Compiled, compile_region, require_compiler
+from wholestep.lower.compile_region import Compiled, compile_region, forget_compiled, on_cpu, require_compiler
 from wholestep.lower.driver import Statement, build_driver
 from wholestep.lower.in_place import ImperativeGraph, write_state_in_place
 from wholestep.lower.interpret import constants_of, statement_of
+from wholestep.lower.overlap import one_wait_for_all
 from wholestep.lower.regions import Piece, Region, split_regions
 from wholestep.lower.runner import Runner
 
@@ -35,7 +36,7 @@ def lower_inductor(graph: TrainingGraph, *, watch: Sequence[str] = (), progress:
     regions = [piece for piece in pieces if isinstance(piece, Region)]
     require_compiler(regions)
     split_seconds = time.perf_counter() - started
-    compiled = _compile_distinct(regions, progress)
+    compiled = _compile_together(regions, progress)
     driver = build_driver(
         imperative.placeholders,
         [_statement(piece, compiled) for piece in pieces],
@@ -52,6 +53,17 @@ def _take_fused_updates(imperative: ImperativeGraph) -> None:
     for node in imperative.graph.nodes:
         if node.target in IN_PLACE.values() and node.args[-1] in ("single", "foreach"):
             node.update_arg(len(node.args) - 1, "fused")
+
+
+def _compile_together(regions: list[Region], progress: Progress | None) -> dict[str, Compiled]:
+    """On the CPU all C++ is waited for at the end; if any of it fails, again one by one, to know which."""
+    if on_cpu(regions):
+        try:
+            with one_wait_for_all():
+                return _compile_distinct(regions, progress)
+        except Exception:
+            forget_compiled()
+    return _compile_distinct(regions, progress)
 
 
 def _compile_distinct(regions: list[Region], progress: Progress | None) -> dict[str, Compiled]:
