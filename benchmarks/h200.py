@@ -147,7 +147,7 @@ def child(name: str, system: str, kind: str, layers: int) -> dict[str, Any]:
     if kind == "cold":
         row |= measure(system, step, batches, losses)
     if system == "wholestep":
-        row |= {"regions": step.regions, "rung": step.rung, "falls": [str(fall) for fall in step.falls],
+        row |= {"regions": {k: v for k, v in step.regions.items() if k != "driver"}, "rung": step.rung, "falls": [str(fall) for fall in step.falls],
                 "seconds": step.seconds, "explain": step.explain()}  # fmt: skip
     return row
 

@@ -29,7 +29,7 @@ from torch import nn
 import wholestep
 from wholestep import compat
 from wholestep.capture.snapshot import leftover_fakes
-from wholestep.capture.trace import Tracer
+from wholestep.capture.tracer import Tracer
 from wholestep.errors import BadLoss, WholestepWarning
 from wholestep.graph.training_graph import Role
 from wholestep.runtime.binding import Binding
@@ -220,7 +220,7 @@ def test_a_trained_parameter_read_around_its_module_is_refused(monkeypatch: pyte
         twins = Twins(make, BATCHES[0])
     assert twins.step.rung == "eager"
     twins.train(BATCHES)
-    monkeypatch.setattr("wholestep.capture.trace._refuse_trained_constants", lambda live, subject: None)
+    monkeypatch.setattr("wholestep.capture.assemble._refuse_trained_constants", lambda live, subject: None)
     monkeypatch.setattr(Binding, "_bind_constants", lambda self: None)
     unguarded = Twins(make, BATCHES[0], check="off")
     ours, theirs = unguarded.losses(BATCHES)

@@ -17,10 +17,11 @@ from torch import nn
 from wholestep import compat
 from wholestep.capture.batch import BatchSpec, flatten
 from wholestep.capture.preflight import notes_on, refuse_unsupported
+from wholestep.capture.python_random import python_randomness_watched
 from wholestep.capture.reach import reached
 from wholestep.capture.snapshot import Snapshot
 from wholestep.capture.subject import Subject
-from wholestep.capture.trace import Capture, capture, python_randomness_watched
+from wholestep.capture.trace import Capture, capture
 from wholestep.errors import CaptureRefused, WholestepError
 
 

@@ -32,7 +32,10 @@ ws = torch.ops.ws
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # not `train/` or `nn/`: models live there, and their lines are what a reader wants to see
-_OURS = tuple(_PACKAGE + part for part in ("api.py", "capture", "compat.py", "graph", "kernels", "lower", "passes", "runtime", "verify"))
+_OURS = tuple(
+    _PACKAGE + part
+    for part in ("api.py", "capture", "compat.py", "graph", "kernels", "lower", "passes", "runtime", "verify")
+)
 
 
 def is_user_file(name: str) -> bool:

@@ -18,7 +18,8 @@ from wholestep.capture import optimizers
 from wholestep.capture.optimizers import UpdatePlan
 from wholestep.capture.reach import tensor_places
 from wholestep.capture.subject import Subject
-from wholestep.capture.trace import ACCUMULATED_WEIGHT, Capture
+from wholestep.capture.trace import Capture
+from wholestep.capture.tracer import ACCUMULATED_WEIGHT
 from wholestep.graph.training_graph import Input, Role, TrainingGraph
 from wholestep.runtime.feed import Feed
 

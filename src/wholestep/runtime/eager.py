@@ -9,7 +9,7 @@ import torch
 
 from wholestep.capture.preflight import autocast_for
 from wholestep.capture.subject import Subject
-from wholestep.capture.trace import check_loss
+from wholestep.capture.tracer import check_loss
 
 Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from wholestep.capture.subject import Subject
-from wholestep.capture.trace import ACCUMULATED_WEIGHT, Capture
+from wholestep.capture.trace import Capture
+from wholestep.capture.tracer import ACCUMULATED_WEIGHT
 from wholestep.graph.training_graph import OutputKind, TrainingGraph
 from wholestep.runtime.binding import Binding
 from wholestep.runtime.eager import Result, combine

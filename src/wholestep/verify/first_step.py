@@ -19,7 +19,7 @@ import torch
 
 from wholestep.capture.batch import BatchSpec, unflatten
 from wholestep.capture.optimizers import UpdatePlan
-from wholestep.capture.trace import ACCUMULATED_WEIGHT
+from wholestep.capture.tracer import ACCUMULATED_WEIGHT
 from wholestep.errors import CaptureRefused, FirstStepDiffers
 from wholestep.graph.training_graph import Input, OutputKind, Role, TrainingGraph
 from wholestep.lower import lower_interpret

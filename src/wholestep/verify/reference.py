@@ -20,7 +20,7 @@ from wholestep.capture.preflight import set_aside
 from wholestep.capture.sites import Sites
 from wholestep.capture.snapshot import Snapshot
 from wholestep.capture.subject import Subject
-from wholestep.capture.trace import run_loss
+from wholestep.capture.tracer import run_loss
 from wholestep.errors import BadLoss
 from wholestep.runtime.random import keys_for, seeded_generator
 

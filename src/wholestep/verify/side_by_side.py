@@ -16,7 +16,8 @@ import torch
 from wholestep.capture.batch import BatchSpec, unflatten
 from wholestep.capture.ladder import climb
 from wholestep.capture.subject import Subject
-from wholestep.capture.trace import ACCUMULATED_WEIGHT, Capture
+from wholestep.capture.trace import Capture
+from wholestep.capture.tracer import ACCUMULATED_WEIGHT
 from wholestep.errors import CompilerMissing
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.lower import lower_inductor, lower_interpret

@@ -1,0 +1,163 @@
+"""From the record of one traced step to a TrainingGraph: live constants, no mutation, outputs with a meaning.
+
+In: the FX graph that tracing recorded, with the meaning of its inputs and outputs. Out: a TrainingGraph. Tensors the trace met
+on its own become inputs; writes become values (one `copy_` per written input, which turns into an UPDATE output).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep import compat
+from wholestep.capture.provenance import complete
+from wholestep.capture.subject import Subject
+from wholestep.errors import CaptureRefused
+from wholestep.graph.training_graph import Input, Output, OutputKind, Role, TrainingGraph
+
+aten = torch.ops.aten
+
+
+class LeakedFake(Exception):
+    """A tensor made by an earlier run of the forward was read by this one."""
+
+
+def lift_constants(recorded: fx.GraphModule, subject: Subject, mode: compat.FakeMode) -> tuple[torch.Tensor, ...]:
+    """Tensors that the trace met without being given them become inputs, read live at every step."""
+    graph = recorded.graph
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    live: list[torch.Tensor] = []
+    placeholders: list[fx.Node] = []
+    for node in [n for n in graph.nodes if n.op == "get_attr"]:
+        tensor = getattr(recorded, str(node.target))
+        if compat.is_fake(tensor):
+            raise LeakedFake("a tensor kept from the previous call is read")
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if _becomes_literal(graph, node, tensor):
+            continue
+        known = next((i for i, t in enumerate(live) if t is tensor), None)
+        if known is None:
+            with graph.inserting_after(placeholders[-1] if placeholders else last):
+                placeholders.append(graph.placeholder(f"constant{len(live)}"))
+            placeholders[-1].meta["val"] = compat.to_fake(mode, tensor)
+            live.append(tensor)
+            known = len(live) - 1
+        node.replace_all_uses_with(placeholders[known])
+        graph.erase_node(node)
+    _refuse_trained_constants(live, subject)
+    return tuple(live)
+
+
+def _becomes_literal(graph: fx.Graph, node: fx.Node, tensor: torch.Tensor) -> bool:
+    """A number written in the code (`torch.tensor(0.5)`, or an empty list) is not state: it is put in the graph."""
+    fresh = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
+    if not (tensor.dim() == 0 or tensor.numel() == 0) or not node.users or not all(u.target in fresh for u in node.users):
+        return False
+    with graph.inserting_before(node):
+        number = graph.call_function(
+            aten.full.default,
+            (list(tensor.shape), tensor.item() if tensor.numel() else 0),
+            {"dtype": tensor.dtype, "device": tensor.device},
+        )
+    number.meta = {k: v for k, v in next(iter(node.users)).meta.items() if k in ("val", "custom")}
+    for user in list(node.users):
+        user.replace_all_uses_with(number)
+        graph.erase_node(user)
+    graph.erase_node(node)
+    return True
+
+
+def _refuse_trained_constants(live: list[torch.Tensor], subject: Subject) -> None:
+    trained = {id(p): n for n, p in subject.trained.items()}
+    for tensor in live:
+        if id(tensor) in trained:
+            raise CaptureRefused(
+                f"{trained[id(tensor)]} is read around its module (through a closure or a list), so its gradient would be lost"
+            )
+
+
+def functional(
+    recorded: fx.GraphModule, fakes: list[Any], inputs: Sequence[Input], meanings: list[Output], mode: compat.FakeMode
+) -> TrainingGraph:
+    """The second tracing where something mutates, then the TrainingGraph."""
+    recorded.graph.eliminate_dead_code()
+    if not any(_mutates(node) for node in recorded.graph.nodes):
+        return _assemble(recorded, inputs, meanings)  # already functional: half of the tracing time saved
+    module = compat.trace(lambda *flat: fx.Interpreter(recorded).run(*flat), fakes, mode=mode, functional=True)
+    return _assemble(module, inputs, meanings)
+
+
+def _mutates(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and (schema is None or schema.is_mutable) and node.target is not operator.getitem
+
+
+_IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
+
+
+def _assemble(module: fx.GraphModule, inputs: Sequence[Input], meanings: list[Output]) -> TrainingGraph:
+    """From a functional trace to a TrainingGraph: writes to inputs become outputs, helper outputs become tables."""
+    graph = module.graph
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    for node in list(graph.nodes):
+        if node.target in _IDENTITIES:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    output = next(iter(reversed(graph.nodes)))
+    values, outputs = list(output.args[0]), list(meanings)
+    for node in list(graph.nodes):
+        if node.target is aten.copy_.default and node.args[0] in placeholders:
+            index = placeholders.index(node.args[0])
+            target, new = node.args[0], node.args[1]
+            if new.meta["val"].dtype != target.meta["val"].dtype or new.meta["val"].shape != target.meta["val"].shape:
+                raise CaptureRefused(f"{inputs[index]} is overwritten with another shape or dtype")
+            values = [new if v is node else v for v in values]
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+            if new is not target:
+                values.append(new)
+                outputs.append(Output(OutputKind.UPDATE, str(inputs[index]), index))
+    gradients, boundaries, kept = {}, {}, []
+    for value, meaning in zip(values, outputs, strict=True):
+        if meaning.name.startswith("gradient/"):
+            gradients[meaning.name.removeprefix("gradient/")] = value
+        elif meaning.name.startswith("boundary/"):
+            boundaries[meaning.name.removeprefix("boundary/")] = value
+        elif not (meaning.kind is OutputKind.UPDATE and value is placeholders[meaning.target or 0]):
+            kept.append((value, meaning))
+    output.args = (tuple(v for v, _ in kept),)
+    graph.eliminate_dead_code()
+    kept_inputs, outputs = _drop_unused(graph, placeholders, inputs, [m for _, m in kept])
+    complete(module)
+    graph.lint()
+    module.recompile()
+    alive = set(graph.nodes)
+    return TrainingGraph(
+        module, tuple(kept_inputs), tuple(outputs),
+        {n: v.name for n, v in gradients.items() if v in alive},
+        {n: v.name for n, v in boundaries.items() if isinstance(v, fx.Node) and v in alive},
+    )  # fmt: skip
+
+
+def _drop_unused(
+    graph: fx.Graph, placeholders: list[fx.Node], inputs: Sequence[Input], outputs: list[Output]
+) -> tuple[list[Input], list[Output]]:
+    """Parameters that got no gradient have no state, as in torch: their unused state inputs leave the graph."""
+    dropped = [
+        i for i, p in enumerate(placeholders) if not p.users and inputs[i].role in (Role.STATE, Role.GRADIENT)
+    ]
+    for i in dropped:
+        graph.erase_node(placeholders[i])
+    place: dict[int, int] = {}
+    kept: list[Input] = []
+    for i, entry in enumerate(inputs):
+        if i not in dropped:
+            place[i] = len(kept)
+            kept.append(entry)
+    return kept, [o if o.target is None else dataclasses.replace(o, target=place[o.target]) for o in outputs]
