@@ -87,7 +87,12 @@ def worker(system: str, layers: int) -> None:
     loss = float(step(batches[0]))
     facts: dict[str, Any] = {"first_step_seconds": time.perf_counter() - began, "first_loss": loss}
     if system == "wholestep":
-        facts |= {"regions": {k: v for k, v in step.regions.items() if k != "driver"}, "rung": step.rung, "captures": step.captures, "seconds": step.seconds}
+        facts |= {
+            "regions": {k: v for k, v in step.regions.items() if k != "driver"},
+            "rung": step.rung,
+            "captures": step.captures,
+            "seconds": step.seconds,
+        }
     elif system != "eager":
         facts["graphs"] = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     print(json.dumps(facts, default=str), flush=True)

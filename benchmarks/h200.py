@@ -147,8 +147,9 @@ def child(name: str, system: str, kind: str, layers: int) -> dict[str, Any]:
     if kind == "cold":
         row |= measure(system, step, batches, losses)
     if system == "wholestep":
-        row |= {"regions": {k: v for k, v in step.regions.items() if k != "driver"}, "rung": step.rung, "falls": [str(fall) for fall in step.falls],
-                "seconds": step.seconds, "explain": step.explain()}  # fmt: skip
+        facts = {k: v for k, v in step.regions.items() if k != "driver"}
+        row |= {"regions": facts, "rung": step.rung, "falls": [str(fall) for fall in step.falls]}
+        row |= {"seconds": step.seconds, "explain": step.explain()}
     return row
 
 
@@ -184,9 +185,7 @@ def measure(system: str, step: Any, batches: list[Any], losses: list[Any]) -> di
 # ---- in the parent ----
 
 
-def planned_rows(
-    models: list[str], systems: list[str], depths: list[int], cached_peers: bool
-) -> list[dict[str, Any]]:
+def planned_rows(models: list[str], systems: list[str], depths: list[int], cached_peers: bool) -> list[dict[str, Any]]:
     """The rows in the order they are made: a cached row right after its cold one, whose caches it needs."""
     rows = []
     for name in models:

@@ -69,19 +69,25 @@ def page() -> str:
     printed = to_python(graph)
     rewritten, _ = default_pipeline().run(graph)
     driver = lower_interpret(rewritten).describe()["driver"]
+    code = "\n\n```python\n{}\n```"
+    ending = "\n".join(driver.rstrip().splitlines()[-12:])
     parts = [
-        "# One model through every stage\n\nWritten by `scripts/print_stages.py`; a test checks that it is still true.",
-        "## What the user has\n\n```python\n" + source_of(Layer, Model, mean_square) + "\n```\n\n"
+        "# One model through every stage",
+        "Written by `scripts/print_stages.py`; a test checks that it is still true.",
+        "## What the user has" + code.format(source_of(Layer, Model, mean_square)),
         "with AdamW, `clip_norm=1.0`, and a batch of two 4x8 tensors.",
-        "## Captured\n\nThe whole step as one functional program: three equal layers are printed once and called three times. Every line "
-        "carries its shape, its module and the user's source line. It runs: `step(*inputs)` returns the loss, the gradient "
-        "norm and all new values.\n\n```python\n" + printed.rstrip() + "\n```",
-        "## After the passes\n\n`recognise_masks` finds no attention here, so the program is the same. With `dump=\"folder\"`, `compile` "
-        "writes it after each pass.",
-        "## Lowered\n\nUpdates become writes into the tensors that hold the state, and one flat function calls the operators (backend "
-        "`interpret`) or the compiled regions (backend `inductor`), freeing each value at its last use. The end of it:\n\n```python\n"
-        + "\n".join(driver.rstrip().splitlines()[-12:]) + "\n```",
-    ]  # fmt: skip
+        "## Captured",
+        "The whole step as one functional program: equal layers are printed once and called as often as they occur. Every\n"
+        "line carries its shape, its module and the user's source line. It runs: `step(*inputs)` returns the loss, the\n"
+        "gradient norm and all new values." + code.format(printed.rstrip()),
+        "## After the passes",
+        "`recognise_masks` finds no attention here, so the program is the same. With `dump=\"folder\"`, `compile` writes it\n"
+        "after each pass.",
+        "## Lowered",
+        "Updates become writes into the tensors that hold the state, and one flat function calls the operators (backend\n"
+        "`interpret`) or the compiled regions (backend `inductor`), freeing each value at its last use. The end of it:"
+        + code.format(ending),
+    ]
     return re.sub(r"in \d+\.\d+ s", "in ... s", "\n\n".join(parts)) + "\n"
 
 
