@@ -13,6 +13,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+# Tests that start a process of their own find the package without an install.
+SOURCES = str(Path(__file__).parent.parent / "src")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (SOURCES, os.environ.get("PYTHONPATH"))))
 # Read when transformers and OpenMP are first imported, hence set before anything below imports them.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"

@@ -13,9 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_the_step_by_step_page_is_what_the_stages_print() -> None:
-    done = subprocess.run(
-        [sys.executable, "scripts/print_stages.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "scripts/print_stages.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"run scripts/print_stages.py to rewrite docs/step-by-step.md\n{done.stderr[-2000:]}"
 
 
