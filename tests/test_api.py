@@ -181,3 +181,16 @@ def test_example_batches_of_every_form_with_accumulation() -> None:
         step = compiled(accumulate=2, batch=example)
         step(BATCH)
         assert step.rung == "whole step"
+
+
+def test_dump_writes_one_numbered_file_per_stage(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wholestep.compile(
+        model, lambda m, b: m(b).sum(), optimizer, torch.ones(2, 3), backend="interpret", dump=str(tmp_path / "graphs")
+    )
+    files = sorted((tmp_path / "graphs").iterdir())
+    assert [f.name for f in files] == ["00_captured.py", "01_recognise_masks.py", "02_lowered.py"]
+    for number, (file, maker) in enumerate(zip(files, ("capture", "recognise_masks", "lower_interpret"), strict=True)):
+        text = file.read_text("utf-8")
+        assert text.startswith(f"# Stage {number:02d}: ") and f"Made by {maker} in " in text

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,8 +19,9 @@ from wholestep.capture.ladder import Climb
 from wholestep.capture.preflight import refuse_unsupported
 from wholestep.capture.subject import Subject, make_subject
 from wholestep.errors import BadBatch, BadOption, CaptureRefused, CompilerMissing, NotBuiltYet, WholestepWarning
+from wholestep.graph.printer import dump_source
 from wholestep.graph.training_graph import Role, TrainingGraph
-from wholestep.lower import faster_of, lower_inductor, lower_interpret, warm_up
+from wholestep.lower import AutoCudaGraph, Runner, faster_of, lower_inductor, lower_interpret, warm_up
 from wholestep.passes.pipeline import Pipeline, default_pipeline
 from wholestep.runtime.progress import Progress
 from wholestep.runtime.step import Settings, Step
@@ -82,33 +85,53 @@ def compile(
         warm_up(subject.device.type)
     _warn_about_optimizer(optimizer, clip_norm)
     pipeline = passes if isinstance(passes, Pipeline) else default_pipeline(extra=passes or ())
-
-    def capture(subject: Subject, tensors: Sequence[torch.Tensor], spec: BatchSpec, dynamic: Any) -> Climb:
-        with progress.stage("capturing the step"):
-            climb = cached_climb(subject, tensors, spec, dynamic, enabled=cache)
-        if climb.capture is not None:
-            climb.capture.notes += pipeline.run_on(climb.capture, dump=dump)
-        return climb
-
-    def lower(graph: TrainingGraph, backend: str) -> Any:
-        if backend == "interpret":
-            return lower_interpret(graph)
-        try:
-            with progress.stage("compiling"):
-                runner = lower_inductor(graph, progress=progress.region)
-        except CompilerMissing:
-            warnings.warn("no C++ compiler on PATH: the step runs interpreted", WholestepWarning, stacklevel=2)
-            return lower_interpret(graph)
-        if subject.device.type == "cpu":
-            runner = faster_of(graph, runner, lower_interpret(graph))
-        return _with_cuda_graph(runner, graph, subject, cuda_graph)
-
+    stages = _Stages(subject, pipeline, progress, dump, cache, cuda_graph)
     first = check_first_step if check == "first" else None
-    step = Step(subject, Settings(capture, lower, backend, dynamic, first), seed=seed)
+    step = Step(subject, Settings(stages.capture, stages.lower, backend, dynamic, first), seed=seed)
     tensors, spec = flatten(_example_micro_batch(step, example_batch))
     step.variant_for(tensors, spec)
     progress.finish(step.explain())
     return step
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Stages:
+    """What a Step calls when it meets something new: capture and passes, then lowering."""
+
+    subject: Subject
+    pipeline: Pipeline
+    progress: Progress
+    dump: str | None
+    cache: bool
+    cuda_graph: bool | None
+
+    def capture(self, subject: Subject, tensors: Sequence[torch.Tensor], spec: BatchSpec, dynamic: Any) -> Climb:
+        with self.progress.stage("capturing the step"):
+            climb = cached_climb(subject, tensors, spec, dynamic, enabled=self.cache)
+        if climb.capture is not None:
+            climb.capture.notes += self.pipeline.run_on(climb.capture, dump=self.dump)
+        return climb
+
+    def lower(self, graph: TrainingGraph, backend: str) -> Any:
+        began = time.perf_counter()
+        runner = self._compiled(graph) if backend == "inductor" else lower_interpret(graph)
+        if self.dump is not None:
+            facts = runner.describe()
+            effect = f"{facts.get('regions', 0)} regions, {facts.get('unique_regions', 0)} compiled, the rest called directly"
+            seconds = time.perf_counter() - began
+            dump_source(facts["driver"], self.dump, "lowered", len(self.pipeline) + 1, f"lower_{backend}", seconds, effect)
+        if self.subject.device.type != "cuda" or self.cuda_graph is False or backend == "interpret":
+            return runner
+        return AutoCudaGraph(runner, graph.indices(Role.BATCH), always=self.cuda_graph is True)
+
+    def _compiled(self, graph: TrainingGraph) -> Runner:
+        try:
+            with self.progress.stage("compiling"):
+                runner = lower_inductor(graph, progress=self.progress.region)
+        except CompilerMissing:
+            warnings.warn("no C++ compiler on PATH: the step runs interpreted", WholestepWarning, stacklevel=2)
+            return lower_interpret(graph)
+        return runner if self.subject.device.type != "cpu" else faster_of(graph, runner, lower_interpret(graph))
 
 
 def _example_micro_batch(step: Step, example: Any) -> Any:
@@ -142,14 +165,6 @@ def _warn_about_optimizer(optimizer: Optimizer | None, clip_norm: float | None) 
         warnings.warn(
             f"forward and backward are captured, the update runs in eager PyTorch: {reason}", WholestepWarning, stacklevel=3
         )
-
-
-def _with_cuda_graph(runner: Any, graph: TrainingGraph, subject: Subject, wanted: bool | None) -> Any:
-    if subject.device.type != "cuda" or wanted is False:
-        return runner
-    from wholestep.lower.cuda_graph import AutoCudaGraph
-
-    return AutoCudaGraph(runner, graph.indices(Role.BATCH), always=wanted is True)
 
 
 __all__ = ["compile"]

@@ -70,12 +70,23 @@ def to_python(graph: TrainingGraph, *, fold_layers: bool = True) -> str:
 
 def dump(graph: TrainingGraph, folder: str | Path, stage: str, number: int, effect: str = "") -> Path:
     """Write `00_captured.py` into `folder`, headed by stage, effect, who made the graph and how long that took."""
+    return _write(folder, stage, number, effect, to_python(graph))
+
+
+def dump_source(
+    source: str, folder: str | Path, stage: str, number: int, made_by: str, seconds: float, effect: str = ""
+) -> Path:
+    """The same for a stage that is no longer a graph: the generated code that calls regions and kernels."""
+    return _write(folder, stage, number, effect, f"# Made by {made_by} in {seconds:.2f} s.\n\n{source}")
+
+
+def _write(folder: str | Path, stage: str, number: int, effect: str, text: str) -> Path:
     path = Path(folder) / f"{number:02d}_{stage}.py"
     path.parent.mkdir(parents=True, exist_ok=True)
     head = [f"# Stage {number:02d}: {stage}."]
     if effect:
         head += textwrap.wrap(f"Effect: {effect}", WIDTH, initial_indent="# ", subsequent_indent="# ")
-    path.write_text("\n".join([*head, to_python(graph)]), encoding="utf-8")
+    path.write_text("\n".join([*head, text]), encoding="utf-8")
     return path
 
 

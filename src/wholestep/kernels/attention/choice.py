@@ -3,14 +3,12 @@
 In: the arguments of a call, reduced to a Signature. Out: an Implementation. On CPU the rule is fixed (the flash kernel
 where it applies, else math). On CUDA each eligible implementation is checked against the reference on one head group
 and timed forward + backward on random data of the same shapes; the winner is kept in the process and in
-`attention.json` of the cache folder (WHOLESTEP_CACHE_DIR, by default ~/.cache/wholestep), keyed by signature, card and
+`choices/attention.json` of the cache folder (see disk.py), keyed by signature, card and
 torch version. Nothing is measured while a CUDA graph is being captured.
 """
 
 import functools
 import json
-import os
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -18,6 +16,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from wholestep.disk import cache_folder, read_bytes, write_atomically
 from wholestep.kernels.attention import reference
 from wholestep.kernels.attention.implementations import IMPLEMENTATIONS, MATH
 from wholestep.kernels.attention.interface import Implementation, Signature
@@ -210,8 +209,7 @@ def _time(
 
 
 def choices_file() -> Path:
-    folder = os.environ.get("WHOLESTEP_CACHE_DIR")
-    return (Path(folder) if folder else Path.home() / ".cache" / "wholestep") / "attention.json"
+    return cache_folder("choices") / "attention.json"
 
 
 def _file_key(signature: Signature) -> str:
@@ -223,21 +221,14 @@ def _read(path: Path) -> dict[str, Choice]:
     """The file's choices, read once; an unreadable file is an empty one."""
     if path not in _FILE_READ:
         try:
-            _FILE_READ[path] = {text: Choice(**row) for text, row in json.loads(path.read_text()).items()}
-        except (OSError, ValueError, TypeError, AttributeError):
+            _FILE_READ[path] = {text: Choice(**row) for text, row in json.loads(read_bytes(path) or b"{}").items()}
+        except (ValueError, TypeError, AttributeError):
             _FILE_READ[path] = {}
     return _FILE_READ[path]
 
 
 def _write(path: Path, text: str, choice: Choice) -> None:
-    """Add one choice by writing a new file and renaming it, so that readers never see half a file. A read-only folder
-    is no error."""
+    """Add one choice to the file; a read-only folder is no error."""
     known = _read(path)
     known[text] = choice
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
-            json.dump({t: asdict(c) for t, c in known.items()}, file, indent=1)
-        os.replace(file.name, path)
-    except OSError:
-        return
+    write_atomically(path, json.dumps({t: asdict(c) for t, c in known.items()}, indent=1).encode())
