@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from wholestep import compat
 from wholestep.capture import optimizers
 from wholestep.capture.batch import BatchSpec, flatten
 from wholestep.capture.cache import cached_climb
@@ -80,6 +81,8 @@ def compile(
     )
     with contextlib.suppress(CaptureRefused):  # a refusal is for the ladder to tell; an error is better early
         refuse_unsupported(subject)
+    if compat.untested_version() is not None:
+        warnings.warn(str(compat.untested_version()), WholestepWarning, stacklevel=2)
     progress = Progress(verbose)
     if backend == "inductor":
         warm_up(subject.device.type)

@@ -6,6 +6,7 @@ Everything here exists in torch 2.11 and 2.13; a name that moves is mended here 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,17 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn.utils import stateless
 
 TESTED_TORCH = ("2.11", "2.13")
+"""The oldest and the newest version the tests ran on."""
+
+
+@functools.cache
+def untested_version() -> str | None:
+    """What to say about a torch newer than any tested one; None when there is nothing to say."""
+    here = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    newest = tuple(int(part) for part in TESTED_TORCH[-1].split("."))
+    if here <= newest:
+        return None
+    return f"torch {torch.__version__} is newer than the tested {TESTED_TORCH[-1]}; wholestep.verify tells whether all is well"
 
 FakeMode = FakeTensorMode
 
