@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from tests.runtime.twins import Side, Twins, class_batches, classify, interpreted, mlp_side, small_mlp
 from torch import nn
 
+import wholestep
 from wholestep.runtime.shapes import symbolic_dims
 
 Sizes = list[tuple[tuple[int, ...], ...]]
@@ -130,3 +131,42 @@ def test_dropout_and_norm_layers_under_symbolic_sizes(accumulate: int) -> None:
     step = interpreted(side, batches[0], check="off", accumulate=accumulate)
     assert all(torch.isfinite(step(b)) for b in batches)
     assert step.rung == "whole step" and step.captures == 3
+
+
+class Pinned(nn.Module):
+    """Its Python fixes the batch size: `int()` of a size cannot stay symbolic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).sum() * (2.0 if int(x.shape[0]) == 4 else 1.0)
+
+
+def test_sizes_that_python_reads_stay_static_and_end_in_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wholestep.runtime.step.MOST_STATIC_SHAPES", 4)
+    model, twin = Pinned(), Pinned()
+    twin.load_state_dict(model.state_dict())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
+    step = wholestep.compile(model, lambda m, b: m(b), optimizers[0], torch.randn(4, 3), backend="interpret")
+    for size in (4, 5, 6, 7, 8, 9, 4):
+        batch = torch.randn(size, 3)
+        loss = step(batch)
+        optimizers[1].zero_grad()
+        expected = twin(batch)
+        expected.backward()
+        optimizers[1].step()
+        assert torch.equal(loss, expected.detach()), size
+    assert any("sizes stay static" in note for note in step.notes)
+    assert any("run in eager PyTorch" in note for note in step.notes)
+
+
+def test_micro_batches_of_unequal_shapes_are_said() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = wholestep.compile(
+        model, lambda m, b: m(b).mean(), optimizer, torch.randn(2, 3), accumulate=2, backend="interpret"
+    )
+    step([torch.randn(2, 3), torch.randn(4, 3)])
+    assert any("unequal shapes" in note for note in step.notes)

@@ -7,7 +7,6 @@ runs it. What changes between steps and is burned into a graph leads to another 
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -30,6 +29,8 @@ from wholestep.runtime.variant import Variant
 
 MAX_PYTHON_CAPTURES = 6
 """Captures caused by changed Python values before the step stays eager: a value that changes at every step is data."""
+MOST_STATIC_SHAPES = 16
+"""Shapes captured one by one where sizes cannot be symbolic; each costs seconds, so the rest runs in eager PyTorch."""
 USES_BEFORE_COMPILING = 8
 """A rare shape that keeps coming back is compiled after so many interpreted runs."""
 
@@ -63,12 +64,13 @@ class Step:
         self.rung = "not captured yet"
         self.seconds: dict[str, float] = {"capture": 0.0, "lower": 0.0}
         self._guards = Guards(subject)
-        self._values: list[Any] = []
         self._worlds: list[tuple[list[Any], int]] = []
         self._world = -1
         self._variants: dict[tuple, Variant | None] = {}
         self._symbolic: list[tuple[tuple, Variant, Any, Any]] = []
         self._seen: dict[tuple, list[Any]] = {}
+        self._static: set[tuple] = set()
+        """Structures of batch whose sizes could not be made symbolic."""
         self._stays_eager: str | None = None
         self._latest: Variant | None = None
 
@@ -96,7 +98,10 @@ class Step:
     def _run(self, micro: list[Any], tensors: list[list[torch.Tensor]], spec: BatchSpec) -> Any:
         for _ in range(2):
             variant = self.variant_for(tensors[0], spec)
-            if variant is None or any(shape_rules.shapes_of(t) != shape_rules.shapes_of(tensors[0]) for t in tensors):
+            if variant is None:
+                return eager_step(self.subject, micro)
+            if any(shape_rules.shapes_of(t) != shape_rules.shapes_of(tensors[0]) for t in tensors):
+                self._note("micro-batches of unequal shapes run in eager PyTorch: pad them to one shape")
                 return eager_step(self.subject, micro)
             try:
                 check = self.settings.check if variant.uses == 0 else None
@@ -123,7 +128,7 @@ class Step:
         key = (base, shapes)
         if key in self._variants:
             variant = self._variants[key]
-            if variant is not None and getattr(variant, "provisional", False) and variant.uses >= USES_BEFORE_COMPILING:
+            if variant is not None and variant.provisional and variant.uses >= USES_BEFORE_COMPILING:
                 variant = self._variants[key] = self._lowered(variant.capture, self.settings.backend)
             return variant
         for symbolic_base, variant, dims, template in self._symbolic:
@@ -139,7 +144,11 @@ class Step:
         seen = self._seen.setdefault(base, [])
         seen.append(shapes)
         dims = None
-        if self.settings.dynamic is not False and len(seen) >= shape_rules.SIZES_BEFORE_SYMBOLIC:
+        if base in self._static:
+            if len(seen) > MOST_STATIC_SHAPES:
+                self._note(f"shapes beyond the first {MOST_STATIC_SHAPES} run in eager PyTorch: their sizes cannot be symbolic")
+                return None
+        elif self.settings.dynamic is not False and len(seen) >= shape_rules.SIZES_BEFORE_SYMBOLIC:
             dims = shape_rules.symbolic_dims(seen)
         elif self.settings.dynamic is True:
             dims = [{d: f"size{i}_{d}" for d in range(t.dim())} for i, t in enumerate(tensors)]
@@ -155,6 +164,7 @@ class Step:
         climb = self._climb(tensors, spec, dims)
         if climb.capture is None:
             self._note(f"sizes stay static: {climb.falls[-1]}")
+            self._static.add(base)
             return None
         capture = climb.capture
         variant = self._lowered(capture, self.settings.backend)
@@ -162,6 +172,7 @@ class Step:
         capture.guards = compat.shape_guards(capture.fake_mode)
         if not all(shape_rules.fits(s, dims, shapes, capture.symbols, capture.guards) for s in self._seen[base]):
             self._note("sizes stay static: the step relies on a size that should vary")
+            self._static.add(base)
             return None
         self._symbolic.append((base, variant, dims, shapes))
         varying = sorted({name for found in dims for name in found.values()})
@@ -195,8 +206,7 @@ class Step:
 
     def _lowered(self, capture: Capture, backend: str, provisional: bool = False) -> Variant:
         began = time.perf_counter()
-        variant = Variant(self.subject, capture, lambda graph: self.settings.lower(graph, backend))
-        variant.provisional = provisional  # type: ignore[attr-defined]
+        variant = Variant(self.subject, capture, lambda graph: self.settings.lower(graph, backend), provisional)
         self.compilations += 0 if provisional else 1
         self.seconds["lower"] += time.perf_counter() - began
         self._latest = variant
@@ -231,6 +241,7 @@ class Step:
         self._variants.clear()
         self._symbolic.clear()
         self._seen.clear()
+        self._static.clear()
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
@@ -275,8 +286,3 @@ def _alike(parts: list[Any]) -> bool:
     if not all(isinstance(part, torch.Tensor) for part in parts):
         return True
     return len({(part.dtype, part.dim()) for part in parts}) == 1
-
-
-def progress_line(text: str) -> None:
-    """A line for people watching a compile, on stderr."""
-    print(text, file=sys.stderr, flush=True)

@@ -21,8 +21,10 @@ Lowering = Callable[[TrainingGraph], Any]
 class Variant:
     """Runs one capture: binds the live tensors, feeds keys and numbers, calls the lowered graph(s)."""
 
-    def __init__(self, subject: Subject, capture: Capture, lower: Lowering) -> None:
+    def __init__(self, subject: Subject, capture: Capture, lower: Lowering, provisional: bool = False) -> None:
         self.subject, self.capture = subject, capture
+        self.provisional = provisional
+        """Interpreted for now, because its shape is rare."""
         self.binding = Binding(subject, capture)
         self.runner = lower(capture.graph)
         self.update_runner = lower(capture.update) if capture.update is not None else None
