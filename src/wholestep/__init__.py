@@ -17,16 +17,22 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "compile": "wholestep.api",
     "verify": "wholestep.verify.verify",
+    "save": "wholestep.train.checkpoint",
+    "load": "wholestep.train.checkpoint",
     "Step": "wholestep.runtime.step",
     "TrainingGraph": "wholestep.graph.training_graph",
     "WholestepError": "wholestep.errors",
     "WholestepWarning": "wholestep.errors",
 }
 
-__all__ = ["Step", "TrainingGraph", "WholestepError", "WholestepWarning", "compile", "verify"]
+__all__ = ["Step", "TrainingGraph", "WholestepError", "WholestepWarning", "compile", "load", "save", "verify"]
 
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
+    if name == "hf":  # a module; it comes before the api, so the compiler is handed to it
+        module = importlib.import_module("wholestep.train.hf")
+        module.Trainer.compile_step = staticmethod(importlib.import_module("wholestep.api").compile)
+        return module
     raise AttributeError(f"module 'wholestep' has no attribute {name!r}")

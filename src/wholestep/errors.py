@@ -50,6 +50,10 @@ class FirstStepDiffers(WholestepError):
     """`check="first"`: the compiled step and eager PyTorch disagree on the first live batch."""
 
 
+class BadCheckpoint(WholestepError):
+    """A checkpoint cannot be written, read, or put into these objects."""
+
+
 class CaptureRefused(Exception):
     """This rung of the ladder cannot capture the step faithfully; the next rung is tried and `reason` is told."""
 

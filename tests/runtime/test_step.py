@@ -19,6 +19,7 @@ from tests.runtime.twins import (
 )  # fmt: skip
 from torch import nn
 
+import wholestep
 from wholestep.errors import BadBatch, WholestepWarning
 
 BATCHES = class_batches(6, size=8)
@@ -292,3 +293,32 @@ def test_falling_to_eager_warns_once() -> None:
         for batch in BATCHES[:3]:
             step(batch)
     assert len([w for w in seen if issubclass(w.category, WholestepWarning)]) == 1
+
+
+class SharedGradient(nn.Module):
+    """`a` and `b` have one gradient between them, that of `c` is expanded from a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.ones(3) * i) for i in range(1, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((self.a + self.b) * x).sum() + self.c.sum() * x.sum()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_handed_over_have_memory_of_their_own(accumulate: int) -> None:
+    model, twin = SharedGradient(), SharedGradient()
+    step = wholestep.compile(
+        model, lambda m, b: m(b), None, torch.ones(2 * accumulate, 3), backend="interpret", accumulate=accumulate
+    )
+    for _ in range(3):
+        batch = torch.randn(2 * accumulate, 3)
+        step(batch)
+        for part in batch.chunk(accumulate):
+            (twin(part) / accumulate).backward()
+    gradients = [p.grad for p in model.parameters()]
+    assert all(g is not None for g in gradients)
+    assert len({g.untyped_storage().data_ptr() for g in gradients if g is not None}) == 3
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)

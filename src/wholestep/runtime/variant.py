@@ -83,18 +83,29 @@ class Variant:
         return (loss, aux), norm
 
     def _hand_over(self, gradients: dict[str, torch.Tensor]) -> None:
-        """Fill p.grad as backward() would: set it, or add to what is there."""
+        """Fill p.grad as backward() would: set it, or add to what is there.
+
+        A graph may return one tensor as the gradient of two parameters, or an expanded one; p.grad is written in place (by
+        clipping, by the next backward), so each gets memory of its own in its parameter's layout.
+        """
         weight = gradients.get(ACCUMULATED_WEIGHT)
+        taken: set[int] = set()
         for name, gradient in gradients.items():
             parameter = self.subject.parameters.get(name)
             if parameter is None:
                 continue
-            if self.subject.accumulate > 1:
-                gradient = gradient.clone() if weight is None else (gradient / weight).to(gradient.dtype)
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
+            if weight is not None:
+                gradient = (gradient / weight).to(gradient.dtype)
+            if parameter.grad is not None:
                 parameter.grad.add_(gradient)
+                continue
+            storage = gradient.untyped_storage().data_ptr()
+            kept = self.subject.accumulate > 1 and weight is None  # the accumulator itself, used again at the next step
+            if kept or storage in taken or gradient.stride() != parameter.stride():
+                gradient = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+            else:
+                taken.add(storage)
+            parameter.grad = gradient
 
     def _finish(self, norm: torch.Tensor | None) -> torch.Tensor | None:
         """Count a captured update; or clip and step an optimizer whose update was not captured."""

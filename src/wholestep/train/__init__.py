@@ -1,1 +1,1 @@
-"""Training loops. For now one tiny example that needs nothing but this package."""
+"""Training: checkpoints, the Hugging Face Trainer with our step inside, and one tiny run that needs no data."""

@@ -1,0 +1,507 @@
+"""Checkpoints from any training loop: `save` writes one folder, `load` puts everything back, bit for bit.
+
+In: a folder, the live objects, and two values of the user's (where the data stood, the configuration).
+Out: `folder/step-000123/`, which holds
+    model.safetensors      model.state_dict(); tied tensors once, their other names in the metadata under "aliases"
+    optimizer.safetensors  the tensors of optimizer.state_dict()
+    rng.safetensors        torch's generators
+    checkpoint.json        all that is no tensor, and the size of each file; written last
+Nothing is pickled: safetensors and JSON can be read from anywhere, and reading them runs no code.
+
+A folder has one writer. It is written under a temporary name, synced and renamed, so a run killed at any moment leaves the
+checkpoints it had, or one more. Names that begin with a dot are unfinished, and are removed by the next `save`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import re
+import shutil
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from wholestep.capture.optimizers import _UNUSED
+from wholestep.errors import BadCheckpoint, BadOption, WholestepWarning
+from wholestep.runtime.step import Step
+from wholestep.train.encoding import decode, encode, own_copy
+
+FORMAT = "wholestep checkpoint"
+VERSION = 1
+"""Raised when an older Wholestep could not read what is written now."""
+FACTS = "checkpoint.json"
+_NAME = re.compile(r"step-(\d{6,})(\.replaced)?")
+_UNFINISHED = (".saving-", ".removing-")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loaded:
+    """What `load` found."""
+
+    number: int
+    """Steps taken when it was saved."""
+    data: Any
+    config: Any
+    path: Path
+
+
+def save(
+    folder: str | os.PathLike[str],
+    *,
+    model: Any,
+    optimizer: Optimizer | None = None,
+    scheduler: Any = None,
+    step: Step | int | None = None,
+    data: Any = None,
+    config: Any = None,
+    keep: int | None = 3,
+) -> Path:
+    """Write `folder/step-<number>/`, whole or not at all, and return its path.
+
+    Args:
+        folder: where this run keeps its checkpoints; made when absent.
+        model: a Module, or a dict or tuple of Modules.
+        optimizer, scheduler: saved through their `state_dict()`.
+        step: the Step, whose count is the checkpoint's number; in a loop without one, the number itself;
+            None takes the number after the newest.
+        data: where the data stood, as any JSON value; `load` returns it.
+        config: any JSON value; `load` returns it.
+        keep: how many of the newest stay, once the new one is complete; None keeps all.
+    """
+    if keep is not None and keep < 1:
+        raise BadOption(f"keep={keep!r}", hint="use 1 or more, or None to keep all")
+    root = Path(folder)
+    tensors, facts = _gather(model, optimizer, scheduler, step, data, config)
+    with _telling_what_the_disk_refused(root):
+        root.mkdir(parents=True, exist_ok=True)
+        _clean(root)
+        present = [number for number, _ in _checkpoints(root)]
+        number = _number(step, present)
+        if present and number < present[0]:
+            text = f"step {number} is saved beside {_folder_name(present[0])}, which `load({str(root)!r})` takes as the newest"
+            warnings.warn(text + "; remove that one, or save to another folder", WholestepWarning, stacklevel=2)
+        path = _write(root, number, tensors, facts)
+    for old, other in _checkpoints(root)[keep:] if keep is not None else ():
+        if old != number:
+            _discard(other)
+    return path
+
+
+def load(
+    folder: str | os.PathLike[str],
+    *,
+    model: Any,
+    optimizer: Optimizer | None = None,
+    scheduler: Any = None,
+    step: Step | None = None,
+) -> Loaded:
+    """Restore the newest complete checkpoint below `folder`, or the one that `folder` is.
+
+    Model, optimizer, scheduler and step are changed in place, and the random generators of torch, Python and numpy are set;
+    nothing is changed when the checkpoint does not fit. A damaged checkpoint is passed over, with a warning that names it.
+    """
+    stored = _open(Path(folder))
+    plan = _plan_model(stored, model)
+    plan_optimizer = None if optimizer is None else _plan_optimizer(stored, optimizer)
+    scheduler_state = None if scheduler is None else stored.part("scheduler")
+    for module, state in plan.states:
+        module.load_state_dict(state, strict=True)
+    if optimizer is not None and plan_optimizer is not None:
+        _restore_optimizer(optimizer, plan_optimizer, same_dtypes=not plan.cast)
+    if scheduler is not None:
+        scheduler.load_state_dict(scheduler_state)
+    if plan.cast:
+        text = f"{stored.path.name} is converted on loading, {plan.cast[0]}: training goes on, but not bit for bit"
+        warnings.warn(text, WholestepWarning, stacklevel=2)
+    if step is not None:
+        _restore_step(stored, step)
+    _restore_generators(stored)
+    return Loaded(stored.number, stored.part("data"), stored.part("config"), stored.path)
+
+
+# ---- gathering what is saved ----
+
+
+def _gather(
+    model: Any, optimizer: Optimizer | None, scheduler: Any, step: Step | int | None, data: Any, config: Any
+) -> tuple[dict[str, tuple[dict[str, Tensor], dict[str, str]]], dict[str, Any]]:
+    """(file -> its tensors and metadata, the facts for JSON). Refusals come from here, before the disk is touched."""
+    model_tensors, aliases = _model_tensors(model)
+    files = {"model.safetensors": (model_tensors, {"format": "pt", "aliases": json.dumps(aliases)})}
+    facts: dict[str, Any] = {"torch": torch.__version__}
+    if optimizer is not None:
+        state = optimizer.state_dict()
+        tensors: dict[str, Tensor] = {}
+        facts["optimizer"] = encode({**state, "state": _used_state(state["state"])}, "optimizer", tensors)
+        files["optimizer.safetensors"] = (tensors, {"format": "pt"})
+    generators, facts["rng"] = _generators()
+    files["rng.safetensors"] = (generators, {"format": "pt"})
+    if scheduler is not None:
+        facts["scheduler"] = encode(scheduler.state_dict(), "scheduler")
+    if isinstance(step, Step):
+        facts["step"] = step.state_dict()
+    return files, facts | {"data": encode(data, "data"), "config": encode(config, "config")}
+
+
+def _used_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Without buffers made before their first step: torch would have none yet, and its first step differs (dampening)."""
+    return {
+        index: {key: value for key, value in entry.items() if not hasattr(value, _UNUSED)}
+        if isinstance(entry, dict)
+        else entry
+        for index, entry in state.items()
+    }
+
+
+def _modules(model: Any) -> dict[str, nn.Module]:
+    """Prefix of the keys -> module. What torch.compile wrapped is saved under the names of the plain module."""
+    if isinstance(model, nn.Module):
+        named: dict[str, Any] = {"": model}
+    elif isinstance(model, Mapping):
+        named = {f"{name}.": module for name, module in model.items()}
+    elif isinstance(model, (tuple, list)):
+        named = {f"{i}.": module for i, module in enumerate(model)}
+    else:
+        named = {"": model}
+    for prefix, module in named.items():
+        if not isinstance(module, nn.Module):
+            what = f"model holds a {type(module).__name__}"
+            raise BadCheckpoint(what, where=prefix or None, hint="give a Module or a dict of Modules")
+    return {prefix: getattr(module, "_orig_mod", module) for prefix, module in named.items()}
+
+
+def _model_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors to write, and for every further name of one of them that it has."""
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first_name: dict[tuple, str] = {}
+    for prefix, module in _modules(model).items():
+        for key, value in module.state_dict().items():
+            name = prefix + key
+            if name in tensors or name in aliases:
+                raise BadCheckpoint(f"two tensors would be saved as {name!r}", hint="give the modules other names")
+            if not isinstance(value, Tensor):
+                hint = "have get_extra_state return a tensor, or save it yourself through data="
+                raise BadCheckpoint(
+                    f"{name!r} of model.state_dict() is a {type(value).__name__}, not a tensor", hint=hint
+                )
+            place = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
+            if value.numel() and place in first_name:
+                aliases[name] = first_name[place]
+                continue
+            first_name[place] = name
+            tensors[name] = own_copy(value, name)
+    return tensors, aliases
+
+
+def _generators() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The states of torch's generators as tensors, of Python's and numpy's as JSON."""
+    tensors = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        tensors |= {f"cuda:{i}": state.cpu() for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    numpy_state = json.loads(json.dumps(np.random.get_state(legacy=False), default=lambda array: array.tolist()))
+    return tensors, {"python": encode(random.getstate(), "random.getstate()"), "numpy": numpy_state}
+
+
+# ---- writing ----
+
+
+def _number(step: Step | int | None, present: list[int]) -> int:
+    if isinstance(step, Step):
+        return step.count
+    if step is None:
+        return present[0] + 1 if present else 0
+    if step < 0:
+        raise BadOption(f"step={step!r}", hint="give the number of steps taken, 0 or more")
+    return int(step)
+
+
+def _folder_name(number: int) -> str:
+    return f"step-{number:06d}"
+
+
+def _write(root: Path, number: int, files: Mapping[str, tuple[dict[str, Tensor], dict[str, str]]], facts: dict) -> Path:
+    final = root / _folder_name(number)
+    temporary = root / f"{_UNFINISHED[0]}{final.name}-{uuid.uuid4().hex[:8]}"
+    try:
+        temporary.mkdir()
+        for name, (tensors, metadata) in files.items():
+            save_file(tensors, temporary / name, metadata)
+            _sync(temporary / name)
+        sizes = {name: (temporary / name).stat().st_size for name in files}
+        head = {"format": FORMAT, "version": VERSION, "number": number, "files": sizes}
+        (temporary / FACTS).write_text(json.dumps(head | facts, indent=1) + "\n", encoding="utf-8")
+        _sync(temporary / FACTS)
+        _sync(temporary)
+        replaced = final.with_name(final.name + ".replaced")
+        if final.exists():  # a folder cannot be renamed over another; `load` also finds it under this name
+            os.rename(final, replaced)
+        os.rename(temporary, final)
+        _sync(root)
+        if replaced.exists():
+            _discard(replaced)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return final
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _telling_what_the_disk_refused(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        good = next((path.name for _, path in _checkpoints(root) if _is_complete(path)), None)
+        kept = "there is no earlier checkpoint" if good is None else f"{good} is complete and kept"
+        raise BadCheckpoint(f"the checkpoint could not be written to {root}: {why}", hint=kept) from error
+
+
+def _discard(path: Path) -> None:
+    """Remove a checkpoint: renamed first, so that half of one is never taken for a checkpoint."""
+    hidden = path.with_name(f"{_UNFINISHED[1]}{path.name}-{uuid.uuid4().hex[:8]}")
+    with contextlib.suppress(OSError):  # the next save tries again
+        os.rename(path, hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _clean(root: Path) -> None:
+    """Remove what killed runs left, and finish a replacement they began."""
+    for path in root.iterdir():
+        if path.name.startswith(_UNFINISHED):
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.suffix == ".replaced" and _NAME.fullmatch(path.name):
+            if path.with_suffix("").exists():
+                _discard(path)
+            else:
+                os.rename(path, path.with_suffix(""))
+
+
+# ---- finding and reading ----
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Stored:
+    """A checkpoint on disk whose files are all there."""
+
+    path: Path
+    facts: dict[str, Any]
+
+    @property
+    def number(self) -> int:
+        return int(self.facts["number"])
+
+    def part(self, name: str, tensors: Mapping[str, Tensor] | None = None) -> Any:
+        """What an object given to `load` needs; an error when there was none to save."""
+        if name not in self.facts:
+            raise BadCheckpoint(f"{self.path} was saved without {name}=", hint=f"load it without {name}=")
+        return decode(self.facts[name], tensors)
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Of one file; none when it was not written. They lie in the mapped file until they are copied."""
+        return _read_tensors(self.path / name)[0] if name in self.facts["files"] else {}
+
+
+def _checkpoints(root: Path) -> list[tuple[int, Path]]:
+    """(number, folder), newest first; a folder being replaced comes after the one that replaces it."""
+    try:
+        found = [(match, path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
+    except OSError:
+        return []
+    ordered = sorted(found, key=lambda pair: (-int(pair[0][1]), pair[0][2] is not None))
+    return [(int(match[1]), path) for match, path in ordered]
+
+
+def _open(folder: Path) -> _Stored:
+    """The checkpoint to load."""
+    if not folder.is_dir():
+        raise BadCheckpoint(f"there is no folder {folder}", hint="give the folder that was given to save")
+    found = _checkpoints(folder)
+    if (folder / FACTS).exists() or (_NAME.fullmatch(folder.name) and not found):
+        damage = _damage(folder)
+        if damage is not None:
+            raise BadCheckpoint(
+                f"{folder} is no complete checkpoint: {damage}", hint="load its parent folder for an earlier one"
+            )
+        return _Stored(folder, _read_facts(folder))
+    if not found:
+        raise BadCheckpoint(f"{folder} holds no checkpoint", hint="give the folder that was given to save")
+    for _, path in found:
+        damage = _damage(path)
+        if damage is None:
+            return _Stored(path, _read_facts(path))
+        warnings.warn(f"{path.name} is damaged and passed over: {damage}", WholestepWarning, stacklevel=3)
+    raise BadCheckpoint(
+        f"none of the {len(found)} checkpoints in {folder} is complete", hint=f"the newest: {_damage(found[0][1])}"
+    )
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    """checkpoint.json; ValueError or OSError when damaged, BadCheckpoint when it is none of ours or too new."""
+    facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        raise BadCheckpoint(f"{path} was not written by wholestep.save: {FACTS} does not say {FORMAT!r}")
+    if not isinstance(facts.get("version"), int) or facts["version"] > VERSION:
+        what = f"{path} has format version {facts.get('version')!r}, this Wholestep reads up to {VERSION}"
+        raise BadCheckpoint(what, hint="update Wholestep")
+    return facts
+
+
+def _damage(path: Path) -> str | None:
+    """Why a checkpoint is not complete, or None. Checks the sizes and the headers of all files."""
+    name = FACTS
+    try:
+        facts = _read_facts(path)
+        for name, size in facts["files"].items():
+            found = (path / name).stat().st_size
+            if found != size:
+                return f"{name} has {found:,} bytes instead of {size:,}"
+            with safe_open(path / name, framework="pt"):
+                pass
+    except BadCheckpoint:
+        raise
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+        return f"{name} cannot be read ({error})"
+    return None
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        return _damage(path) is None
+    except BadCheckpoint:  # none of ours
+        return False
+
+
+def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of a file."""
+    with safe_open(path, framework="pt", device="cpu") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+
+
+# ---- restoring ----
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ModelPlan:
+    """What each module will be given, found to fit."""
+
+    states: list[tuple[nn.Module, dict[str, Tensor]]]
+    cast: list[str]
+    """Tensors whose dtype will change."""
+
+
+def _plan_model(stored: _Stored, model: Any) -> _ModelPlan:
+    tensors, metadata = _read_tensors(stored.path / "model.safetensors")
+    tensors |= {name: tensors[target] for name, target in json.loads(metadata["aliases"]).items()}
+    modules = _modules(model)
+    expected = {prefix + key: value for prefix, module in modules.items() for key, value in module.state_dict().items()}
+    missing = [name for name in expected if name not in tensors]
+    unexpected = [name for name in tensors if name not in expected]
+    other = [
+        name for name, value in expected.items()
+        if name in tensors and _shape(value) != _shape(tensors[name]) and not name.endswith("_extra_state")
+    ]  # fmt: skip
+    problems = _misfits("the model has {} {}, the checkpoint has not", missing, lambda name: _shape(expected[name]))
+    problems += _misfits("the checkpoint has {} {}, the model has not", unexpected, lambda name: _shape(tensors[name]))
+    problems += _misfits(
+        "{} is {}",
+        other,
+        lambda name: f"{_shape(tensors[name])} in the checkpoint, {_shape(expected[name])} in the model",
+    )
+    if problems:
+        what = f"{stored.path.name} does not fit the model: {'; '.join(problems)}"
+        raise BadCheckpoint(what, hint="build the model it was saved from")
+    states = [
+        (module, {key: tensors[prefix + key] for key in module.state_dict()}) for prefix, module in modules.items()
+    ]
+    cast = [
+        f"{name} from {tensors[name].dtype} to {value.dtype}" for name, value in expected.items()
+        if isinstance(value, Tensor) and value.dtype != tensors[name].dtype
+    ]  # fmt: skip
+    return _ModelPlan(states, cast)
+
+
+def _misfits(text: str, names: list[str], detail: Callable[[str], str]) -> list[str]:
+    """One sentence on the first of `names`, and how many more there are."""
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return [text.format(repr(names[0]), detail(names[0])) + more] if names else []
+
+
+def _shape(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+
+def _plan_optimizer(stored: _Stored, optimizer: Optimizer) -> dict[str, Any]:
+    state = stored.part("optimizer", stored.tensors("optimizer.safetensors"))
+    saved, live = (
+        [len(group["params"]) for group in groups] for groups in (state["param_groups"], optimizer.param_groups)
+    )
+    if saved != live:
+        what = f"{stored.path.name} does not fit the optimizer: parameters per group are {saved} in the checkpoint, {live} here"
+        raise BadCheckpoint(what, hint="build the optimizer as it was when it was saved")
+    return state
+
+
+def _restore_optimizer(optimizer: Optimizer, state: dict[str, Any], same_dtypes: bool) -> None:
+    """Through `load_state_dict`, which casts state to its parameter's dtype; state that had another keeps its own."""
+    optimizer.load_state_dict(state)
+    if not same_dtypes:
+        return
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in zip(indices, parameters):
+        live = optimizer.state.get(parameter, {})
+        for key, value in state["state"].get(index, {}).items():
+            if isinstance(value, Tensor) and isinstance(live.get(key), Tensor) and live[key].dtype != value.dtype:
+                live[key] = value.to(live[key].device)
+
+
+def _restore_step(stored: _Stored, step: Step) -> None:
+    if "step" in stored.facts:
+        step.load_state_dict(stored.facts["step"])
+        return
+    text = f"{stored.path.name} was saved without a Step: dropout and random numbers go on from this Step's own seed"
+    warnings.warn(text, WholestepWarning, stacklevel=3)
+    step.load_state_dict({"seed": step.seed, "count": stored.number})
+
+
+def _restore_generators(stored: _Stored) -> None:
+    tensors = stored.tensors("rng.safetensors")
+    torch.set_rng_state(tensors.pop("cpu").clone())
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for name, state in tensors.items():
+        index = int(name.removeprefix("cuda:"))
+        if index < devices:
+            torch.cuda.set_rng_state(state.clone(), index)
+        else:
+            text = f"{stored.path.name} holds the random state of {name}, which this machine does not have"
+            warnings.warn(text, WholestepWarning, stacklevel=3)
+    random.setstate(decode(stored.facts["rng"]["python"]))
+    np.random.set_state(stored.facts["rng"]["numpy"])
+
+
+__all__ = ["Loaded", "load", "save"]

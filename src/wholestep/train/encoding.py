@@ -1,0 +1,79 @@
+"""Values of a checkpoint as JSON and tensors: exact both ways, and nothing pickled.
+
+In: nested tables and lists, as `state_dict()` gives them. Out: JSON in which what JSON lacks (a tuple, integer keys, a tensor) is
+a tagged object, and the tensors apart, each with memory of its own.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wholestep.errors import BadCheckpoint
+
+_TAG = "$"
+"""Marks, in JSON, an object that stands for something JSON lacks: a tuple, a table with other keys than text, a tensor."""
+_DTYPES = {
+    torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
+}  # fmt: skip
+
+
+def own_copy(tensor: Tensor, name: str) -> Tensor:
+    """A contiguous CPU tensor that shares its storage with no other: safetensors asks for that."""
+    if tensor.layout is not torch.strided or tensor.dtype not in _DTYPES or tensor.is_meta:
+        kind = "without data" if tensor.is_meta else f"of {tensor.dtype}, {tensor.layout}"
+        raise BadCheckpoint(f"{name!r} is a tensor {kind}, which cannot be saved")
+    tensor = tensor.detach()
+    if type(tensor) is not Tensor:
+        raise BadCheckpoint(
+            f"{name!r} is a {type(tensor).__name__}, which cannot be saved", hint="save its plain tensors"
+        )
+    return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def encode(value: Any, path: str, tensors: dict[str, Tensor] | None = None) -> Any:
+    """`value` as JSON, exactly: tables with other keys than text, tuples and Counters are tagged; tensors go to `tensors`."""
+    if value is None or type(value) in (bool, int, str) or isinstance(value, float):
+        return value
+    if type(value) in (list, tuple):
+        items = [encode(item, f"{path}[{i}]", tensors) for i, item in enumerate(value)]
+        return items if type(value) is list else {_TAG: "tuple", "items": items}
+    if type(value) in (dict, collections.OrderedDict, collections.Counter):
+        inside = {key: encode(item, f"{path}[{key!r}]", tensors) for key, item in value.items()}
+        if type(value) is not collections.Counter and _TAG not in inside and all(type(key) is str for key in inside):
+            return inside
+        tag = "counter" if isinstance(value, collections.Counter) else "dict"
+        return {_TAG: tag, "items": [[encode(key, f"a key of {path}"), item] for key, item in inside.items()]}
+    if isinstance(value, Tensor) and tensors is not None:
+        tensors[path] = own_copy(value, path)
+        strides = {} if value.is_contiguous() else {"strides": list(torch.empty_like(value, device="meta").stride())}
+        return {_TAG: "tensor", "name": path, **strides}
+    hint = "a checkpoint holds numbers, text, lists and dicts; convert it (float(x), x.tolist(), dataclasses.asdict(x))"
+    raise BadCheckpoint(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which JSON cannot hold", hint=hint
+    )
+
+
+def decode(value: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
+    """The inverse of `encode`."""
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = value.get(_TAG)
+    if tag is None:
+        return {key: decode(item, tensors) for key, item in value.items()}
+    if tag == "tuple":
+        return tuple(decode(item, tensors) for item in value["items"])
+    if tag == "tensor":
+        stored = (tensors or {})[value["name"]]
+        if "strides" not in value:
+            return stored.clone()  # what was read lies in the mapped file, aligned to 8 bytes only
+        return torch.empty_strided(stored.shape, value["strides"], dtype=stored.dtype).copy_(stored)
+    pairs = {decode(key, tensors): decode(item, tensors) for key, item in value["items"]}
+    return collections.Counter(pairs) if tag == "counter" else pairs
