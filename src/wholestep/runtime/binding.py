@@ -146,8 +146,10 @@ class Binding:
                 self._watch(table, "step")
 
     def _watch(self, table: dict, key: str) -> None:
-        for column, value in zip(self.states, (table, key, table[key]), strict=True):
-            column.append(value)
+        tables, keys, tensors = self.states
+        tables.append(table)
+        keys.append(key)
+        tensors.append(table[key])
 
     def _count_steps(self) -> None:
         """How many steps each group has taken; other variants, eager steps and the user may have counted too.
