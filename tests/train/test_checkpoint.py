@@ -165,7 +165,7 @@ def test_a_momentum_buffer_not_used_yet_is_not_saved(tmp_path: Path) -> None:
     whole, resumed = build("sgd", 0), build("sgd", 1)
     whole[3]._latest.binding.refresh()
     assert all(
-        hasattr(entry["momentum_buffer"], checkpoint._UNUSED) for entry in whole[1].state.values()
+        hasattr(entry["momentum_buffer"], checkpoint.UNUSED) for entry in whole[1].state.values()
     )  # the premise
     wholestep.save(tmp_path, **dict(zip(("model", "optimizer", "scheduler", "step"), whole)))
     expected = run("sgd", whole, 0, 3)

@@ -101,11 +101,11 @@ def steps_taken(optimizer: Optimizer, parameter: torch.Tensor) -> float:
         return 0.0
     if type(optimizer) is SGD:
         buffer = state.get("momentum_buffer")
-        return 0.0 if buffer is None or hasattr(buffer, _UNUSED) else 1.0
+        return 0.0 if buffer is None or hasattr(buffer, UNUSED) else 1.0
     return float(state.get("step", 0.0))
 
 
-_UNUSED = "_wholestep_unused"
+UNUSED = "_wholestep_unused"
 """Mark on a momentum buffer that was made before its first step, where torch would not have one yet."""
 
 
@@ -113,8 +113,8 @@ def mark_stepped(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> No
     """Their momentum buffers now hold a gradient."""
     for p in parameters:
         buffer = optimizer.state.get(p, {}).get("momentum_buffer")
-        if buffer is not None and hasattr(buffer, _UNUSED):
-            delattr(buffer, _UNUSED)
+        if buffer is not None and hasattr(buffer, UNUSED):
+            delattr(buffer, UNUSED)
 
 
 def hyper_values(plan: UpdatePlan, group: dict, steps: float) -> list[float]:
@@ -141,7 +141,7 @@ def new_state(optimizer: Optimizer, plan: UpdatePlan, parameter: torch.Tensor) -
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
         state = {"step": torch.zeros((), dtype=dtype, device=device)} | state
     elif "momentum_buffer" in state:
-        setattr(state["momentum_buffer"], _UNUSED, True)
+        setattr(state["momentum_buffer"], UNUSED, True)
     return state
 
 

@@ -21,7 +21,7 @@ from wholestep.graph.training_graph import OutputKind, TrainingGraph, phase_of
 
 # Operators that hand back their input's memory although their schemas promise a new tensor. By name, because the
 # collectives are registered only where torch.distributed is built in.
-_UNDECLARED_VIEWS = {
+UNDECLARED_VIEWS = {
     "aten::_unsafe_view",
     "aten::unsafe_split",
     "aten::unsafe_split_with_sizes",
@@ -115,7 +115,7 @@ def _held_by_others(found: dict[fx.Node, Storages]) -> set[int]:
 def _viewed_storage(node: fx.Node, found: dict[fx.Node, Storages]) -> int | None:
     """The storage that the results of a view operator share, or None when it makes its own."""
     schema = getattr(node.target, "_schema", None)
-    if schema is not None and schema.name in _UNDECLARED_VIEWS:
+    if schema is not None and schema.name in UNDECLARED_VIEWS:
         viewed = found[node.args[0]]
         return viewed if isinstance(viewed, int) else None
     # The alias set of a list of views (`split`) is empty in the schema object; that it exists is what tells.

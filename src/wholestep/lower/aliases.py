@@ -14,14 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-# Operators that hand back their input's memory although their schema does not say so.
-_SILENT_ALIASES = (
-    "aten::_unsafe_view",
-    "_c10d_functional::wait_tensor",
-    "aten::lift_fresh",
-    "aten::detach",
-    "aten::alias",
-)
+from wholestep.graph.liveness import UNDECLARED_VIEWS
 
 # fmt: off
 _CHEAP_VIEWS = frozenset(
@@ -40,7 +33,7 @@ def may_alias(target: Any) -> bool:
         return True
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    if target._schema.name in _SILENT_ALIASES:
+    if target._schema.name in UNDECLARED_VIEWS:
         return True
     return any(result.alias_info is not None for result in target._schema.returns)
 

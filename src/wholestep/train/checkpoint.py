@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wholestep.capture.optimizers import _UNUSED
+from wholestep.capture.optimizers import UNUSED
 from wholestep.errors import BadCheckpoint, BadOption, WholestepWarning
 from wholestep.runtime.step import Step
 from wholestep.train.encoding import decode, encode, own_copy
@@ -159,7 +159,7 @@ def _gather(
 def _used_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """Without buffers made before their first step: torch would have none yet, and its first step differs (dampening)."""
     return {
-        index: {key: value for key, value in entry.items() if not hasattr(value, _UNUSED)}
+        index: {key: value for key, value in entry.items() if not hasattr(value, UNUSED)}
         if isinstance(entry, dict)
         else entry
         for index, entry in state.items()
