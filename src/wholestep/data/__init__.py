@@ -1,0 +1,1 @@
+"""Offline data: texts, images and where they come from. Nothing is downloaded."""
