@@ -20,6 +20,7 @@ from wholestep.capture.ladder import Climb
 from wholestep.capture.preflight import refuse_unsupported
 from wholestep.capture.subject import Subject, make_subject
 from wholestep.errors import BadBatch, BadOption, CaptureRefused, CompilerMissing, NotBuiltYet, WholestepWarning
+from wholestep.graph.bytes import parse_bytes
 from wholestep.graph.printer import dump_source
 from wholestep.graph.training_graph import Role, TrainingGraph
 from wholestep.lower import AutoCudaGraph, Runner, faster_of, lower_inductor, lower_interpret, warm_up
@@ -43,6 +44,7 @@ def compile(
     precision: str = "fp32",
     accumulate: int = 1,
     clip_norm: float | None = None,
+    nonfinite: str = "allow",
     backend: str = "inductor",
     dynamic: bool | None = None,
     check: str = "first",
@@ -65,6 +67,8 @@ def compile(
         precision: "fp32", or "bf16" (autocast).
         accumulate: micro-batches per update.
         clip_norm: clip gradients by their global norm.
+        nonfinite: "allow" updates as torch does whatever the gradients are; "skip" leaves parameters, optimizer state and
+            buffers as they were when the gradients are not finite, decided on the device (the step counts all the same).
         backend: "inductor" compiles; "interpret" runs the graph operator by operator, bit for bit as eager does.
         dynamic: None decides by the sizes seen; True makes all batch sizes symbolic at once; False compiles every shape.
         check: "first" compares the first live step with eager PyTorch; "off" does not.
@@ -77,7 +81,7 @@ def compile(
     """
     _check_options(memory, precision, backend, check)
     subject = make_subject(
-        model, loss_fn, optimizer, precision=precision, accumulate=accumulate, clip_norm=clip_norm
+        model, loss_fn, optimizer, precision=precision, accumulate=accumulate, clip_norm=clip_norm, nonfinite=nonfinite
     )
     with contextlib.suppress(CaptureRefused):  # a refusal is for the ladder to tell; an error is better early
         refuse_unsupported(subject)
@@ -147,6 +151,8 @@ def _example_micro_batch(step: Step, example: Any) -> Any:
 
 def _check_options(memory: Any, precision: str, backend: str, check: str) -> None:
     if memory is not None:
+        if memory != "auto":
+            parse_bytes(memory)
         raise NotBuiltYet(
             f"memory={memory!r}: the memory planner is not part of this version", hint="leave memory out for now"
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from wholestep.kernels import multi_tensor
+from wholestep.kernels import IN_PLACE, multi_tensor
 from wholestep.kernels.multi_tensor import BLOCK
 
 # The interpreter must be chosen before Triton is imported, hence a process of its own.
@@ -46,6 +46,9 @@ for dtype, decoupled, amsgrad, maximize in (
     got = [[t.clone(memory_format=torch.preserve_format) for t in group] for group in (params, *states)]
     adamw_triton.launch(got[0], grads, got[1:], hyper, scale, maximize=maximize, decoupled=decoupled)
     close([t for group in got for t in group], want)
+    kept = [t.clone() for group in got for t in group]
+    adamw_triton.launch(got[0], grads, got[1:], hyper, -scale, maximize=maximize, decoupled=decoupled)
+    assert all(torch.equal(a, b) for a, b in zip((t for group in got for t in group), kept, strict=True))
 
     hyper = torch.tensor([1e-2, 0.9, 0.1, 0.1], dtype=torch.float64)
     for buffers, nesterov in ((states[0], True), (states[0], False), ([], False)):
@@ -55,6 +58,11 @@ for dtype, decoupled, amsgrad, maximize in (
             new_params, grads, [new_buffers] if buffers else [], hyper, None, nesterov=nesterov, maximize=maximize
         )
         close(new_params + new_buffers, want)
+        kept = [t.clone() for t in new_params + new_buffers]
+        sgd_triton.launch(
+            new_params, grads, [new_buffers] if buffers else [], hyper, -scale, nesterov=nesterov, maximize=maximize
+        )
+        assert all(torch.equal(a, b) for a, b in zip(new_params + new_buffers, kept, strict=True))
     view = torch.zeros(4, 6, dtype=dtype)[:, ::2]  # the result must reach a tensor that is not dense
     sgd_triton.launch([view], [torch.ones(4, 3, dtype=dtype)], [], hyper, None, nesterov=False, maximize=False)
     close([view], [torch.full((4, 3), -1e-2, dtype=dtype)])
@@ -113,3 +121,30 @@ def test_groups_leave_out_empty_tensors() -> None:
     grads = [p.float() for p in params]
     groups = multi_tensor.group_by_dtype([params, grads])
     assert groups == {(torch.float32, torch.float32): [0, 3], (torch.bfloat16, torch.float32): [2]}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_a_scale_below_zero_leaves_everything_as_it_is(kind: str, device: str) -> None:
+    def tensors(value: float) -> list[torch.Tensor]:
+        return [torch.full((n,), value, device=device) for n in (3, 5000)]
+
+    grads, nan = tensors(1.0), tensors(float("nan"))
+    adam = torch.tensor([1, 0.1, 0.9, 0.99, 1e-8, 0.1], dtype=torch.float64, device=device)
+    sgd = torch.tensor([0.1, 0.9, 0.0, 0.1], dtype=torch.float64, device=device)
+    for scale in (1.0, multi_tensor.SKIP):
+        given = torch.tensor(scale, device=device)
+        states = [tensors(2.0), tensors(3.0), tensors(4.0)]
+        if kind == "adamw":
+            gradients = grads if scale > 0 else nan
+            operands = (states[0], gradients, states[1], states[2], [], adam, given, False, False, True, "single")
+        else:
+            operands = (states[0], grads if scale > 0 else nan, states[1], sgd, given, False, False, "single")
+            states = states[:2]
+        operator = getattr(torch.ops.ws, kind).default
+        new = operator(*operands)
+        IN_PLACE[operator](*operands)
+        unchanged = [torch.full((n,), v, device=device) for v in (2.0, 3.0, 4.0)[: len(states)] for n in (3, 5000)]
+        flat = [t for group in states for t in group]
+        for i in range(len(unchanged)):
+            assert torch.equal(new[i], flat[i]) and torch.equal(flat[i], unchanged[i]) is (scale < 0)

@@ -16,6 +16,9 @@ from torch.optim import Optimizer
 
 from wholestep.errors import BadLoss, BadOption, UnsupportedModel, UnsupportedOptimizer
 
+NONFINITE = ("allow", "skip")
+"""What becomes of an update whose gradients are not finite: it is made, as torch does, or left out."""
+
 
 class Bundle(nn.Module):
     """Several modules under one root, without touching them."""
@@ -37,6 +40,7 @@ class Subject:
     precision: str = "fp32"
     accumulate: int = 1
     clip_norm: float | None = None
+    nonfinite: str = "allow"
     parameters: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -74,6 +78,7 @@ def make_subject(
     precision: str = "fp32",
     accumulate: int = 1,
     clip_norm: float | None = None,
+    nonfinite: str = "allow",
 ) -> Subject:
     """Check the arguments of `compile` that need no batch, and name every tensor."""
     root = _root_of(model)
@@ -95,7 +100,11 @@ def make_subject(
         raise BadOption(f"accumulate={accumulate!r}", hint="use a whole number of micro-batches, 1 or more")
     if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm > 0):
         raise BadOption(f"clip_norm={clip_norm!r}", hint="use a positive number, or None for no clipping")
-    subject = Subject(model, root, loss_fn, optimizer, precision, accumulate, clip_norm)
+    if nonfinite not in NONFINITE:
+        raise BadOption(f"nonfinite={nonfinite!r}", hint=f"use one of {', '.join(map(repr, NONFINITE))}")
+    if nonfinite == "skip" and optimizer is None:
+        raise BadOption("nonfinite='skip' without an optimizer: the update is yours", hint="look at p.grad before it")
+    subject = Subject(model, root, loss_fn, optimizer, precision, accumulate, clip_norm, nonfinite)
     subject.refresh()
     _check_optimizer_members(subject)
     return subject

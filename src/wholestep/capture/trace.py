@@ -17,6 +17,7 @@ import torch
 from wholestep import compat
 from wholestep.capture.assemble import LeakedFake, functional, lift_constants
 from wholestep.capture.batch import BatchSpec
+from wholestep.capture.nonfinite import keep_buffers
 from wholestep.capture.optimizers import UpdatePlan
 from wholestep.capture.preflight import set_aside
 from wholestep.capture.provenance import attribute_backward
@@ -151,7 +152,10 @@ def _trace_once(tracer: Tracer) -> tuple[TrainingGraph, tuple[torch.Tensor, ...]
     constants = lift_constants(recorded, tracer.subject, tracer.mode)
     inputs = order + [Input(Role.CONSTANT, f"constant{i}") for i in range(len(constants))]
     fakes = fakes + [compat.to_fake(tracer.mode, c) for c in constants]
-    return functional(recorded, fakes, inputs, meanings, tracer.mode), constants
+    graph = functional(recorded, fakes, inputs, meanings, tracer.mode)
+    if tracer.subject.nonfinite == "skip":
+        keep_buffers(graph)
+    return graph, constants
 
 
 def _trace_update(tracer: Tracer) -> TrainingGraph:

@@ -22,6 +22,7 @@ from wholestep.capture.sites import Sites
 from wholestep.capture.subject import Subject
 from wholestep.errors import BadLoss, CaptureRefused
 from wholestep.graph.training_graph import Input, Output, OutputKind, Role
+from wholestep.kernels import multi_tensor
 
 ws = torch.ops.ws
 
@@ -220,10 +221,17 @@ class Tracer:
         """Clip by the global norm, then one update node per group."""
         results: list[tuple[Any, Output]] = []
         scale = None
-        if self.subject.clip_norm is not None:
+        skips = self.subject.nonfinite == "skip"
+        if self.subject.clip_norm is not None or skips:
             in_torch_order = [grads[n] for n in self.parameter_order() if n in grads]
-            norm, scale = ws.clip(in_torch_order, values[Input(Role.HYPER, "clip_norm")])
+            limit = values.get(Input(Role.HYPER, "clip_norm"))
+            if limit is None:  # the scale is not used; finite gradients have a norm that is
+                limit = torch.ones((), dtype=torch.float64, device=self.subject.device)
+            norm, scale = ws.clip(in_torch_order, limit)
             results.append((norm, Output(OutputKind.NORM, "grad_norm")))
+            if skips:
+                wanted = scale if self.subject.clip_norm is not None else torch.ones_like(scale)
+                scale = torch.where(norm.isfinite(), wanted, multi_tensor.SKIP)
         for plan in self.plans:
             members = [n for n in plan.names if n in grads]
             if not members:

@@ -22,6 +22,8 @@ from torch import Tensor
 IMPLEMENTATIONS = ("single", "foreach", "fused")
 # Elements per Triton program: 4 warps x 32 lanes x 16 elements; enough loads in flight, and small tensors waste little.
 BLOCK = 2048
+SKIP = -1.0
+"""A `scale` below zero, which no clipping yields: the update leaves parameters and states as they are."""
 MAX_CACHED_TABLES = 64
 MAX_SPARE_BUFFERS = 64
 
@@ -31,6 +33,11 @@ def implementation_flags(implementation: str) -> dict[str, bool]:
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
     return {"foreach": implementation == "foreach", "fused": implementation == "fused"}
+
+
+def skipped(scale: Tensor | None) -> bool:
+    """Whether this update is left out; reads the value, so it waits for a GPU."""
+    return scale is not None and bool(scale < 0)
 
 
 def scaled_grads(grads: list[Tensor], scale: Tensor | None) -> list[Tensor]:

@@ -2,9 +2,9 @@
 group.
 
 In: params, grads, momentum_buffers (empty without momentum), hyper = float64 [lr, momentum, dampening, weight_decay],
-scale (0-d clipping factor or None). Out: new params and new buffers, concatenated. `update_in_place` is its twin
-without copies. The first step of torch (buffer = gradient) is a zero buffer with dampening 0, which the caller passes:
-there is no branch on the step here.
+scale (0-d clipping factor or None; below zero: nothing changes). Out: new params and new buffers, concatenated.
+`update_in_place` is its twin without copies. The first step of torch (buffer = gradient) is a zero buffer with
+dampening 0, which the caller passes: there is no branch on the step here.
 
 On CPU this is torch.optim's own code for the `implementation` asked, hence bitwise torch's; on CUDA one Triton launch
 per dtype group.
@@ -34,6 +34,8 @@ def reference_in_place(
     implementation: str,
 ) -> None:
     """torch.optim's functional code: the specification, on any device (hyper.tolist() waits for a GPU)."""
+    if multi_tensor.skipped(scale):
+        return
     lr, momentum, dampening, weight_decay = hyper.tolist()
     if implementation == "fused" and momentum_buffers and _fused_is_broken(params):
         implementation = "single"

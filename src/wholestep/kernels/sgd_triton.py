@@ -50,6 +50,8 @@ def _sgd_kernel(
     dampening = tl.load(hyper + 2).to(MATH)
     weight_decay = tl.load(hyper + 3).to(MATH)
     scale = tl.load(scale_ptr).to(MATH) if HAS_SCALE else 1.0
+    if HAS_SCALE:
+        size = tl.where(scale < 0, 0, size)  # left out: every element is masked
     param_ptr = load_pointer(table, 0, tensor, num_tensors, PARAM, ALIGNED)
     grad_ptr = load_pointer(table, 1, tensor, num_tensors, GRAD, ALIGNED)
     buffer_ptr = load_pointer(table, 2, tensor, num_tensors, BUFFER, ALIGNED) if MOMENTUM else param_ptr

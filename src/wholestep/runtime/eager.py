@@ -36,9 +36,18 @@ def eager_step(subject: Subject, batches: Sequence[Any]) -> tuple[Result, torch.
             torch._foreach_div_([p.grad for p in trained if p.grad is not None], total)
         if subject.clip_norm is not None:
             norm = torch.nn.utils.clip_grad_norm_(trained, subject.clip_norm)
-        subject.optimizer.step()
+        if not skips_update(subject):
+            subject.optimizer.step()
         subject.optimizer.zero_grad(set_to_none=True)
     return combine(results), norm
+
+
+def skips_update(subject: Subject) -> bool:
+    """`nonfinite="skip"` where the update is not captured: it is decided on the host, which waits for a GPU."""
+    if subject.nonfinite != "skip":
+        return False
+    grads = [p.grad for p in subject.trained.values() if p.grad is not None]
+    return bool(grads) and not bool(torch.nn.utils.get_total_norm(grads).isfinite())
 
 
 def combine(results: Sequence[Result]) -> Result:

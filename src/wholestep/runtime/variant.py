@@ -12,7 +12,7 @@ from wholestep.capture.trace import Capture
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT
 from wholestep.graph.training_graph import OutputKind, TrainingGraph
 from wholestep.runtime.binding import Binding
-from wholestep.runtime.eager import Result, combine
+from wholestep.runtime.eager import Result, combine, skips_update
 from wholestep.runtime.random import keys_for, seeded_generator
 
 Lowering = Callable[[TrainingGraph], Any]
@@ -118,6 +118,7 @@ class Variant:
             return norm
         if subject.clip_norm is not None:
             norm = torch.nn.utils.clip_grad_norm_(list(subject.trained.values()), subject.clip_norm)
-        optimizer.step()
+        if not skips_update(subject):
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return norm

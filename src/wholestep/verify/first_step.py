@@ -229,6 +229,9 @@ class _FirstStep:
         if not self.accumulates and self._loss_differs(loss):
             told = f"the loss is {float(loss):.7g}, in eager {float(self.eager.loss):.7g}"
             raise self._differs(f"{what}: {told}; {self._put_back()}", None)
+        if self.subject.nonfinite == "skip" and total is not None and not bool(total.isfinite()):
+            self.kept = {}  # nothing was updated, so there is nothing to compare
+            return
         scale, norm_error = self._clipped(total)
         for plan, names in self.binding.members.items():
             for name in names:

@@ -1,0 +1,122 @@
+"""nonfinite="skip": a step whose gradients are not finite changes nothing; any other is the step it would have been."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import wholestep
+from wholestep.errors import BadOption
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 1))
+
+
+def loss_fn(model, batch):
+    return nn.functional.mse_loss(model(batch["x"]), batch["y"])
+
+
+def batch(bad=None):
+    generator = torch.Generator().manual_seed(1)
+    made = {"x": torch.randn(5, 6, generator=generator), "y": torch.randn(5, 1, generator=generator)}
+    if bad is not None:
+        made["x"][2, 3] = bad
+    return made
+
+
+def state_of(model, optimizer):
+    tensors = {k: v.clone() for k, v in model.state_dict().items()}
+    for i, p in enumerate(model.parameters()):
+        tensors |= {f"{i}/{k}": v.clone() for k, v in optimizer.state[p].items() if k != "step"}
+    return tensors
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),  # its update is not captured
+}
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.filterwarnings("ignore::wholestep.WholestepWarning")
+def test_a_bad_step_changes_nothing_and_a_good_one_is_the_same(kind, clip_norm):
+    models = [network(), network()]
+    opts = [OPTIMIZERS[kind](m.parameters()) for m in models]
+    options = dict(clip_norm=clip_norm, backend="interpret", cache=False)
+    skipping = wholestep.compile(models[0], loss_fn, opts[0], batch(), nonfinite="skip", **options)
+    plain = wholestep.compile(models[1], loss_fn, opts[1], batch(), **options)
+    for _ in range(2):
+        assert torch.equal(skipping(batch()), plain(batch()))
+    before = state_of(models[0], opts[0])
+    for bad in (float("nan"), float("inf")):
+        assert not skipping(batch(bad)).isfinite()
+    captured = kind != "rmsprop"
+    for name, value in state_of(models[0], opts[0]).items():
+        if captured or ("running" not in name and "num_batches" not in name):
+            assert torch.equal(value, before[name]), name
+    if captured:
+        assert not skipping.grad_norm.isfinite()
+    for name, value in state_of(models[1], opts[1]).items():
+        assert torch.equal(value, before[name]), name
+    plain(batch(float("nan")))
+    assert not all(p.isfinite().all() for p in models[1].parameters()), "without the option torch's behaviour stays"
+
+
+def test_training_goes_on_after_a_skipped_step():
+    model = network()
+    step = wholestep.compile(
+        model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.05), batch(), nonfinite="skip", backend="interpret"
+    )
+    first = step(batch())
+    step(batch(float("nan")))
+    for _ in range(10):
+        last = step(batch())
+    assert last < first
+
+
+def test_with_accumulation_one_bad_micro_batch_leaves_the_whole_update_out():
+    model = network()[3:]  # without the BatchNorm, whose buffers the micro-steps write
+    bad = [{"x": torch.full((2, 8), v), "y": torch.zeros(2, 1)} for v in (1.0, float("nan"))]
+    good = [{"x": torch.ones(2, 8), "y": torch.zeros(2, 1)}] * 2
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = wholestep.compile(model, loss_fn, optimizer, good, accumulate=2, nonfinite="skip", backend="interpret")
+    step(good)
+    before = state_of(model, optimizer)
+    step(bad)
+    assert all(torch.equal(v, before[n]) for n, v in state_of(model, optimizer).items())
+    step(good)
+    assert not torch.equal(model[0].weight, before["3.weight"])
+
+
+def test_a_bad_first_step_is_no_difference_from_eager():
+    model = network()
+    before = copy.deepcopy(model.state_dict())
+    step = wholestep.compile(
+        model, loss_fn, torch.optim.AdamW(model.parameters()), batch(), nonfinite="skip", backend="interpret", check="first"
+    )
+    step(batch(float("nan")))
+    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("options", [dict(nonfinite="ignore"), dict(nonfinite="skip", optimizer=None)])
+def test_what_cannot_be_honoured_is_said(options):
+    model = network()
+    arguments = dict(optimizer=torch.optim.SGD(model.parameters(), lr=0.1)) | options
+    with pytest.raises(BadOption, match="nonfinite="):
+        wholestep.compile(model, loss_fn, example_batch=batch(), **arguments)
+
+
+def test_compiled_buffers_are_kept_too():
+    model = network()
+    step = wholestep.compile(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), batch(), nonfinite="skip")
+    step(batch())
+    before = copy.deepcopy(model.state_dict())
+    step(batch(float("nan")))
+    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+    step(batch())
+    assert not any(torch.equal(v, before[n]) for n, v in model.state_dict().items() if "weight" in n or "running" in n)
