@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from tests.runtime.twins import Side, Twins, class_batches, classify, interpreted, small_mlp
 from torch import nn
 
+import wholestep
 from wholestep.capture.guards import Guards
 from wholestep.errors import WholestepWarning
 
@@ -282,3 +283,41 @@ def test_reading_the_guards_is_cheap() -> None:
     for _ in range(10):
         assert guards.values() == first and not guards.restructured()
     assert (time.perf_counter() - began) / 10 < 0.02
+
+
+class Chooser(nn.Module):
+    """Like a Hugging Face classifier: the first forward writes down which loss the labels call for, later ones obey."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind: str | None = None
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if self.kind is None:
+            self.kind = "regression" if batch["y"].is_floating_point() else "classes"
+        logits = self.linear(batch["x"])
+        loss = nn.functional.mse_loss if self.kind == "regression" else nn.functional.cross_entropy
+        return loss(logits, batch["y"])
+
+
+def test_what_the_forward_sets_once_calls_for_no_second_capture() -> None:
+    model = Chooser()
+    batch = {"x": torch.randn(5, 4), "y": torch.tensor([0, 2, 1, 1, 0])}
+    step = wholestep.compile(
+        model, lambda m, b: m(b), torch.optim.SGD(model.parameters(), lr=0.1), batch, backend="interpret", cache=False
+    )
+    assert model.kind is None
+    first = step(batch)
+    model(batch)  # validation, say
+    assert model.kind == "classes"
+    assert step(batch) < first and step.captures == 1
+    # class probabilities are floats, too: a model that has settled reads them as such, one that has not as a regression
+    probabilities = {"x": batch["x"], "y": torch.softmax(torch.randn(5, 3), -1)}
+    with torch.no_grad():
+        want = nn.functional.cross_entropy(model.linear(batch["x"]), probabilities["y"])
+    assert torch.equal(step(probabilities), want) and step.captures == 2
+    model.kind = None
+    with torch.no_grad():
+        want = nn.functional.mse_loss(model.linear(batch["x"]), probabilities["y"])
+    assert torch.equal(step(probabilities), want)

@@ -75,6 +75,7 @@ def _store(path: Path, capture: Capture) -> None:
         "num_sites": capture.num_sites,
         "plans": [dataclasses.asdict(p) for p in capture.plans],
         "notes": capture.notes,
+        "settled": capture.settled,
         "sizes": [len(p) for p in parts],
     }
     write_atomically(path, json.dumps(facts).encode() + b"\n" + b"".join(parts))
@@ -102,7 +103,7 @@ def _load(path: Path, subject: Subject, spec: BatchSpec) -> Capture | None:
         return None
     return Capture(
         graph, update, spec, tuple(facts["aux_names"]), facts["num_sites"], plans, (), list(facts["notes"]),
-        fake_mode=mode, from_cache=True,
+        fake_mode=mode, from_cache=True, settled=facts["settled"],
     )  # fmt: skip
 
 

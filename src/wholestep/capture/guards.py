@@ -8,7 +8,7 @@ Reading a few thousand dictionary entries takes about a tenth of a millisecond.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -100,6 +100,15 @@ class Guards:
     def restructured(self) -> bool:
         """Whether a submodule was replaced, added or removed: then nothing that was captured holds."""
         return any(list(module._modules.values()) != children for module, children in self.children)
+
+    def attributes(self) -> dict[str, Any]:
+        """The plain values among the attributes of modules and configs, by name."""
+        return dict(zip(self.labels, map(dict.get, self.tables, self.keys)))
+
+    def with_attributes(self, values: list[Any], settled: Mapping[str, Any]) -> list[Any]:
+        """A reading as it would be with other values for the attributes named."""
+        read = [settled.get(label, value) for label, value in zip(self.labels, values)]
+        return read + values[len(read) :]
 
     def values(self) -> list[Any]:
         """What the graph depends on now; equal lists mean that a captured graph still holds."""

@@ -17,6 +17,7 @@ import torch
 from wholestep import compat
 from wholestep.capture.assemble import LeakedFake, functional, lift_constants
 from wholestep.capture.batch import BatchSpec
+from wholestep.capture.guards import Guards
 from wholestep.capture.nonfinite import keep_buffers
 from wholestep.capture.optimizers import UpdatePlan
 from wholestep.capture.preflight import set_aside
@@ -50,6 +51,8 @@ class Capture:
     fake_mode: Any = None
     rung: str = "whole step"
     from_cache: bool = False
+    settled: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Attributes that the first live forward will set, to values with which this capture holds all the same."""
 
 
 def capture(
@@ -80,7 +83,7 @@ def capture(
     num_sites = sum(1 for entry in tracer.order if entry.role is Role.KEY)
     return Capture(
         graph, update, batch_spec, tracer.aux_names, num_sites, tuple(tracer.plans), constants,
-        seen.notes + tracer.notes, tracer.symbols, compat.shape_guards(tracer.mode), tracer.mode,
+        seen.notes + tracer.notes, tracer.symbols, compat.shape_guards(tracer.mode), tracer.mode, settled=tracer.settled,
     )  # fmt: skip
 
 
@@ -93,7 +96,10 @@ def _trace_faithfully(
     that the cache is computed inside the graph. One that every run replaces carries state from step to step: refused.
     """
     tracer = Tracer(subject, batch_tensors, batch_spec, **options)
+    watched = Guards(subject)
+    readings = [watched.attributes()]
     first = _rehearse(tracer)
+    readings.append(watched.attributes())
     stored = {str(c): frozen(c.value) for c in snapshot.changes()}
     try:
         graph, constants = _trace_once(tracer)
@@ -104,6 +110,7 @@ def _trace_faithfully(
     if difference is None:
         for change in rewritten:
             tracer.notes.append(f"{change} changes in every forward: its Python value is fixed in the captured step")
+        tracer.settled = _settled(*readings, watched.attributes())
         return tracer, graph, constants
     if rewritten or not stored:
         what = f"{rewritten[0]} is carried from one call to the next" if rewritten else difference
@@ -117,6 +124,12 @@ def _trace_faithfully(
         raise CaptureRefused("the forward does other operations at every call")
     tracer.notes.append(f"computed inside the step, not cached between steps: {', '.join(sorted(stored)[:3])}")
     return tracer, graph, constants
+
+
+def _settled(before: dict[str, Any], first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """What a forward sets and then leaves (a config's `problem_type`): the second run, with it set, did the same."""
+    kept = (str, int, float, bool, type(None))
+    return {n: v for n, v in first.items() if isinstance(v, kept) and v != before[n] and v == second[n]}
 
 
 def _rehearse(tracer: Tracer) -> list[tuple]:

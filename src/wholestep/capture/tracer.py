@@ -119,6 +119,7 @@ class Tracer:
             self.fakes[entry] = self._fake_batch(tensor, dynamic[i] if dynamic else {})
         self.aux_names: tuple[str, ...] = ()
         self.used: list[str] = []
+        self.settled: dict[str, Any] = {}
 
     def _fake_batch(self, tensor: torch.Tensor, dims: dict[int, str]) -> torch.Tensor:
         if not dims:

@@ -64,7 +64,8 @@ class Step:
         self.rung = "not captured yet"
         self.seconds: dict[str, float] = {"capture": 0.0, "lower": 0.0}
         self._guards = Guards(subject)
-        self._worlds: list[tuple[list[Any], int]] = []
+        self._worlds: list[list[Any]] = []
+        """Readings of the guards; a world is known by its place here."""
         self._world = -1
         self._variants: dict[tuple, Variant | None] = {}
         self._symbolic: list[tuple[tuple, Variant, Any, Any]] = []
@@ -157,8 +158,20 @@ class Step:
             if variant is not None:
                 return variant
         variant = self._capture_static(tensors, spec, provisional=len(seen) > 1 and self.settings.dynamic is not False)
-        self._variants[(base, shapes)] = variant
+        for known in self._bases(base, variant.capture if variant else None):
+            self._variants[(known, shapes)] = variant
         return variant
+
+    def _bases(self, base: tuple, capture: Capture | None) -> list[tuple]:
+        """Where a capture holds: here, and in the world as the forward itself will leave it at its first live run."""
+        if capture is None or not capture.settled:
+            return [base]
+        values = self._guards.with_attributes(self._worlds[base[0]], capture.settled)
+        if values not in self._worlds:
+            self._worlds.append(values)
+        settled = (self._worlds.index(values), *base[1:])
+        self._seen.setdefault(settled, self._seen[base])  # one list: sizes count wherever they were met
+        return [base, settled]
 
     def _capture_symbolic(self, base: tuple, shapes: Any, tensors: Any, spec: BatchSpec, dims: Any) -> Variant | None:
         climb = self._climb(tensors, spec, dims)
@@ -174,7 +187,7 @@ class Step:
             self._note("sizes stay static: the step relies on a size that should vary")
             self._static.add(base)
             return None
-        self._symbolic.append((base, variant, dims, shapes))
+        self._symbolic += [(known, variant, dims, shapes) for known in self._bases(base, capture)]
         varying = sorted({name for found in dims for name in found.values()})
         self._note(f"{len(varying)} batch dimension(s) seen with several sizes are symbolic now")
         return variant
@@ -201,7 +214,7 @@ class Step:
             rewritten = {n.split(" changes in every forward")[0] for n in climb.capture.notes if " changes in every" in n}
             if rewritten:
                 self._guards.exclude(rewritten)
-                self._worlds[self._world] = (self._guards.values(), self._world)
+                self._worlds[self._world] = self._guards.values()
         return climb
 
     def _lowered(self, capture: Capture, backend: str, provisional: bool = False) -> Variant:
@@ -215,21 +228,20 @@ class Step:
     def _current_world(self) -> int:
         """A number for the present Python values; a new value of any of them is a new world."""
         values = self._guards.values()
-        if self._world >= 0 and values == self._worlds[self._world][0]:
+        if self._world >= 0 and values == self._worlds[self._world]:
             return self._world
-        for known, number in self._worlds:
-            if values == known:
-                self._world = number
-                return number
+        if values in self._worlds:
+            self._world = self._worlds.index(values)
+            return self._world
         if self._worlds:
-            changed = list(self._guards.differences(self._worlds[self._world][0], values))[:3]
+            changed = list(self._guards.differences(self._worlds[self._world], values))[:3]
             self._note(f"captured anew because {', '.join(changed)}")
             if len(self._worlds) >= MAX_PYTHON_CAPTURES:
                 self._stays_eager = f"{', '.join(changed)} keeps changing; pass such a value as a tensor in the batch"
                 warnings.warn(f"the step runs in eager PyTorch from now on: {self._stays_eager}", WholestepWarning, stacklevel=5)
                 self.rung = "eager"
         self._world = len(self._worlds)
-        self._worlds.append((values, self._world))
+        self._worlds.append(values)
         return self._world
 
     def _forget(self, reason: str) -> None:
