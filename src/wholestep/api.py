@@ -22,8 +22,8 @@ from wholestep.capture.subject import Subject, make_subject
 from wholestep.errors import BadBatch, BadOption, CaptureRefused, CompilerMissing, NotBuiltYet, WholestepWarning
 from wholestep.graph.bytes import parse_bytes
 from wholestep.graph.printer import dump_source
-from wholestep.graph.training_graph import Role, TrainingGraph
-from wholestep.lower import AutoCudaGraph, Runner, faster_of, lower_inductor, lower_interpret, warm_up
+from wholestep.graph.training_graph import OutputKind, Role, TrainingGraph
+from wholestep.lower import AutoCudaGraph, CudaGraphsByShape, Runner, faster_of, lower_inductor, lower_interpret, warm_up
 from wholestep.passes.pipeline import Pipeline, default_pipeline
 from wholestep.runtime.progress import Progress
 from wholestep.runtime.step import Settings, Step
@@ -129,7 +129,10 @@ class _Stages:
             dump_source(facts["driver"], self.dump, "lowered", len(self.pipeline) + 1, f"lower_{backend}", seconds, effect)
         if self.subject.device.type != "cuda" or self.cuda_graph is False or backend == "interpret":
             return runner
-        return AutoCudaGraph(runner, graph.indices(Role.BATCH), always=self.cuda_graph is True)
+        kind = CudaGraphsByShape if runner.describe().get("symbolic") else AutoCudaGraph
+        returned = [output for output in graph.outputs if output.kind is not OutputKind.UPDATE]
+        gradients = [i for i, output in enumerate(returned) if output.kind is OutputKind.GRADIENT]
+        return kind(runner, graph.indices(Role.BATCH), always=self.cuda_graph is True, lent=gradients)
 
     def _compiled(self, graph: TrainingGraph) -> Runner:
         try:

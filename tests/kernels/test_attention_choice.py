@@ -172,7 +172,7 @@ def test_cuda_choice_is_measured_once_and_runs_in_a_graph(tmp_path: Path, monkey
     before = torch.cuda.get_rng_state()
     out = torch.ops.ws.attention(q, k, v, None, True, 0.125, 0.0, None)[0]
     assert torch.equal(before, torch.cuda.get_rng_state())
-    (row,) = json.loads((tmp_path / "attention.json").read_text()).values()
+    (row,) = json.loads((tmp_path / "choices" / "attention.json").read_text()).values()
     assert row["name"] in row["milliseconds"] and len(row["milliseconds"]) + len(row["skipped"]) == 4
     torch.autograd.grad(out.sum(), (q, k, v))
     graph = torch.cuda.CUDAGraph()

@@ -120,9 +120,78 @@ def test_cpu_inputs_run_directly_with_the_reason(traced):
         CudaGraphRunner(runner, inputs, [0])
 
 
-def test_symbolic_shapes_are_refused():
-    runner = Runner(lambda inputs: (), 1, {"symbolic": True})
-    assert "symbolic" in cuda_graph.why_not(runner, [torch.ones(1)])
+def by_shape(monkeypatch, direct, replay):
+    """A CudaGraphsByShape over a fake step, and the sizes recorded so far."""
+    monkeypatch.setattr(cuda_graph, "why_not", lambda runner, inputs: None)
+    clock, made = Clock(), []
+
+    def step(inputs):
+        clock.now += direct
+        return ("direct",)
+
+    def record(runner, inputs, batch, sinks=None, pool=None):
+        if isinstance(replay, str):
+            raise NotRecordable(replay)
+        made.append(tuple(inputs[0].shape))
+        return FakeRecording(clock, replay)
+
+    runner = Runner(step, 1, {"symbolic": True})
+    return cuda_graph.CudaGraphsByShape(runner, [0], timer=clock, record=record), made
+
+
+def runs(graphs, sizes):
+    return [graphs([torch.empty(size)])[0] for size in sizes]
+
+
+def test_sizes_that_come_back_are_recorded_once_one_has_measured_faster(monkeypatch):
+    graphs, made = by_shape(monkeypatch, direct=2.0, replay=1.0)
+    assert runs(graphs, [5, 6, 5, 7, 5, 5, 5]) == ["direct"] * 4 + ["replayed"] * 3
+    assert graphs.decided == "cuda graph" and made == [(5,)]
+    assert runs(graphs, [6, 6, 6, 6, 8, 5]) == ["direct"] * 2 + ["replayed"] * 2 + ["direct", "replayed"]
+    assert made == [(5,), (6,)] and "2 sizes recorded" in graphs.describe()["cuda_graph"]["reason"]
+    graphs.invalidate()
+    assert runs(graphs, [5]) == ["direct"] and graphs.decided is None
+
+
+@pytest.mark.parametrize("replay", [3.0, "a stream of its own"])
+def test_a_size_that_measures_slower_decides_for_all(monkeypatch, replay):
+    graphs, made = by_shape(monkeypatch, direct=2.0, replay=replay)
+    runs(graphs, [5] * 5)
+    assert graphs.decided == "direct" and runs(graphs, [5, 6, 6, 6, 6]) == ["direct"] * 5
+    assert len(made) <= 1
+
+
+def test_not_more_sizes_are_recorded_than_fit(monkeypatch):
+    monkeypatch.setattr(cuda_graph, "MOST_RECORDINGS", 2)
+    graphs, made = by_shape(monkeypatch, direct=2.0, replay=1.0)
+    runs(graphs, [5] * 5 + [6] * 4 + [7] * 4)
+    assert made == [(5,), (6,)]
+
+
+def test_what_is_lent_is_told(monkeypatch):
+    monkeypatch.setattr(cuda_graph, "why_not", lambda runner, inputs: None)
+
+    class Recording(FakeRecording):
+        def __call__(self, inputs):
+            return [super().__call__(inputs)[0], self.sinks[1]]
+
+    def record(runner, inputs, batch, sinks=None, pool=None):
+        recording = Recording(clock, 1.0)
+        recording.sinks = sinks
+        return recording
+
+    clock = Clock()
+
+    def step(inputs):
+        clock.now += 2.0
+        return ["direct", torch.ones(3)]
+
+    auto = AutoCudaGraph(Runner(step, 1, {}), [0], timer=clock, record=record, lent=[1])
+    lent = []
+    for _ in range(9):
+        auto([torch.empty(2)])
+        lent.append(auto.lends)
+    assert lent == [False] * 3 + [True] * 6
 
 
 @pytest.mark.gpu
@@ -169,3 +238,33 @@ def test_policy_on_a_gpu_ends_with_a_decision(traced):
     facts = auto.describe()["cuda_graph"]
     assert facts["mode"] in ("cuda graph", "direct")
     assert set(facts["seconds"]) == {"direct", "cuda graph"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_gradients_of_recorded_sizes_accumulate_as_in_eager(dynamic):
+    import copy
+
+    import wholestep
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 4)).cuda()
+    twin = copy.deepcopy(model)
+
+    def loss_fn(module, batch):
+        return module(batch).square().mean()
+
+    step = wholestep.compile(model, loss_fn, None, torch.randn(8, 16, device="cuda"), dynamic=dynamic, cuda_graph=True)
+    generator = torch.Generator().manual_seed(1)
+    for number in range(40):
+        batch = torch.randn((8, 12, 20)[number % 3], 16, generator=generator).cuda()
+        if number % 4 == 0:
+            for module in (model, twin):
+                module.zero_grad(set_to_none=True)
+        kept = model[0].weight.grad  # the same tensor goes on being added to
+        torch.testing.assert_close(step(batch), loss_fn(twin, batch).detach())
+        loss_fn(twin, batch).backward()
+        assert kept is None or model[0].weight.grad is kept
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+    assert step.regions["cuda_graph"]["mode"] == "cuda graph"

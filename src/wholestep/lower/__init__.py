@@ -1,6 +1,6 @@
 """Lowering: TrainingGraph -> Runner, a callable that updates the state in place. The only folder that writes state."""
 
-from wholestep.lower.cuda_graph import AutoCudaGraph, CudaGraphRunner, NotRecordable
+from wholestep.lower.cuda_graph import AutoCudaGraph, CudaGraphRunner, CudaGraphsByShape, NotRecordable
 from wholestep.lower.inductor import lower_inductor
 from wholestep.lower.interpret import lower_interpret
 from wholestep.lower.measured import faster_of
@@ -10,6 +10,7 @@ from wholestep.lower.runner import Runner
 __all__ = [
     "AutoCudaGraph",
     "CudaGraphRunner",
+    "CudaGraphsByShape",
     "NotRecordable",
     "Runner",
     "faster_of",

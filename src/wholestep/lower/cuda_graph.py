@@ -6,14 +6,17 @@ written where it lives. Recording executes nothing, so the step that records als
 by exactly one step.
 
 `CudaGraphRunner` records or refuses with a reason. `AutoCudaGraph` runs directly first, then records, compares and
-decides; measured with events, so the host waits for the device once, at the decision.
+decides; measured with events, so the host waits for the device once, at the decision. `CudaGraphsByShape` does so for a
+step with symbolic sizes: one recording for each size that keeps coming back, all in one pool of memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +26,10 @@ from wholestep.lower.runner import Runner
 DIRECT_CALLS = 3
 """Direct calls before recording: the first loads kernels and tunes, so the median of three is a settled one."""
 REPLAYS_TIMED = 4
+MEETINGS = 2
+"""How often a size is met, in a step with symbolic ones, before it is recorded: recording costs about one direct call."""
+MOST_RECORDINGS = 64
+"""Sizes recorded per step; each keeps its launch list (a few MiB), the memory it computes in is shared."""
 
 
 class NotRecordable(Exception):
@@ -31,8 +38,6 @@ class NotRecordable(Exception):
 
 def why_not(runner: Runner, inputs: Sequence[Any]) -> str | None:
     """The reason that can be known before trying, or None."""
-    if runner.describe().get("symbolic"):
-        return "shapes are symbolic, a CUDA graph has one shape"
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     if not tensors or len(tensors) != len(inputs):
         return "an input is not a tensor"
@@ -48,32 +53,44 @@ def why_not(runner: Runner, inputs: Sequence[Any]) -> str | None:
 class CudaGraphRunner:
     """One recorded step. Making it records (without executing); each call copies the batch in and replays."""
 
-    def __init__(self, runner: Runner, inputs: Sequence[torch.Tensor], batch: Sequence[int]) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        inputs: Sequence[torch.Tensor],
+        batch: Sequence[int],
+        sinks: dict[int, torch.Tensor] | None = None,
+        pool: Any = None,
+    ) -> None:
+        """`sinks`: outputs (by position) that are left in tensors of the caller's instead of being handed out as copies."""
         reason = why_not(runner, inputs)
         if reason is not None:
             raise NotRecordable(reason)
         self.device = inputs[0].device
         self.batch = tuple(batch)
         self.static = list(inputs)
+        self.sinks = sinks or {}
         for index in self.batch:
             # preserve_format keeps dense strides; the compiled code was made for the strides of the example batch
             self.static[index] = torch.empty_like(inputs[index], memory_format=torch.preserve_format)
         self.graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
         with torch.cuda.device(self.device):
-            self.outputs = self._record(runner)
+            self.outputs = self._record(runner, pool)
 
-    def _record(self, runner: Runner) -> list[Any]:
+    def _record(self, runner: Runner, pool: Any) -> list[Any]:
         try:
-            # thread_local: a data loader's pinning thread may call the driver meanwhile, which is harmless to us
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                outputs = runner(self.static)
+            with _recording(self.graph, pool):
+                outputs = list(runner(self.static))
+                if self.sinks:
+                    torch._foreach_copy_(list(self.sinks.values()), [outputs[i] for i in self.sinks])
+                    for i, sink in self.sinks.items():
+                        outputs[i] = sink
         except Exception as error:
             self.graph = None
             lines = str(error).strip().splitlines()
             raise NotRecordable(f"{type(error).__name__}: {lines[0] if lines else ''}") from error
-        # Memory cached for direct runs is of no use to the graph's own pool.
-        gc.collect()
-        torch.cuda.empty_cache()
+        if pool is None:  # memory cached for direct runs is of no use to the graph's own pool
+            gc.collect()
+            torch.cuda.empty_cache()
         return outputs
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
@@ -89,7 +106,10 @@ class CudaGraphRunner:
             static.copy_(given, non_blocking=True)
         self.graph.replay()
         # The next replay overwrites the recorded outputs; the caller may keep what it gets.
-        return [value.clone() if isinstance(value, torch.Tensor) else value for value in self.outputs]
+        return [
+            value.clone() if isinstance(value, torch.Tensor) and i not in self.sinks else value
+            for i, value in enumerate(self.outputs)
+        ]
 
     def release(self) -> None:
         """Give the graph and its memory back."""
@@ -98,6 +118,27 @@ class CudaGraphRunner:
         self.static = []
         gc.collect()
         torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _recording(graph: torch.cuda.CUDAGraph | None, pool: Any) -> Iterator[None]:
+    """As torch.cuda.graph does it, without collecting garbage and emptying the cache for every size of a batch."""
+    assert graph is not None
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        # thread_local: a data loader's pinning thread may call the driver meanwhile, which is harmless to us
+        graph.capture_begin(*(() if pool is None else (pool,)), capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(side)
+
+
+def _lends(results: Sequence[Any], sinks: dict[int, torch.Tensor]) -> bool:
+    return any(results[i] is sink for i, sink in sinks.items())
 
 
 class Timer(Protocol):
@@ -131,11 +172,19 @@ class AutoCudaGraph:
         *,
         always: bool = False,
         timer: Timer | None = None,
-        record: Callable[[Runner, Sequence[torch.Tensor], Sequence[int]], CudaGraphRunner] = CudaGraphRunner,
+        record: Callable[..., CudaGraphRunner] = CudaGraphRunner,
+        calls: tuple[int, int] = (DIRECT_CALLS, REPLAYS_TIMED),
+        lent: Sequence[int] = (),
     ) -> None:
+        """`lent`: outputs that the caller reads before its next call, so they need not be copied out of a recording."""
         self.runner, self.batch, self.always = runner, tuple(batch), always
+        self.lent = tuple(lent)
         self._timer: Timer = timer or EventTimer()
         self._record = record
+        self._calls = calls
+        self._sinks: dict[int, torch.Tensor] = {}
+        self.lends = False
+        """Whether the lent outputs of the last call are overwritten by the next."""
         self._start_over()
 
     def _start_over(self) -> None:
@@ -148,14 +197,19 @@ class AutoCudaGraph:
         self._seconds: dict[str, float] = {}
 
     def __call__(self, inputs: list[torch.Tensor]) -> list[Any]:
+        results = self._called(inputs)
+        self.lends = _lends(results, self._sinks)
+        return results
+
+    def _called(self, inputs: list[torch.Tensor]) -> list[Any]:
         if self.decided is not None:
             return self._recorded(inputs) if self._recorded is not None else self.runner(inputs)
-        if len(self._direct) < DIRECT_CALLS:
+        if len(self._direct) < self._calls[0]:
             return self._first_calls(inputs)
         if self._recorded is None:
             return self._try_recording(inputs)
         results = self._timed(self._recorded, inputs, self._replays)
-        if len(self._replays) == REPLAYS_TIMED:
+        if len(self._replays) == self._calls[1]:
             self._decide()
         return results
 
@@ -165,11 +219,15 @@ class AutoCudaGraph:
             if reason is not None:
                 self.decided, self.reason = "direct", reason
                 return self.runner(inputs)
-        return self._timed(self.runner, inputs, self._direct)
+        results = self._timed(self.runner, inputs, self._direct)
+        if self.lent and not self._sinks:
+            self._sinks = {i: torch.empty_like(results[i]) for i in self.lent if isinstance(results[i], torch.Tensor)}
+        return results
 
     def _try_recording(self, inputs: list[torch.Tensor]) -> list[Any]:
         try:
-            self._recorded = self._record(self.runner, inputs, self.batch)
+            extra = (self._sinks,) if self.lent else ()
+            self._recorded = self._record(self.runner, inputs, self.batch, *extra)
         except NotRecordable as refusal:
             self.decided, self.reason = "direct", f"not recordable: {refusal}"
             return self.runner(inputs)
@@ -210,4 +268,112 @@ class AutoCudaGraph:
         if self._recorded is not None:
             self._recorded.release()
             self._recorded = None
+        self.runner.release()
+
+
+class CudaGraphsByShape:
+    """Called like the Runner it wraps, whose sizes are symbolic: measures one size, then records those that come back."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        batch: Sequence[int],
+        *,
+        always: bool = False,
+        timer: Timer | None = None,
+        record: Callable[..., CudaGraphRunner] = CudaGraphRunner,
+        lent: Sequence[int] = (),
+    ) -> None:
+        self.runner, self.batch, self.always, self.lent = runner, tuple(batch), always, tuple(lent)
+        self._timer, self._record = timer, record
+        self._sinks: dict[int, torch.Tensor] = {}
+        self._pool: Any = None
+        self.lends = False
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._measuring: dict[Any, AutoCudaGraph] = {}
+        self._recorded: dict[Any, CudaGraphRunner] = {}
+        self._met: Counter[Any] = Counter()
+        self.decided: str | None = None
+        self.reason = "not decided yet"
+
+    def __call__(self, inputs: list[torch.Tensor]) -> list[Any]:
+        results = self._called(inputs)
+        self.lends = _lends(results, self._sinks)
+        return results
+
+    def _called(self, inputs: list[torch.Tensor]) -> list[Any]:
+        sizes = tuple(inputs[index].shape for index in self.batch)
+        recorded = self._recorded.get(sizes)
+        if recorded is not None:
+            return recorded(inputs)
+        if self.decided == "direct":
+            return self.runner(inputs)
+        if self.decided is None:
+            return self._measured(sizes, inputs)
+        self._met[sizes] += 1
+        if self._met[sizes] <= MEETINGS or len(self._recorded) >= MOST_RECORDINGS:
+            return self.runner(inputs)
+        try:
+            self._recorded[sizes] = self._in_pool(self.runner, inputs, self.batch, self._sinks)
+        except NotRecordable as refusal:
+            self._settle("direct", f"not recordable: {refusal}")
+            return self.runner(inputs)
+        return self._recorded[sizes](inputs)
+
+    def _measured(self, sizes: Any, inputs: list[torch.Tensor]) -> list[Any]:
+        auto = self._measuring.get(sizes)
+        if auto is None:
+            auto = self._measuring[sizes] = AutoCudaGraph(
+                self.runner, self.batch, always=self.always, timer=self._timer, record=self._in_pool, calls=(MEETINGS, 2),
+                lent=self.lent,
+            )  # fmt: skip
+            auto._sinks = self._sinks
+        results = auto(inputs)
+        self._sinks = self._sinks or auto._sinks
+        if auto.decided is not None:
+            if auto._recorded is not None:
+                self._recorded[sizes] = auto._recorded
+            self._settle(auto.decided, auto.reason)
+        return results
+
+    def _settle(self, decided: str, reason: str) -> None:
+        """One size has been measured: the others follow it."""
+        self.decided, self.reason = decided, reason
+        for sizes, auto in self._measuring.items():
+            if auto._recorded is not None and sizes not in self._recorded:
+                auto._recorded.release()
+        if decided == "direct":
+            for recorded in self._recorded.values():
+                recorded.release()
+            self._recorded = {}
+        self._measuring = {}
+
+    def _in_pool(self, runner: Runner, inputs: Any, batch: Any, sinks: Any = None) -> CudaGraphRunner:
+        if self._pool is None and torch.cuda.is_available():
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._record(runner, inputs, batch, sinks, self._pool)
+
+    def invalidate(self) -> None:
+        """A state tensor moved: recorded addresses are void."""
+        self._release_all()
+        self._start_over()
+
+    def _release_all(self) -> None:
+        recordings = [auto._recorded for auto in self._measuring.values()] + list(self._recorded.values())
+        for recorded in {id(r): r for r in recordings if r is not None}.values():
+            recorded.release()
+
+    def describe(self) -> dict[str, Any]:
+        """The runner's facts, plus what runs and why."""
+        reason = self.reason
+        if len(self._recorded) > 1:
+            reason += f"; {len(self._recorded)} sizes recorded"
+        facts = {"mode": self.decided or "measuring", "reason": reason, "seconds": {}}
+        return {**self.runner.describe(), "cuda_graph": facts}
+
+    def release(self) -> None:
+        self._release_all()
+        self._recorded, self._measuring = {}, {}
         self.runner.release()

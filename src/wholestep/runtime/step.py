@@ -188,6 +188,9 @@ class Step:
             self._static.add(base)
             return None
         self._symbolic += [(known, variant, dims, shapes) for known in self._bases(base, capture)]
+        fitting = self._bases(base, capture)  # these sizes need not be interpreted any more
+        for key in [k for k, v in self._variants.items() if k[0] in fitting and v is not None and v.provisional]:
+            del self._variants[key]
         varying = sorted({name for found in dims for name in found.values()})
         self._note(f"{len(varying)} batch dimension(s) seen with several sizes are symbolic now")
         return variant

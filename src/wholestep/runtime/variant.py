@@ -90,6 +90,10 @@ class Variant:
         """
         weight = gradients.get(ACCUMULATED_WEIGHT)
         taken: set[int] = set()
+        # the accumulator itself, or the output of a recording: written again at the next call
+        lent = (self.subject.accumulate > 1 and weight is None) or getattr(self.runner, "lends", False)
+        added: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        copied: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for name, gradient in gradients.items():
             parameter = self.subject.parameters.get(name)
             if parameter is None:
@@ -97,15 +101,21 @@ class Variant:
             if weight is not None:
                 gradient = (gradient / weight).to(gradient.dtype)
             if parameter.grad is not None:
-                parameter.grad.add_(gradient)
+                added[0].append(parameter.grad)
+                added[1].append(gradient)
                 continue
             storage = gradient.untyped_storage().data_ptr()
-            kept = self.subject.accumulate > 1 and weight is None  # the accumulator itself, used again at the next step
-            if kept or storage in taken or gradient.stride() != parameter.stride():
-                gradient = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+            if lent or storage in taken or gradient.stride() != parameter.stride():
+                parameter.grad = torch.empty_like(parameter, requires_grad=False)
+                copied[0].append(parameter.grad)
+                copied[1].append(gradient)
             else:
                 taken.add(storage)
-            parameter.grad = gradient
+                parameter.grad = gradient
+        if added[0]:
+            torch._foreach_add_(*added)
+        if copied[0]:
+            torch._foreach_copy_(*copied)
 
     def _finish(self, norm: torch.Tensor | None) -> torch.Tensor | None:
         """Count a captured update; or clip and step an optimizer whose update was not captured."""
