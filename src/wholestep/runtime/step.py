@@ -180,6 +180,7 @@ class Step:
             self._static.add(base)
             return None
         capture = climb.capture
+        self.rung, self.falls = capture.rung, climb.falls
         variant = self._lowered(capture, self.settings.backend)
         # read again: passes and compiling may have relied on more facts about the sizes than tracing did
         capture.guards = compat.shape_guards(capture.fake_mode)
