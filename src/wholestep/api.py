@@ -23,7 +23,15 @@ from wholestep.errors import BadBatch, BadOption, CaptureRefused, CompilerMissin
 from wholestep.graph.bytes import parse_bytes
 from wholestep.graph.printer import dump_source
 from wholestep.graph.training_graph import OutputKind, Role, TrainingGraph
-from wholestep.lower import AutoCudaGraph, CudaGraphsByShape, Runner, faster_of, lower_inductor, lower_interpret, warm_up
+from wholestep.lower import (
+    AutoCudaGraph,
+    CudaGraphsByShape,
+    Runner,
+    faster_of,
+    lower_inductor,
+    lower_interpret,
+    warm_up,
+)
 from wholestep.passes.pipeline import Pipeline, default_pipeline
 from wholestep.runtime.progress import Progress
 from wholestep.runtime.step import Settings, Step

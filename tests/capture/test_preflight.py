@@ -31,6 +31,13 @@ def lone_process(tmp_path: Any) -> Any:
     torch.distributed.destroy_process_group()
 
 
+def test_a_model_wrapped_by_fabric_is_refused() -> None:
+    fabric = pytest.importorskip("lightning_fabric")
+    wrapped = fabric.Fabric(accelerator="cpu", devices=1).setup_module(small_mlp())
+    with pytest.raises(UnsupportedModel, match=r"Lightning Fabric.*model\.module"):
+        interpreted(sgd_side(wrapped), BATCHES[0])
+
+
 def test_ddp_is_refused(lone_process: None) -> None:
     """Guard: `_refuse_wrapper`. A captured DDP model would lose its all-reduce."""
     wrapped = nn.parallel.DistributedDataParallel(small_mlp())

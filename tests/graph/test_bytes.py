@@ -1,3 +1,5 @@
+"""Amounts of memory as people write them, and as they are shown."""
+
 import pytest
 
 from wholestep.errors import BadOption

@@ -55,6 +55,11 @@ def _refuse_wrapper(path: str, module: nn.Module) -> None:
                 f"{path or 'the model'} is wrapped in {cls.__name__}: {_WRAPPERS[cls.__name__]}",
                 hint="pass the bare module; for several GPUs keep torch's own loop until the distributed engine exists",
             )
+        if cls.__name__ == "_FabricModule":
+            raise UnsupportedModel(
+                f"{path or 'the model'} is wrapped by Lightning Fabric, which casts around its forward",
+                hint="pass model.module and optimizer.optimizer, and the precision to wholestep.compile",
+            )
         if cls.__name__ == "FSDPModule":
             raise UnsupportedModel(
                 f"{path or 'the model'} went through fully_shard (FSDP2): its gathers run in hooks",

@@ -110,7 +110,7 @@ def _trace_faithfully(
     if difference is None:
         for change in rewritten:
             tracer.notes.append(f"{change} changes in every forward: its Python value is fixed in the captured step")
-        tracer.settled = _settled(*readings, watched.attributes())
+        tracer.settled = _settled(readings[0], readings[1], watched.attributes())
         return tracer, graph, constants
     if rewritten or not stored:
         what = f"{rewritten[0]} is carried from one call to the next" if rewritten else difference
