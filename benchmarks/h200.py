@@ -1,11 +1,11 @@
-"""BERT-large, GPT-2-medium and a 1.2B Llama on one GPU: eager, torch.compile and the whole step, one process each.
+"""BERT-large, GPT-2-medium and a 1.2B Llama on one GPU: eager, torch.compile, Liger and the whole step, a process each.
 
 Same weights, data and seed for all: fp32 weights, bf16 compute, fused AdamW, dropout as configured. A `cold` row
 starts from empty compile caches and holds everything measured; a `cached` row is a second process with the same
 caches, stopped after its first step; `depth` rows count compiled regions at two depths. Rows are written as they
 complete and are skipped when present, so a run that is cut short is continued by the same command.
 
-    python benchmarks/h200.py --models bert,gpt2,llama --systems eager,compile,wholestep --out FILE
+    python benchmarks/h200.py --models bert,gpt2,llama --systems eager,compile,liger,wholestep --out FILE
                               [--budget-seconds 500]
 """
 
@@ -29,8 +29,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "src"))
 SHAPES = {"bert": (32, 512), "gpt2": (16, 1024), "llama": (8, 2048), "tiny": (2, 16)}
 LAYERS = {"bert": 24, "gpt2": 24, "llama": 16, "tiny": 2}
-SYSTEMS = ("eager", "compile", "wholestep")
-WARM_UP = {"eager": 4, "compile": 4, "wholestep": 12}  # the decision for a CUDA graph takes about eight steps
+SYSTEMS = ("eager", "compile", "liger", "wholestep")
+WARM_UP = {"eager": 4, "compile": 4, "liger": 4, "wholestep": 12}  # the decision for a CUDA graph takes about eight steps
 SETTLING, TIMED, PROFILED = 2, 12, 3
 LOSSES_AT = (0, 4, 15)
 
@@ -126,6 +126,10 @@ def child(name: str, system: str, kind: str, layers: int) -> dict[str, Any]:
     if system == "compile":
         import torch._dynamo
         import torch._inductor.compile_fx
+    if system == "liger":  # its kernels take the place of the model's, which runs in eager PyTorch
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
@@ -190,6 +194,8 @@ def planned_rows(models: list[str], systems: list[str], depths: list[int], cache
     rows = []
     for name in models:
         for system in systems:
+            if system == "liger" and name != "llama":
+                continue  # it has no kernels for the other two
             rows.append({"model": name, "system": system, "kind": "cold", "layers": LAYERS[name]})
             if system == "wholestep" or (system == "compile" and cached_peers):
                 rows.append({"model": name, "system": system, "kind": "cached", "layers": LAYERS[name]})
