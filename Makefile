@@ -30,7 +30,7 @@ lint: $(STAMP)  ## ruff and mypy
 unit: $(STAMP)  ## the tests alone (WORKERS=4, ARGS="-k dropout")
 	@$(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
 
-train: $(STAMP)  ## train a small model (ARGS="gpt-10m --steps 100")
+train: $(STAMP)  ## train a small model, with a report in runs/ (ARGS="gpt-10m --steps 100", ARGS="--resume")
 	@$(BIN)/python -m wholestep train $(ARGS)
 
 zoo: $(STAMP)  ## capture and check every model of the zoo, slow ones included

@@ -105,6 +105,7 @@ def compile(
     step = Step(subject, Settings(stages.capture, stages.lower, backend, dynamic, first), seed=seed)
     tensors, spec = flatten(_example_micro_batch(step, example_batch))
     step.variant_for(tensors, spec)
+    step.compiled_for(spec)
     progress.finish(step.explain())
     return step
 

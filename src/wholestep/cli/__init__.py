@@ -1,105 +1,115 @@
-"""The command line: train (a tiny real run), verify, show, doctor; the other verbs of the contract follow with their stages."""
+"""The command line: one file per command. Exit code 0 on success, 1 when what it checks does not hold, 2 on bad input.
+
+A bad input is one line on stderr, never a traceback. The commands import what they need when they run: `--help` is quick.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
+import signal
 import sys
-from typing import Annotated
+import warnings
+from collections.abc import Callable
+from typing import Any, TextIO
 
 import typer
 
-from wholestep.errors import BadOption, WholestepError
+from wholestep.cli import doctor, explain, failure, show, train, verify
+from wholestep.errors import WholestepError, WholestepWarning
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="A holistic compiler for training PyTorch models.")
+NOT_YET = ("plan", "profile", "bench", "compare", "tune", "search")
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 96},
+)
+
+
+class Stopped(Exception):
+    """A signal ended the command. The argument parser has its own way with KeyboardInterrupt, which says nothing."""
+
+
+def _stoppable(command: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(command)
+    def called(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except KeyboardInterrupt as error:
+            raise Stopped(getattr(error, "number", signal.SIGINT)) from error
+
+    return called
+
+
+app.command("train", short_help="train a model; without arguments, a small one")(_stoppable(train.command))
+app.command("verify", short_help="compare the captured step with eager PyTorch")(_stoppable(verify.command))
+app.command("show", short_help="print the graph of the whole step, as Python")(_stoppable(show.command))
+app.command("explain", short_help="what a run did")(_stoppable(explain.command))
+app.command("doctor", short_help="what this machine has and lacks")(_stoppable(doctor.command))
 
 
 @app.callback()
 def root() -> None:
-    """A holistic compiler for training PyTorch models."""
+    """A holistic compiler for training PyTorch models.
 
+    \b
+    Examples:
+      wholestep train
+      wholestep verify gpt-1m --steps 2
+      wholestep show gpt-1m | less
 
-@app.command()
-def train(
-    steps: Annotated[int, typer.Option(min=1, help="How many steps to train.")] = 200,
-    backend: Annotated[str, typer.Option(help="inductor, or interpret.")] = "inductor",
-    dump: Annotated[str | None, typer.Option(help="Write the graph here after every stage, as Python.")] = None,
-) -> None:
-    """Train a tiny language model on this package's own source text.
-
-    Example: wholestep train --steps 100 --dump graphs/
+    MODEL is a preset (`gpt-1m`), `hf:<model_type>`, a folder with a config.json, or `package.module:callable`, a function
+    that returns (model, loss_fn, optimizer, example_batch). Exit code: 0 success, 1 what was checked does not hold or
+    training had to stop, 2 bad input.
     """
-    from wholestep.api import compile as compile_step
-    from wholestep.train.tiny import train_tiny
-
-    train_tiny(compile_step, steps, backend=backend, dump=dump, say=typer.echo)
-
-
-@app.command()
-def verify(
-    model: Annotated[str, typer.Argument(help="package.module:callable, returning (model, loss_fn, optimizer, batch).")],
-    steps: Annotated[int, typer.Option(min=1, help="How many steps to compare.")] = 5,
-    backend: Annotated[str, typer.Option(help="inductor, or interpret.")] = "inductor",
-    precision: Annotated[str, typer.Option(help="fp32, or bf16.")] = "fp32",
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-) -> None:
-    """Compare the captured step with eager PyTorch; exit code 1 when they differ.
-
-    Example: wholestep verify my_package.training:setup --steps 3
-    """
-    from wholestep.cli.models import resolve
-    from wholestep.verify.verify import verify as compare
-
-    report = compare(*resolve(model), steps=steps, backend=backend, precision=precision)
-    typer.echo(report.to_json() if json else str(report))
-    raise typer.Exit(0 if report.ok else 1)
-
-
-@app.command()
-def show(
-    model: Annotated[str, typer.Argument(help="package.module:callable, returning (model, loss_fn, optimizer, batch).")],
-    stage: Annotated[str, typer.Option(help="captured, prepared (after the passes), or lowered.")] = "captured",
-) -> None:
-    """Print the graph of the whole step as Python.
-
-    Example: wholestep show my_package.training:setup --stage prepared
-    """
-    from wholestep.api import compile as compile_step
-    from wholestep.cli.models import resolve
-    from wholestep.graph.printer import to_python
-    from wholestep.passes.pipeline import Pipeline
-
-    if stage not in ("captured", "prepared", "lowered"):
-        raise BadOption(f"--stage {stage!r}", hint="use captured, prepared or lowered; planned is not part of this version")
-    passes = Pipeline([]) if stage == "captured" else None
-    step = compile_step(*resolve(model), backend="interpret", check="off", passes=passes)
-    if step.graph is None:
-        typer.echo("nothing was captured: " + "; ".join(map(str, step.falls)), err=True)
-        raise typer.Exit(1)
-    typer.echo(step.regions["driver"] if stage == "lowered" else to_python(step.graph))
-
-
-@app.command()
-def doctor() -> None:
-    """Say what this machine has and what is missing, to be pasted into a bug report.
-
-    Example: wholestep doctor
-    """
-    from wholestep.cli.doctor import examine
-
-    for what, how in examine():
-        typer.echo(f"{what:<13} {how}")
 
 
 def main() -> None:
-    """Entry point: an error meant for the user is one line and exit code 2, never a traceback."""
+    """Entry point: an error meant for the user is one line and an exit code, never a traceback."""
+    warnings.showwarning = _show_warning
+    # torch logs a traceback for every shape error while capturing; the error itself is told once, by us or by the user's code
+    logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: False)
     try:
-        code = app(standalone_mode=False)
+        _refuse_what_is_not_built(sys.argv[1:])
+        code = app(standalone_mode=False, prog_name="wholestep")
+        sys.stdout.flush()
     except WholestepError as error:
-        typer.echo(f"wholestep: {error}", err=True)
-        sys.exit(2)
+        sys.exit(_fail(str(error)))
+    except BrokenPipeError:  # `wholestep show ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except Stopped as stopped:
+        typer.echo("wholestep: stopped at once; nothing was saved since the last checkpoint, if there was one", err=True)
+        sys.exit(128 + int(stopped.args[0]))
     except Exception as error:
         if not hasattr(error, "format_message"):  # not one of the argument parser's own
-            raise
+            sys.exit(_fail(failure.one_line(error)))
         if error.format_message():  # without arguments it has printed the help already
-            typer.echo(f"wholestep: {error.format_message()}", err=True)
+            _fail(" ".join(error.format_message().split()))
         sys.exit(2)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(text: str) -> int:
+    typer.echo(f"wholestep: {' '.join(text.split())}", err=True)
+    return 2
+
+
+def _refuse_what_is_not_built(arguments: list[str]) -> None:
+    if arguments and arguments[0] in NOT_YET:
+        raise WholestepError(f"`wholestep {arguments[0]}` is not part of this version", hint="see wholestep --help")
+
+
+def _show_warning(
+    message: Any, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: str | None = None
+) -> None:
+    """Our own warnings as one line, without the place in our code; those of others as Python shows them."""
+    if issubclass(category, WholestepWarning):
+        text = f"wholestep: note: {message}\n"
+    else:
+        text = warnings.formatwarning(message, category, filename, lineno, line)
+    (file or sys.stderr).write(text)

@@ -1,1 +1,1 @@
-"""Offline data: texts, images and where they come from. Nothing is downloaded."""
+"""Offline data: texts, tokens, images, and how batches are drawn from them. Nothing is downloaded."""

@@ -20,7 +20,7 @@ from wholestep.capture.guards import Guards
 from wholestep.capture.ladder import Climb, Fall
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
-from wholestep.errors import BadBatch, WholestepWarning
+from wholestep.errors import BadBatch, WholestepError, WholestepWarning
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.runtime import shapes as shape_rules
 from wholestep.runtime.binding import StateMoved
@@ -73,6 +73,8 @@ class Step:
         self._static: set[tuple] = set()
         """Structures of batch whose sizes could not be made symbolic."""
         self._stays_eager: str | None = None
+        self._structure: BatchSpec | None = None
+        """Of the example batch."""
         self._latest: Variant | None = None
 
     # ---- the call ----
@@ -84,9 +86,27 @@ class Step:
         if any(other != spec for _, other in flat[1:]):
             raise BadBatch("the micro-batches of one step differ in structure")
         tensors = [t for t, _ in flat]
-        (loss, aux), self.grad_norm = self._run(micro, tensors, spec)
+        try:
+            (loss, aux), self.grad_norm = self._run(micro, tensors, spec)
+        except Exception as error:
+            self._blame_structure(spec, error)
+            raise
         self.count += 1
         return (loss, aux) if aux else loss
+
+    def _blame_structure(self, spec: BatchSpec, error: Exception) -> None:
+        """A batch of another structure than the example, with which the user's own code fails: say how it differs."""
+        first = self._structure
+        if first is None or spec.tree == first.tree or isinstance(error, WholestepError):
+            return
+        lacking = [name for name in first.names if name not in spec.names]
+        new = [name for name in spec.names if name not in first.names]
+        parts = [f"{what} {', '.join(map(repr, names))}" for what, names in (("lacks", lacking), ("adds", new)) if names]
+        how = " and ".join(parts) or "has other values beside its tensors"
+        raise BadBatch(
+            f"the batch {how}, compared with the example batch, and the step fails with it: {type(error).__name__}: {error}",
+            hint=f"the step was compiled for tensors {', '.join(map(repr, first.names))}",
+        ) from error
 
     def _micro_batches(self, batch: Any) -> list[Any]:
         count = self.subject.accumulate
@@ -114,6 +134,10 @@ class Step:
             except StateMoved as moved:
                 self._forget(str(moved))
         return eager_step(self.subject, micro)
+
+    def compiled_for(self, spec: BatchSpec) -> None:
+        """The structure that batches are expected to have; others are captured when they come."""
+        self._structure = spec
 
     # ---- finding or making the variant ----
 

@@ -1,1 +1,1 @@
-"""Training: checkpoints, the Hugging Face Trainer with our step inside, and one tiny run that needs no data."""
+"""Training: what to train (job.py), the loop and its folder (loop.py), checkpoints, and the Hugging Face Trainer with our step."""

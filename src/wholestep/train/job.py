@@ -2,15 +2,47 @@
 
 In: MODEL (a preset, `hf:<model_type>`, a folder with a config.json, or `package.module:callable`), a data set, sizes.
 Out: model, loss, optimizer, schedule and a source of batches, ready for `wholestep.compile`, and the settings they came from.
+
+What was asked is first resolved into settings, plain JSON; the Job is then built from the settings alone. `make_job_again` is that
+second half, so a saved run can be made again on any day.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import difflib
+import os
+import random
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+import torch
+from torch import nn
 from torch.optim import Optimizer
+
+from wholestep.data.tokens import bpe_available
+from wholestep.errors import BadOption, WholestepWarning
+from wholestep.train import resolve, wishes
+from wholestep.train.build import TOKENIZER_FILE, build, check_data_fits, check_sequence
+from wholestep.train.families import Family, find_family
+from wholestep.train.loader import LoaderBatches, OneBatch, is_iterable_of_batches, on_device
+from wholestep.train.optimizers import make_optimizer
+from wholestep.train.presets import (
+    DEFAULT_ON_CPU,
+    DEFAULT_ON_GPU,
+    IMAGE_DEFAULTS,
+    PRESETS,
+    TEXT_DEFAULTS,
+    Preset,
+)
+from wholestep.train.schedule import make_scheduler
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+OWN_STEPS = 100
+"""Steps of a run over the user's own function, when nothing is said."""
+_FORMS = "a preset, hf:<model_type>, a folder with a config.json, or package.module:callable"
 
 
 class Batches(Protocol):
@@ -51,3 +83,243 @@ class Job:
     """Awkward batches for `verify`."""
     write_sample: Callable[[], str] | None = None
     """A text the model writes, or what it says about a few images; None when there is nothing to show."""
+
+
+def make_job(
+    model: str | None,
+    *,
+    sets: Sequence[str] = (),
+    data: str | None = None,
+    batch: int | None = None,
+    seq: int | None = None,
+    precision: str | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    device: str | None = None,
+    init: bool = False,
+) -> Job:
+    """What to train, as asked: every argument that is None takes the model's own value.
+
+    Args:
+        model: a preset, `hf:<model_type>`, a folder with a config.json, or `package.module:callable`; None is a small GPT,
+            larger on a GPU.
+        sets: `key=value` texts: training values and fields of the model's configuration.
+        data: `shakespeare`, `stdlib`, `digits`, or the path of a text file.
+        batch, seq: rows per batch, tokens per row.
+        precision: fp32, bf16 or fp16; None is the model's own on a GPU, fp32 on a CPU.
+        steps: how long the run is meant to be.
+        seed: of weights, data and dropout.
+        device: None is the GPU where there is one.
+        init: read the weights that lie in the folder, rather than drawing new ones.
+    """
+    where = _device(device)
+    name = model or (DEFAULT_ON_GPU if where.type == "cuda" else DEFAULT_ON_CPU)
+    for option, value in (("batch", batch), ("seq", seq), ("steps", steps)):
+        if value is not None and value < 1:
+            raise BadOption(f"--{option} {value}", hint="use 1 or more")
+    if precision is not None and precision not in PRECISIONS:
+        close = difflib.get_close_matches(precision, PRECISIONS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"use {', '.join(PRECISIONS)}"
+        raise BadOption(f"--precision {precision}", hint=hint)
+    family_name, defaults = _located(name)
+    asked = wishes.parse(sets)
+    sizes = {"data": data, "batch": batch, "seq": seq, "steps": steps, "precision": precision}
+    seed = wishes.check_training("seed", asked.pop("seed", seed))
+    if init and (family_name is None or not os.path.isdir(family_name)):
+        raise BadOption(f"--init reads weights from a folder, {name} is none", hint="name a folder with weights, or leave it out")
+    if family_name is None:
+        return _own_job(_own_settings(name, asked, sizes, seed), where)
+    family = find_family(family_name, said=name)
+    settings = _settings(name, family_name, family, defaults, asked, sizes, where) | {"seed": seed, "init": init}
+    return _job(settings, family, where)
+
+
+def make_job_again(settings: Mapping[str, Any], *, steps: int | None = None, device: str | None = None) -> Job:
+    """The Job whose `settings` these are. `steps` may be changed: nothing else depends on it."""
+    where = _device(device)
+    settings = dict(settings) | ({} if steps is None else {"steps": steps})
+    if "family" not in settings or "config" not in settings:
+        raise BadOption("these are not the settings of a Job", hint="use what Job.settings holds")
+    if settings["family"] is None:
+        return _own_job(settings, where)
+    job = _job(settings, find_family(settings["family"], said=settings["model"]), where)
+    if job.settings["data_digest"] != settings["data_digest"]:
+        raise BadOption(
+            f"data {settings['data']!r} is no longer what it was: {job.settings['data_digest']} where the run had "
+            f"{settings['data_digest']}", hint="put the old data back, or start a new run",
+        )  # fmt: skip
+    return job
+
+
+# ---- resolving ----
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise BadOption(f"--device {name!r} is no device", hint="use cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BadOption(f"--device {name}: this machine has no GPU that torch can use", hint="use cpu")
+    return device
+
+
+def _located(name: str) -> tuple[str | None, Preset | None]:
+    """(the family, None for the user's own function; the preset's row, None where there is none)."""
+    if name in PRESETS:
+        return PRESETS[name].family, PRESETS[name]
+    if name.startswith("hf:"):
+        return name, None
+    path = os.path.expanduser(name)
+    if os.path.isdir(path):
+        return os.path.abspath(path), None
+    if ":" in name:
+        return None, None
+    if os.sep in name or name.startswith((".", "~")):
+        raise BadOption(f"MODEL {name!r}: there is no such folder", hint=f"name {_FORMS}")
+    close = difflib.get_close_matches(name, PRESETS, n=1)
+    presets = ", ".join(PRESETS)
+    if close:
+        raise BadOption(f"MODEL {name!r} is not a preset", hint=f"did you mean {close[0]}? (presets: {presets})")
+    raise BadOption(f"MODEL {name!r} is none of: {_FORMS}", hint=f"presets: {presets}")
+
+
+def _settings(
+    name: str, family_name: str, family: Family, row: Preset | None, asked: Mapping[str, Any], sizes: Mapping[str, Any],
+    device: torch.device,
+) -> dict[str, Any]:  # fmt: skip
+    """Everything but seed and init; cheap mistakes are told here, before data is read or a model built."""
+    if row is None:
+        row = IMAGE_DEFAULTS if family.reads_images else TEXT_DEFAULTS
+    training, changes = wishes.sort_out(asked, family.fields, model=name, where=family.where, typed=family.typed)
+    if family.reads_images and row is IMAGE_DEFAULTS:
+        changes = {"num_labels": 10} | changes
+    config = {**row.config, **changes}
+    data = sizes["data"] or row.data
+    check_data_fits(data, family, name)
+    chosen = {
+        key: training.get(key, getattr(row, key)) for key in ("optimizer", "lr", "weight_decay", "warmup", "schedule", "clip_norm")
+    }
+    steps, batch, accumulate = sizes["steps"] or row.steps, sizes["batch"] or row.batch, training.get("accumulate", 1)
+    if batch % accumulate:
+        raise BadOption(f"--batch {batch} cannot be cut into accumulate={accumulate} equal parts", hint="use a multiple")
+    precision = sizes["precision"] or (row.precision if device.type == "cuda" else "fp32")
+    return {
+        "model": name if family_name != os.path.abspath(name) else family_name, "family": family_name, "config": config,
+        "data": _absolute(data), "data_digest": None, **_text_settings(name, family, row, config, training, sizes),
+        "batch": batch, "steps": steps, "precision": precision, **chosen,
+        "schedule_steps": steps if chosen["schedule"] == "cosine" else None, "accumulate": accumulate,
+    }  # fmt: skip
+
+
+def _absolute(data: str) -> str:
+    """A path that also leads to the file from elsewhere; the names of data sets as they are."""
+    path = os.path.expanduser(data)
+    return os.path.abspath(path) if os.path.exists(path) and data not in ("shakespeare", "stdlib", "digits") else data
+
+
+def _text_settings(
+    name: str, family: Family, row: Preset, config: Mapping[str, Any], training: Mapping[str, Any], sizes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Sequence length and tokens; nothing for images."""
+    if family.reads_images:
+        for key, given in (("--seq", sizes["seq"]), ("--set tokenizer", training.get("tokenizer"))):
+            if given is not None:
+                raise BadOption(f"{key} {given}: {name} sees images", hint="leave it out; --set image_size=N changes their size")
+        return {}
+    with_vocabulary = {"vocab_size": 256, **config} if family.task == "next" else dict(config)
+    longest = family.context(family.configure(with_vocabulary))
+    seq = sizes["seq"] or min(row.seq or 128, longest or 128 if row is TEXT_DEFAULTS else longest or 2048)
+    check_sequence(seq, family, family.configure(with_vocabulary), name)
+    kind = training.get("tokenizer")
+    if kind is None:
+        kind = "file" if family.folder is not None and (family.folder / TOKENIZER_FILE).is_file() else row.tokenizer
+        if kind == "bpe" and not bpe_available():
+            text = "the package tokenizers is not installed: tokens are bytes, and words take longer to learn"
+            warnings.warn(text, WholestepWarning, stacklevel=4)
+            kind = "bytes"
+    return {"seq": seq, "tokenizer": kind, "vocabulary": training.get("vocabulary", row.vocabulary)}
+
+
+# ---- building ----
+
+
+def _job(settings: dict[str, Any], family: Family, device: torch.device) -> Job:
+    """The Job of resolved settings."""
+    parts = build(settings, family, device)
+    optimizer = make_optimizer(
+        settings["optimizer"], parts.model, lr=settings["lr"], weight_decay=settings["weight_decay"]
+    )
+    scheduler = make_scheduler(
+        settings["schedule"], optimizer, warmup=settings["warmup"], total=settings["schedule_steps"] or settings["steps"]
+    )
+    return Job(
+        name=settings["model"], settings=settings | parts.found, model=parts.model, loss_fn=family.loss_fn,
+        optimizer=optimizer, scheduler=scheduler, batches=parts.batches, compile_options=_compile_options(settings),
+        held_out=parts.held_out, edge_batches=parts.edge_batches, write_sample=parts.write_sample,
+    )  # fmt: skip
+
+
+def _compile_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: settings[key] for key in ("precision", "clip_norm", "accumulate")}
+
+
+# ---- the user's own function ----
+
+
+def _own_settings(name: str, asked: dict[str, Any], sizes: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """`--set` goes to the function's parameters; so do --batch, --seq and --data where it has one of that name."""
+    takes, any_other = resolve.parameters(resolve.find_function(name))
+    options = {key: asked.pop(key) for key in ("clip_norm", "accumulate") if key in asked and key not in takes}
+    options = {key: wishes.check_training(key, value) for key, value in options.items()}
+    values = dict(asked)
+    for key in values:
+        if key not in takes and not any_other:
+            close = difflib.get_close_matches(key, [*takes, *wishes.OWN], n=1)
+            listed = f"it has {', '.join(takes)}" if takes else "it has none"
+            hint = f"did you mean {close[0]}?" if close else f"{listed}; clip_norm, accumulate and seed go to the step"
+            raise BadOption(f"--set {key}: {name} has no such parameter", hint=hint)
+    for key in ("batch", "seq", "data"):
+        if sizes[key] is not None:
+            if key not in takes and not any_other:
+                raise BadOption(f"--{key}: {name} makes its own batches", hint=f"give the function a parameter {key}")
+            values[key] = sizes[key]
+    return {
+        "model": name, "family": None, "config": values, "data": None, "steps": sizes["steps"] or OWN_STEPS,
+        "precision": sizes["precision"] or "fp32", "clip_norm": options.get("clip_norm"),
+        "accumulate": options.get("accumulate", 1), "seed": seed, "init": False,
+    }  # fmt: skip
+
+
+def _own_job(settings: dict[str, Any], device: torch.device) -> Job:
+    """What the function returned, as a Job. It places its own model; batches follow the model."""
+    name, seed = settings["model"], settings["seed"]
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    model, loss_fn, optimizer, fourth = resolve.resolve(name, settings["config"])
+    if not isinstance(optimizer, Optimizer):
+        what = "no optimizer" if optimizer is None else f"a {type(optimizer).__name__} as its optimizer"
+        raise BadOption(f"{name} returned {what}", hint="return one of torch.optim: training needs it")
+    place = _place(model, device)
+    batches: Batches
+    if is_iterable_of_batches(fourth):
+        batches = LoaderBatches(fourth, seed, place)
+    else:
+        batches = OneBatch(on_device(fourth, place), place)
+    return Job(
+        name=name, settings=settings, model=model, loss_fn=loss_fn, optimizer=optimizer, scheduler=None, batches=batches,
+        compile_options=_compile_options(settings),
+    )  # fmt: skip
+
+
+def _place(model: Any, otherwise: torch.device) -> torch.device:
+    """Where the model is."""
+    inside = model.values() if isinstance(model, Mapping) else model if isinstance(model, (list, tuple)) else (model,)
+    for module in inside:
+        if isinstance(module, nn.Module):
+            for parameter in module.parameters():
+                return parameter.device
+    return otherwise

@@ -1,0 +1,141 @@
+"""`wholestep explain`: what a run, or a checkpoint, is and how it went, in a page."""
+
+from __future__ import annotations
+
+import json as json_text
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from wholestep.cli import options
+
+if TYPE_CHECKING:
+    from wholestep.train.run_folder import RunFolder
+
+WIDTH = 100
+MOST_NOTES = 3
+
+
+def command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, its run.json, or a checkpoint.")],
+    json: options.Json = False,
+) -> None:
+    """Say what a run did: settings, what was captured, what fell back, losses so far.
+
+    \b
+    Examples:
+      wholestep explain runs/gpt-1m-shakespeare
+      wholestep explain runs/gpt-1m-shakespeare/checkpoints/step-000800
+      wholestep explain runs/gpt-1m-shakespeare --json
+    """
+    facts = _alone(run)
+    if facts is not None:
+        typer.echo(json_text.dumps(facts, indent=1) if json else "\n".join(_checkpoint_lines(run, facts)))
+        return
+    from wholestep.train.run_folder import open_run
+
+    found = open_run(run)
+    typer.echo(json_text.dumps(as_facts(found), indent=1) if json else "\n".join(lines_of(found)))
+
+
+def as_facts(run: RunFolder) -> dict[str, Any]:
+    """run.json, with the losses so far and the checkpoints."""
+    from wholestep.train.metrics import METRICS, losses_of, read_rows
+
+    rows = read_rows(run.path / METRICS)
+    return run.facts | {
+        "folder": str(run.path),
+        "losses": losses_of(rows),
+        "held_out_losses": losses_of(rows, "held_out_loss"),
+        "skipped": sum(1 for row in rows if row.get("skipped")),
+        "last": next((row for row in reversed(rows) if "loss" in row), None),
+        "checkpoints": sorted(path.name for path in run.checkpoints.glob("step-*")),
+    }
+
+
+def lines_of(run: RunFolder) -> list[str]:
+    """A page for people."""
+    from wholestep.cli.display import duration, rate
+    from wholestep.cli.summary import blocks_fit, title_of
+    from wholestep.graph.bytes import show_bytes
+    from wholestep.report.terminal_picture import sparkline
+
+    facts = as_facts(run)
+    losses, held, last = facts["losses"], facts["held_out_losses"], facts["last"] or {}
+    compiled, device = facts.get("compile") or {}, facts.get("device") or {}
+    lines = [f"run         {run.path}: {title_of(run)}, {facts.get('status')}"]
+    lines.append(f"steps       {losses[-1][0] if losses else 0:,} of {facts.get('steps', 0):,}")
+    lines += _wrapped("data", str(facts.get("data", "")), 2)
+    lines += _wrapped("settings", _settings(facts.get("settings")), 6)
+    machine = device.get("name", device.get("type", "?"))
+    lines.append(f"machine     {machine}, {_joined(facts.get('versions'))}; backend {facts.get('backend')}")
+    if compiled:
+        lines.append(
+            f"captured    {compiled.get('rung')}, {compiled.get('operations', 0):,} operations, "
+            f"{compiled.get('captures')} captures; compiled in {duration(compiled.get('seconds', 0.0))}"
+        )
+        lines += [line for fall in compiled.get("falls", [])[:MOST_NOTES] for line in _wrapped("fell", fall, 2)]
+        lines += [line for note in compiled.get("notes", [])[:MOST_NOTES] for line in _wrapped("note", note, 1)]
+    if losses:
+        best = f", held out {held[-1][1]:.4f} (lowest {min(v for _, v in held):.4f})" if held else ""
+        lines.append(f"loss        {losses[0][1]:.4f} -> {losses[-1][1]:.4f} at step {losses[-1][0]:,}{best}")
+        lines.append(f"{'':12}{sparkline(losses, blocks=blocks_fit(sys.stdout))}")
+    speed = next(((name, value) for name, value in last.items() if name.endswith("_per_second") and value), None)
+    if speed is not None:
+        unit = speed[0].removesuffix("_per_second")
+        memory = show_bytes(last.get("memory_bytes", 0))
+        lines.append(f"speed       {rate(speed[1])} {unit}/s, {memory}, {duration(last['seconds'])} of training")
+    if facts["skipped"]:
+        lines.append(f"skipped     {facts['skipped']} steps, whose gradients were not finite")
+    if (facts.get("result") or {}).get("trouble"):
+        lines += _wrapped("trouble", facts["result"]["trouble"], 3)
+    kept = facts["checkpoints"]
+    lines.append(f"checkpoints {', '.join(kept[-3:]) if kept else 'none yet'}")
+    if facts.get("status") != "finished":
+        lines.append(f"go on       wholestep train --resume --out {run.path}")
+    return lines
+
+
+def _settings(settings: Any) -> str:
+    from wholestep.train.run_folder import flat
+
+    return _joined(flat(settings or {}))
+
+
+def _joined(table: Any) -> str:
+    return ", ".join(f"{name} {value}" for name, value in (table or {}).items() if value is not None)
+
+
+def _wrapped(label: str, text: str, most: int) -> list[str]:
+    """`text` beside its label in at most `most` lines."""
+    found = textwrap.wrap(text, WIDTH - 12, max_lines=most, placeholder=" ...")
+    return [f"{label if i == 0 else '':12}{line}" for i, line in enumerate(found)]
+
+
+def _alone(path: Path) -> dict[str, Any] | None:
+    """checkpoint.json of a checkpoint that belongs to no run of this command (`wholestep.save` in a user's own loop)."""
+    from wholestep.train.run_folder import FACTS
+
+    stored = path / "checkpoint.json"
+    if not stored.is_file() or (path.parent.parent / FACTS).is_file():
+        return None
+    from wholestep.errors import BadOption
+
+    try:
+        facts = json_text.loads(stored.read_text(encoding="utf-8"))
+        return {name: facts[name] for name in ("format", "version", "number", "files", "torch", "data", "config")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadOption(f"{stored} is no complete checkpoint: {error}", hint="give one that wholestep.save wrote") from error
+
+
+def _checkpoint_lines(path: Path, facts: dict[str, Any]) -> list[str]:
+    from wholestep.graph.bytes import show_bytes
+
+    files = ", ".join(f"{name} {show_bytes(size)}" for name, size in facts["files"].items())
+    lines = [f"checkpoint  {path}: after {facts['number']:,} steps, written by torch {facts['torch']}"]
+    lines += _wrapped("files", files, 2)
+    lines += _wrapped("data", str(facts["data"]), 2)
+    return lines + _wrapped("config", str(facts["config"]), 6)

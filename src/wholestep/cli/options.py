@@ -1,0 +1,107 @@
+"""What several commands take: their options, and the checks that turn a bad value into one line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from wholestep.errors import BadOption, NotBuiltYet
+
+if TYPE_CHECKING:
+    from wholestep.passes.pipeline import Pipeline
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+BACKENDS = ("inductor", "interpret")
+
+Sets = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of model or training; again for more.")
+]
+Data = Annotated[
+    str | None, typer.Option(metavar="NAME|FILE", help="What to train on: shakespeare, stdlib, digits, or a text file.")
+]
+Batch = Annotated[int | None, typer.Option(min=1, metavar="B", help="Sequences (or samples) per batch.")]
+Seq = Annotated[int | None, typer.Option(min=1, metavar="S", help="Tokens per sequence.")]
+Precision = Annotated[
+    str | None, typer.Option(metavar="|".join(PRECISIONS), help="Arithmetic of forward and backward.")
+]
+Memory = Annotated[
+    str | None, typer.Option(metavar="BYTES", help="A budget such as 12GiB; not part of this version.")
+]
+Backend = Annotated[
+    str | None, typer.Option(metavar="|".join(BACKENDS), help="Compile (inductor, the default), or run operator by operator.")
+]
+Dump = Annotated[str | None, typer.Option(metavar="DIR", help="Write the graph here after every stage, as Python.")]
+Disable = Annotated[list[str] | None, typer.Option(metavar="PASS", help="Leave a pass out, by name; again for more.")]
+Seed = Annotated[int | None, typer.Option(min=0, metavar="N", help="Of weights, data and dropout; 0 when not given.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs.")]
+MODEL_HELP = "A preset, hf:<model_type>, a folder, or package.module:callable."
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+
+
+def one_of(option: str, value: str | None, known: Sequence[str]) -> None:
+    """An error unless `value` is None or known."""
+    if value is not None and value not in known:
+        close = difflib.get_close_matches(value, known, n=1)
+        raise BadOption(f"{option} {value!r}", hint=(f"did you mean {close[0]}? " if close else "") + f"Use {' or '.join(known)}")
+
+
+def refuse_unbuilt(*, memory: str | None = None, plan: str | None = None, recipe: str | None = None) -> None:
+    """A budget that cannot be read is told as such; a good one, and a plan or recipe, has no planner to go to yet."""
+    from wholestep.graph.bytes import parse_bytes
+
+    if memory is not None:
+        if memory != "auto":
+            parse_bytes(memory)
+        raise NotBuiltYet(f"--memory {memory}: the memory planner is not part of this version", hint="leave --memory out")
+    for option, value in (("--plan", plan), ("--recipe", recipe)):
+        if value is not None:
+            raise NotBuiltYet(f"{option} {value}: plans and recipes are not part of this version", hint=f"leave {option} out")
+
+
+def checked(*, precision: str | None = None, backend: str | None = None) -> None:
+    """The values of options that several commands have."""
+    one_of("--precision", precision, PRECISIONS)
+    one_of("--backend", backend, BACKENDS)
+    if precision == "fp16":
+        raise NotBuiltYet("--precision fp16 needs loss scaling, not part of this version", hint="use --precision bf16")
+
+
+def checked_dump(dump: str | None) -> str | None:
+    """The folder, made and found writable before anything is compiled for it."""
+    if dump is None:
+        return None
+    try:
+        Path(dump).mkdir(parents=True, exist_ok=True)
+        probe = Path(dump) / ".probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise BadOption(f"--dump {dump}: {error.strerror or error}", hint="name a folder that can be written to") from error
+    return dump
+
+
+def pipeline(disable: Sequence[str] | None, dump: str | None = None) -> Pipeline | None:
+    """The passes without the disabled ones; None when all of them run."""
+    from wholestep.passes.pipeline import Pipeline, default_pipeline, name_of
+
+    class Dumping(Pipeline):
+        """Writes its stages to `dump` where the caller of the pipeline has no option for that."""
+
+        def run(self, graph: Any, *, dump: str | None = dump) -> Any:
+            return super().run(graph, dump=dump)
+
+    passes = default_pipeline()
+    known = [name_of(one) for one in passes]
+    for name in disable or ():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+            raise BadOption(f"--disable {name}: there is no such pass", hint=hint)
+    left = passes.without(*disable) if disable else passes
+    if dump is not None:
+        return Dumping(left.passes)
+    return left if disable else None

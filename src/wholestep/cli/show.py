@@ -1,0 +1,55 @@
+"""`wholestep show`: the graph of the whole training step, as Python."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from wholestep.cli import options
+from wholestep.errors import NotBuiltYet
+
+STAGES = ("captured", "prepared", "planned", "lowered")
+
+
+def command(
+    model: options.Model,
+    stage: Annotated[
+        str, typer.Option(metavar="|".join(STAGES), help="captured; prepared, after the passes; lowered, as it will run.")
+    ] = "captured",
+    sets: options.Sets = None,
+    data: options.Data = None,
+    batch: options.Batch = None,
+    seq: options.Seq = None,
+    precision: options.Precision = None,
+    disable: options.Disable = None,
+    dump: options.Dump = None,
+) -> None:
+    """Print the graph of the whole step (forward, loss, backward, update) as Python.
+
+    \b
+    Examples:
+      wholestep show gpt-1m | less
+      wholestep show hf:bert --set num_hidden_layers=1 --stage prepared
+      wholestep show my_package.training:setup --stage lowered
+    """
+    options.one_of("--stage", stage, STAGES)
+    options.checked(precision=precision)
+    if stage == "planned":
+        raise NotBuiltYet("--stage planned: the planner is not part of this version", hint="use captured, prepared or lowered")
+    passes = options.pipeline(disable)
+    folder = options.checked_dump(dump)
+    from wholestep.api import compile as compile_step
+    from wholestep.graph.printer import to_python
+    from wholestep.passes.pipeline import Pipeline
+    from wholestep.train.job import make_job
+
+    job = make_job(model, sets=sets or (), data=data, batch=batch, seq=seq, precision=precision)
+    step = compile_step(
+        job.model, job.loss_fn, job.optimizer, job.batches.batch(0), backend="interpret", check="off", dump=folder, verbose=False,
+        passes=Pipeline([]) if stage == "captured" else passes, **job.compile_options,
+    )  # fmt: skip
+    if step.graph is None:
+        typer.echo("nothing was captured: " + "; ".join(map(str, step.falls)), err=True)
+        raise typer.Exit(1)
+    typer.echo(step.regions["driver"] if stage == "lowered" else to_python(step.graph))

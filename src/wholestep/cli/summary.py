@@ -1,0 +1,133 @@
+"""The end of `wholestep train`: what it did, the loss as a picture, where the files are, what to try next."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from wholestep.cli.display import duration, rate
+from wholestep.graph.bytes import show_bytes
+from wholestep.report.loss_picture import loss_picture
+from wholestep.report.terminal_picture import chart, sparkline
+from wholestep.train.metrics import METRICS, losses_of, read_rows
+from wholestep.train.run_folder import EXPLAIN, PICTURE, SAMPLE, RunFolder, open_run, write_whole
+from wholestep.train.running import Outcome
+
+SAMPLE_LINES = 8
+
+
+def write_picture(run: RunFolder) -> Path:
+    """loss.svg of a run, from its metrics."""
+    rows = read_rows(run.path / METRICS)
+    losses, held = losses_of(rows), losses_of(rows, "held_out_loss")
+    parts = [f"{run.facts.get('parameters', 0):,} parameters", f"{losses[-1][0]:,} steps" if losses else "no steps"]
+    parts += [f"held-out loss {held[-1][1]:.4f}"] if held else []
+    path = run.path / PICTURE
+    write_whole(path, loss_picture(rows, title=title_of(run), subtitle=", ".join(parts)))
+    return path
+
+
+def title_of(run: RunFolder) -> str:
+    """`gpt-1m on shakespeare`."""
+    data = (run.facts.get("settings") or {}).get("data")
+    name = str(run.facts.get("name", "a run"))
+    return f"{name} on {data}" if isinstance(data, str) and data else name
+
+
+def tell(outcome: Outcome, request: Mapping[str, Any], stream: IO[str]) -> None:
+    """The last lines of a run, for people."""
+    run = open_run(outcome.folder)
+    write_picture(run)
+    blocks = blocks_fit(stream)
+    points = [(float(step), loss) for step, loss in losses_of(read_rows(outcome.folder / METRICS))]
+    lines = [_headline(outcome, run), *_losses(outcome)]
+    if stream.isatty():
+        lines += ["", *chart(points, blocks=blocks), ""]
+    elif points:
+        lines.append(f"{'':10}{sparkline(points, blocks=blocks)}")
+    lines += _sample(outcome)
+    lines += [f"files     {outcome.folder}: {', '.join(_files(outcome))}"]
+    for label, command in zip(("next", "", ""), next_commands(outcome, request), strict=False):
+        lines.append(f"{label:10}{command}")
+    print("\n".join(lines), file=stream, flush=True)
+
+
+def tell_briefly(outcome: Outcome, stream: IO[str]) -> None:
+    """One line, for --quiet."""
+    run = open_run(outcome.folder)
+    write_picture(run)
+    print(_headline(outcome, run) + "; " + "; ".join(line[10:] for line in _losses(outcome)[:1]), file=stream, flush=True)
+
+
+def as_json(outcome: Outcome, request: Mapping[str, Any]) -> str:
+    """For programs."""
+    write_picture(open_run(outcome.folder))
+    facts = {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(outcome).items()}
+    return json.dumps({**facts, "next": next_commands(outcome, request)}, indent=1)
+
+
+def next_commands(outcome: Outcome, request: Mapping[str, Any]) -> list[str]:
+    """Commands that work from here."""
+    folder = shlex.quote(str(outcome.folder))
+    more = "" if outcome.status == "interrupted" else f" --steps {2 * outcome.steps}"
+    return [f"wholestep train --resume --out {folder}{more}", f"wholestep explain {folder}", verify_command(request)]
+
+
+def verify_command(request: Mapping[str, Any]) -> str:
+    """`wholestep verify` of what was trained."""
+    words = ["wholestep", "verify", str(request.get("model"))]
+    for option in ("data", "batch", "seq", "precision"):
+        if request.get(option) is not None:
+            words += [f"--{option}", str(request[option])]
+    for text in request.get("sets") or ():
+        words += ["--set", text]
+    return shlex.join([*words, "--steps", "2"])
+
+
+def blocks_fit(stream: IO[str]) -> bool:
+    """Whether the stream's encoding has block characters."""
+    try:
+        "█┤".encode(getattr(stream, "encoding", None) or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def _headline(outcome: Outcome, run: RunFolder) -> str:
+    speed = "" if outcome.units_per_second is None else f"{rate(outcome.units_per_second)} {outcome.unit}/s, "
+    verb = "trained" if outcome.status == "finished" else "stopped"
+    return (
+        f"{verb}   {title_of(run)}: {outcome.steps:,} steps in {duration(outcome.seconds)} ({speed}"
+        f"{show_bytes(outcome.memory_bytes)}), compiled in {duration(outcome.compile_seconds)}"
+    )
+
+
+def _losses(outcome: Outcome) -> list[str]:
+    if outcome.first_loss is None or outcome.final_loss is None:
+        return ["loss      none was finite"]
+    held = "" if outcome.held_out is None else f", held out {outcome.held_out:.4f}"
+    lines = [f"loss      {outcome.first_loss:.4f} -> {outcome.final_loss:.4f}{held}"]
+    if outcome.skipped:
+        lines.append(f"skipped   {outcome.skipped} of {outcome.steps} steps, whose gradients were not finite")
+    return lines
+
+
+def _sample(outcome: Outcome) -> list[str]:
+    if not outcome.sample:
+        return []
+    found: list[str] = []
+    for line in outcome.sample.strip("\n").splitlines():
+        found += textwrap.wrap(line, 70) or [""]
+    shown: Sequence[str] = found[:SAMPLE_LINES]
+    more = [f"{'':10}... ({SAMPLE})"] if len(found) > SAMPLE_LINES else []
+    return [f"{'sample' if i == 0 else '':10}{line}".rstrip() for i, line in enumerate(shown)] + more
+
+
+def _files(outcome: Outcome) -> list[str]:
+    files = [PICTURE, METRICS, EXPLAIN] + ([SAMPLE] if outcome.sample is not None else [])
+    return files + ([f"{outcome.checkpoint.parent.name}/{outcome.checkpoint.name}"] if outcome.checkpoint else [])

@@ -1,0 +1,167 @@
+"""`wholestep train`: from what was asked to a Job, through the training loop, to the last lines."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from wholestep.cli import options
+from wholestep.errors import BadOption
+
+if TYPE_CHECKING:
+    from wholestep.train.job import Job
+    from wholestep.train.run_folder import RunFolder
+    from wholestep.train.running import Outcome
+
+ASKED = ("model", "sets", "data", "batch", "seq", "precision", "steps", "seed", "init", "backend", "disable")
+"""Kept in run.json and taken from there by --resume, unless it is given again."""
+MADE_OF = ("sets", "data", "batch", "seq", "precision", "steps", "init")
+"""Those that `make_job` takes by the same name."""
+
+
+def command(
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=options.MODEL_HELP)] = None,
+    sets: options.Sets = None,
+    data: options.Data = None,
+    steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="How many steps to train, in all.")] = None,
+    batch: options.Batch = None,
+    seq: options.Seq = None,
+    precision: options.Precision = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The folder of the run; runs/MODEL-DATA when not given, never overwritten.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint: of --out, or of the newest run.")
+    ] = False,
+    init: Annotated[bool, typer.Option("--init", help="Start from the weights that lie in the folder MODEL.")] = False,
+    nonfinite: Annotated[
+        str, typer.Option(metavar="stop|skip", help="What to do about a loss or gradient that is not finite.")
+    ] = "stop",
+    save_every: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Steps between checkpoints; about ten over a run when not given.")
+    ] = None,
+    memory: options.Memory = None,
+    plan: Annotated[str | None, typer.Option(metavar="FILE", help="A plan; not part of this version.")] = None,
+    recipe: Annotated[str | None, typer.Option(metavar="FILE", help="A recipe; not part of this version.")] = None,
+    backend: options.Backend = None,
+    disable: options.Disable = None,
+    dump: options.Dump = None,
+    seed: options.Seed = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="One line at the end, and what went wrong.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Train a model. Without arguments: a small one, on texts that come with Wholestep.
+
+    The run gets a folder with metrics, checkpoints, a picture of the loss and a sample. Ctrl-C saves, and --resume goes
+    on as if nothing had happened, bit for bit. Exit code 1 when training had to stop.
+
+    \b
+    Examples:
+      wholestep train
+      wholestep train gpt-10m --data stdlib --steps 500 --set lr=0.002
+      wholestep train hf:llama --set hidden_size=256 --set num_hidden_layers=4
+      wholestep train my_package.training:setup --out runs/mine
+      wholestep train --resume --steps 2000
+    """
+    options.refuse_unbuilt(memory=memory, plan=plan, recipe=recipe)
+    options.checked(precision=precision, backend=backend)
+    options.one_of("--nonfinite", nonfinite, ("stop", "skip"))
+    options.pipeline(disable)
+    given = {
+        "model": model, "sets": sets or None, "data": data, "batch": batch, "seq": seq, "precision": precision, "steps": steps,
+        "seed": seed, "init": init or None, "backend": backend, "disable": disable or None,
+    }  # fmt: skip
+    outcome, request = run(
+        given, out=out, resume=resume, nonfinite=nonfinite, save_every=save_every, dump=dump, quiet=quiet, to_stderr=json
+    )
+    report(outcome, request, quiet=quiet, json=json)
+    raise typer.Exit(outcome.exit_code)
+
+
+def run(
+    given: dict[str, Any],
+    *,
+    out: Path | None,
+    resume: bool,
+    nonfinite: str,
+    save_every: int | None,
+    dump: str | None,
+    quiet: bool,
+    to_stderr: bool,
+) -> tuple[Outcome, dict[str, Any]]:
+    """Train what was asked for; the outcome, and the request as it was completed."""
+    from wholestep.train.run_folder import new_run_is_possible
+
+    folder = _run_to_resume(given, out) if resume else None
+    if folder is None and out is not None:
+        new_run_is_possible(out)  # before a model is built
+    request = {name: _asked(name, given, folder) for name in ASKED}
+    where = options.checked_dump(dump)
+    passes = options.pipeline(request["disable"])
+    from wholestep.api import compile as compile_step
+    from wholestep.cli.display import make_display
+    from wholestep.train.loop import train
+
+    display = make_display(sys.stderr if to_stderr else sys.stdout, quiet=quiet)
+    job = _job(request, given, folder)
+    request["model"] = request["model"] or job.name
+    if not quiet:
+        display.say(f"{job.name}: {_parameters(job.model):,} parameters; data {job.batches.describe()}")
+    outcome = train(
+        job, compile_step=compile_step, out=out if folder is None else folder.path, resume=resume, nonfinite=nonfinite,  # type: ignore[arg-type]
+        save_every=save_every, backend=request["backend"] or "inductor", dump=where, display=display, request=request,
+        compile_options={} if passes is None else {"passes": passes},
+    )  # fmt: skip
+    return outcome, request
+
+
+def _job(request: dict[str, Any], given: dict[str, Any], folder: RunFolder | None) -> Job:
+    """What was asked, as a Job; a run that is resumed as it was is made from its own settings, whatever the defaults are now."""
+    from wholestep.train.job import make_job, make_job_again
+
+    changed = [name for name in ("model", "seed", *MADE_OF) if name != "steps" and given.get(name) is not None]
+    if folder is not None and not changed and folder.facts.get("settings"):
+        return make_job_again(folder.facts["settings"], steps=given["steps"])
+    arguments = {name: request[name] for name in MADE_OF}
+    arguments |= {"sets": tuple(request["sets"] or ()), "init": bool(request["init"]), "seed": request["seed"] or 0}
+    return make_job(request["model"], **arguments)
+
+
+def _asked(name: str, given: dict[str, Any], folder: RunFolder | None) -> Any:
+    """What is given now; else, on resume, what the run was started with."""
+    if given.get(name) is not None or folder is None:
+        return given.get(name)
+    return (folder.facts.get("request") or {}).get(name)
+
+
+def _run_to_resume(given: dict[str, Any], out: Path | None) -> RunFolder:
+    from wholestep.train.run_folder import newest_run, open_run
+
+    if out is None:
+        return newest_run(given["model"], given["data"])
+    if not out.exists():
+        raise BadOption(f"{out} does not exist, there is nothing to resume", hint="leave --resume out to start a run there")
+    return open_run(out)
+
+
+def _parameters(model: Any) -> int:
+    modules = model.values() if isinstance(model, dict) else model if isinstance(model, (tuple, list)) else [model]
+    return sum(p.numel() for p in {id(p): p for module in modules for p in module.parameters()}.values())
+
+
+def report(outcome: Outcome, request: dict[str, Any], *, quiet: bool, json: bool) -> None:
+    """The last lines; what went wrong goes to stderr."""
+    from wholestep.cli import summary
+
+    if json:
+        typer.echo(summary.as_json(outcome, request))
+    elif quiet:
+        summary.tell_briefly(outcome, sys.stdout)
+    else:
+        summary.tell(outcome, request, sys.stdout)
+    if outcome.trouble is not None:
+        resume = summary.next_commands(outcome, request)[0] if outcome.status == "interrupted" else ""
+        typer.echo(f"wholestep: {outcome.trouble}" + (f"; go on with: {resume}" if resume else ""), err=True)

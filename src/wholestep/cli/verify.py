@@ -1,0 +1,52 @@
+"""`wholestep verify`: the captured step beside eager PyTorch, value by value."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from wholestep.cli import options
+
+
+def command(
+    model: options.Model,
+    sets: options.Sets = None,
+    data: options.Data = None,
+    batch: options.Batch = None,
+    seq: options.Seq = None,
+    steps: Annotated[int, typer.Option(min=1, metavar="K", help="How many steps to compare.")] = 5,
+    precision: options.Precision = None,
+    memory: options.Memory = None,
+    backend: options.Backend = None,
+    disable: options.Disable = None,
+    dump: options.Dump = None,
+    seed: options.Seed = None,
+    json: options.Json = False,
+) -> None:
+    """Compare the captured step with eager PyTorch: losses, gradients, buffers, updates.
+
+    Every value has to lie within twice the rounding error that eager PyTorch itself shows against float64. Awkward
+    batches and a step in eval mode follow the train steps. Exit code 1 when anything differs, and where it began.
+
+    \b
+    Examples:
+      wholestep verify gpt-1m --steps 2
+      wholestep verify hf:bert --set num_hidden_layers=2 --batch 2 --seq 32
+      wholestep verify my_package.training:setup --backend interpret --json
+    """
+    options.refuse_unbuilt(memory=memory)
+    options.checked(precision=precision, backend=backend)
+    passes = options.pipeline(disable, options.checked_dump(dump))
+    from wholestep.train.job import make_job
+    from wholestep.verify.verify import verify
+
+    job = make_job(model, sets=sets or (), data=data, batch=batch, seq=seq, precision=precision, steps=steps, seed=seed or 0)
+    chosen: dict[str, Any] = {k: v for k, v in job.compile_options.items() if k in ("precision", "clip_norm", "accumulate")}
+    report = verify(
+        job.model, job.loss_fn, job.optimizer, [job.batches.batch(number) for number in range(steps)], steps=steps,
+        edge_batches=job.edge_batches, backend=backend or "inductor", passes=passes,
+        seed=job.settings.get("seed", 0), **chosen,
+    )  # fmt: skip
+    typer.echo(report.to_json() if json else str(report))
+    raise typer.Exit(0 if report.ok else 1)

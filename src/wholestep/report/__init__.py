@@ -1,0 +1,1 @@
+"""Reports: pictures and tables of what a run did."""

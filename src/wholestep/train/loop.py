@@ -1,0 +1,152 @@
+"""`train`: a Job and a folder in, a trained model and an account of it out.
+
+The folder comes first, so that a disk that refuses is told before anything is compiled; then compiling; then the run itself
+(running.py). Going on from a checkpoint gives the bits of a run that was never stopped: model, optimizer, schedule, random
+numbers and the position in the data are all in it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from wholestep.errors import BadOption
+from wholestep.graph.bytes import show_bytes
+from wholestep.runtime.step import Step
+from wholestep.train import checkpoint
+from wholestep.train.job import Job
+from wholestep.train.run_folder import RunFolder, new_run, open_run, refuse_changed
+from wholestep.train.running import Outcome, Run
+from wholestep.train.watch import Display, Interrupts, Silent
+
+
+def train(
+    job: Job,
+    *,
+    compile_step: Callable[..., Step],
+    out: Path | None = None,
+    steps: int | None = None,
+    resume: bool = False,
+    save_every: int | None = None,
+    keep: int | None = 3,
+    nonfinite: Literal["stop", "skip"] = "stop",
+    backend: str = "inductor",
+    dump: str | None = None,
+    display: Display | None = None,
+    compile_options: Mapping[str, Any] | None = None,
+    request: Mapping[str, Any] | None = None,
+) -> Outcome:
+    """Train `job` in a folder, and say how it went.
+
+    Args:
+        job: what to train.
+        compile_step: `wholestep.compile`, which comes after this folder.
+        out: the folder; None takes `runs/<name>-<data>`, numbered when that is taken. With `resume` it holds the run.
+        steps: in all; None takes the job's own.
+        resume: go on from the newest checkpoint in `out`.
+        save_every: steps between checkpoints; None saves about ten times, and every ten minutes.
+        keep: how many checkpoints stay; None keeps all.
+        nonfinite: "stop" ends the run soon after a loss or gradient that is not finite; "skip" leaves such steps out.
+            In both cases the update of such a step is not made, so what is saved is sound.
+        backend, dump: as for `wholestep.compile`.
+        display: is told what happens; None shows nothing.
+        compile_options: more of them, over those of the job.
+        request: what was asked for, kept in run.json for a later `--resume`.
+    """
+    total = _checked(job, steps, save_every, nonfinite)
+    shown = display or Silent()
+    with Interrupts() as interrupts:
+        options = {**job.compile_options, "backend": backend, **(compile_options or {})}
+        folder, stored = _folder(job, out, resume, total, request, options)
+        folder.take()
+        run = None
+        try:
+            step, seconds = _compile(job, compile_step, options, dump, shown)
+            run = Run(job, folder, step, total, save_every, keep, nonfinite, shown, interrupts, seconds)
+            run.begin(stored)
+            status = run.loop()
+            return run.finish(status)
+        finally:
+            shown.close()
+            if not resume and (run is None or (run.taken == 0 and run.saved is None)):
+                folder.discard()
+            folder.release()
+
+
+def _checked(job: Job, steps: int | None, save_every: int | None, nonfinite: str) -> int:
+    total = job.settings.get("steps") if steps is None else steps
+    for name, value in (("steps", total), ("save_every", save_every)):
+        if (value is not None or name == "steps") and (not isinstance(value, int) or value < 1):
+            raise BadOption(f"{name}={value!r}", hint="use a whole number, 1 or more")
+    if nonfinite not in ("stop", "skip"):
+        raise BadOption(f"nonfinite={nonfinite!r}", hint="use 'stop' or 'skip'")
+    assert total is not None
+    return total
+
+
+def _folder(
+    job: Job, out: Path | None, resume: bool, steps: int, request: Any, options: Mapping[str, Any]
+) -> tuple[RunFolder, Path | None]:
+    """The run's folder and, on resume, the checkpoint to go on from, found to be of these settings."""
+    settings = {**job.settings, "steps": steps}
+    if not resume:
+        root = _bytes_of(job)
+        folder = new_run(out, _default_name(job), {
+            "name": job.name, "request": dict(request or {}), "settings": settings, "steps": steps,
+            "backend": options["backend"], "data": job.batches.describe(), "parameters": root[0],
+        })  # fmt: skip
+        try:
+            _refuse_full_disk(folder, root[1])
+        except BaseException:
+            folder.discard()
+            raise
+        return folder, None
+    if out is None:
+        raise BadOption("resume=True needs the folder of the run", hint="give out=")
+    folder = open_run(out)
+    refuse_changed(folder.facts.get("settings"), settings, folder.path)
+    if folder.facts.get("backend") not in (None, options["backend"]):
+        refuse_changed({"backend": folder.facts["backend"]}, {"backend": options["backend"]}, folder.path)
+    folder.update(settings=settings, steps=steps)  # also tries the disk, before anything is compiled
+    stored = None
+    if any(folder.checkpoints.glob("step-*")):
+        stored = checkpoint._open(folder.checkpoints).path
+    return folder, stored
+
+
+def _default_name(job: Job) -> str:
+    data = job.settings.get("data")
+    label = data if isinstance(data, str) else data.get("name") if isinstance(data, dict) else None
+    return f"{job.name}-{Path(label).stem if '/' in label else label}" if label else job.name
+
+
+def _bytes_of(job: Job) -> tuple[int, int]:
+    """Parameters, and roughly the bytes of one checkpoint: weights and two states of the optimizer."""
+    parameters = {id(p): p for group in job.optimizer.param_groups for p in group["params"]}.values()
+    return sum(p.numel() for p in parameters), 3 * sum(p.numel() * p.element_size() for p in parameters)
+
+
+def _refuse_full_disk(folder: RunFolder, needed: int) -> None:
+    free = shutil.disk_usage(folder.path).free
+    if free < needed:
+        what = f"{folder.path} has {show_bytes(free)} of disk left, one checkpoint takes about {show_bytes(needed)}"
+        raise BadOption(what, hint="name another disk with --out, or make room")
+
+
+def _compile(
+    job: Job, compile_step: Callable[..., Step], options: dict[str, Any], dump: str | None, display: Display
+) -> tuple[Step, float]:
+    display.compiling(str(options["backend"]))
+    began = time.perf_counter()
+    # In both modes: with "stop" too, what is saved then is the state before the step that went wrong.
+    options = {"nonfinite": "skip", "verbose": display.verbose, "seed": job.settings.get("seed", 0), **options}
+    step = compile_step(job.model, job.loss_fn, job.optimizer, job.batches.batch(0), dump=dump, **options)
+    seconds = time.perf_counter() - began
+    display.compiled(step, seconds)
+    return step, seconds
+
+
+__all__ = ["Outcome", "train"]

@@ -1,0 +1,1 @@
+"""Models in plain PyTorch, for the presets that need nothing else installed."""
