@@ -15,7 +15,7 @@ class WholestepError(ValueError):
         parts = [what if where is None else f"{what} (at {where})"]
         if hint:
             parts.append(hint)
-        super().__init__(". ".join(part.rstrip(".") for part in parts) + ".")
+        super().__init__(" ".join(part if part.endswith(("?", "!")) else part.rstrip(".") + "." for part in parts))
 
 
 class UnsupportedModel(WholestepError):

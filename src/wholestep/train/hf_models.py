@@ -117,6 +117,11 @@ def configure(found: HFModel, changes: Mapping[str, Any], *, said: str) -> Any:
     changes = dict(changes)
     if "use_cache" in found.fields:  # keys and values kept for generation are dead weight in training
         changes.setdefault("use_cache", False)
+    size = changes.get("vocab_size")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # ids that a smaller vocabulary no longer has
+        value = getattr(found.config, name, None)
+        if isinstance(size, int) and isinstance(value, int) and value >= size:
+            changes.setdefault(name, None)
     if found.folder is None:
         config = _one_line(said, lambda: hf.AutoConfig.for_model(found.model_type, **changes))
     else:
