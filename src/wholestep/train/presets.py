@@ -58,7 +58,7 @@ PRESETS: dict[str, Preset] = {
     "gpt-30m": Preset(
         summary="a GPT for any GPU; the default where there is one",
         family="gpt", config={"width": 512, "layers": 9, "heads": 8, "context": 256, "dropout": 0.2}, parameters=30_600_704,
-        data="shakespeare", vocabulary=4096, batch=64, seq=256, steps=1000, lr=1e-3,
+        data="shakespeare", vocabulary=4096, batch=64, seq=256, steps=500, lr=1e-3,
     ),
     "gpt2-medium": Preset(
         summary="GPT-2 medium, 355M", family="hf:gpt2",
