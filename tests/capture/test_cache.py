@@ -248,3 +248,17 @@ def test_a_cached_step_trains_as_the_captured_one(folder: Path) -> None:
         losses = [float(step(BATCH)) for _ in range(3)]
         results.append((losses, float(step.grad_norm), model[1].running_mean.tolist(), step._latest.capture.from_cache))
     assert results[0][:3] == results[1][:3] and [r[3] for r in results] == [False, True]
+
+
+def test_the_attention_implementation_of_a_config_is_in_the_key() -> None:
+    """`to_dict` leaves it out: a model with eager attention would be given the graph of one with sdpa."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=30)
+    batch = {"input_ids": torch.zeros(2, 4, dtype=torch.long), "labels": torch.zeros(2, 4, dtype=torch.long)}
+    keys = set()
+    for implementation in ("sdpa", "eager"):
+        config = transformers.BertConfig(**sizes)
+        model = transformers.BertForMaskedLM._from_config(config, attn_implementation=implementation)
+        subject = make_subject(model, None, torch.optim.SGD(model.parameters(), lr=0.1))
+        keys.add(capture_key(subject, *flatten(batch)))
+    assert len(keys) == 2

@@ -322,3 +322,37 @@ def test_gradients_handed_over_have_memory_of_their_own(accumulate: int) -> None
     assert len({g.untyped_storage().data_ptr() for g in gradients if g is not None}) == 3
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_an_assertion_on_values_stays_in_the_step() -> None:
+    """F.one_hot checks its classes; the check returns nothing, and nobody reads it."""
+    model = nn.Linear(4, 3)
+
+    def loss_fn(m: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (m(batch["x"]) - nn.functional.one_hot(batch["y"], 3)).square().mean()
+
+    batch = {"x": torch.randn(5, 4), "y": torch.tensor([0, 1, 2, 1, 0])}
+    step = wholestep.compile(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), batch, backend="interpret")
+    assert step(batch) > step(batch) and step.rung == "whole step"
+    with pytest.raises(RuntimeError, match="smaller than num_classes"):
+        step({"x": batch["x"], "y": torch.tensor([0, 1, 9, 1, 0])})
+
+
+def test_real_strides_may_differ_from_traced_ones() -> None:
+    """On the CPU, batch norm gives a transposed input other strides than its fake does; a view of them must still work."""
+
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.BatchNorm1d(16), nn.Linear(16, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+    def make() -> Side:
+        torch.manual_seed(0)
+        model = Transposed()
+        return Side(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b).square().mean())
+
+    batches = [torch.randn(3, 10, 16) for _ in range(3)]
+    Twins(make, batches[0]).train(batches)

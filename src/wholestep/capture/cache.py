@@ -196,7 +196,8 @@ def _describe(value: Any, seen: set[int]) -> Any:
     if isinstance(value, type | types.BuiltinFunctionType | types.ModuleType):
         return getattr(value, "__qualname__", getattr(value, "__name__", str(type(value))))
     if hasattr(value, "to_dict") and hasattr(value, "model_type"):  # a Hugging Face config
-        return ("config", json.dumps(value.to_dict(), sort_keys=True, default=str))
+        chosen = getattr(value, "_attn_implementation", None)  # which to_dict leaves out
+        return ("config", chosen, json.dumps(value.to_dict(), sort_keys=True, default=str))
     if hasattr(value, "__dict__"):
         # private attributes hold hashes and handles that differ between processes (GenerationConfig does)
         public = [(k, v) for k, v in sorted(vars(value).items()) if not k.startswith("_")]

@@ -107,7 +107,8 @@ def _check_node(node: fx.Node, *, strict: bool) -> None:
     schema = getattr(node.target, "_schema", None)
     if schema is not None and schema.is_mutable:
         raise GraphError(f"{where(node)}: mutates an argument, and training graphs are functional: {schema}")
-    if "val" not in node.meta:
+    returns_nothing = schema is not None and not schema.returns  # an assertion on the values of a tensor
+    if "val" not in node.meta and not returns_nothing:
         raise GraphError(f"{where(node)}: no meta['val']")
     phase = _declared_phase(node)
     if phase not in _PHASES:
@@ -116,7 +117,7 @@ def _check_node(node: fx.Node, *, strict: bool) -> None:
         for source in node.all_input_nodes:
             if source.op == "call_function" and _declared_phase(source) == "update":
                 raise GraphError(f"{where(node)}: a {phase} node reads {source.name}, which the update makes")
-    if strict and not node.users:
+    if strict and not node.users and not returns_nothing:
         raise GraphError(f"{where(node)}: nobody reads it")
 
 

@@ -31,7 +31,7 @@ def lower_inductor(graph: TrainingGraph, *, watch: Sequence[str] = (), progress:
     """A Runner of compiled regions; `progress(text, done, total)` is called before each compilation."""
     started = time.perf_counter()
     imperative = write_state_in_place(graph, watch)
-    _take_fused_updates(imperative)
+    take_fused_updates(imperative)
     pieces = split_regions(imperative)
     regions = [piece for piece in pieces if isinstance(piece, Region)]
     require_compiler(regions)
@@ -48,7 +48,7 @@ def lower_inductor(graph: TrainingGraph, *, watch: Sequence[str] = (), progress:
     return Runner(driver.function, len(graph.inputs), facts, keep=list(compiled.values()))
 
 
-def _take_fused_updates(imperative: ImperativeGraph) -> None:
+def take_fused_updates(imperative: ImperativeGraph) -> None:
     """torch's fused optimizer kernels instead of the user's choice: same formula, one pass over memory on the CPU."""
     for node in imperative.graph.nodes:
         if node.target in IN_PLACE.values() and node.args[-1] in ("single", "foreach"):

@@ -18,6 +18,8 @@ from wholestep.lower.driver import Statement, build_driver
 from wholestep.lower.in_place import write_state_in_place
 from wholestep.lower.runner import Runner
 
+aten = torch.ops.aten
+
 
 def lower_interpret(graph: TrainingGraph, *, watch: Sequence[str] = ()) -> Runner:
     """A Runner that calls one operator per node; `watch` names nodes whose values are returned after the outputs."""
@@ -44,11 +46,17 @@ def lower_interpret(graph: TrainingGraph, *, watch: Sequence[str] = ()) -> Runne
     return Runner(driver.function, len(graph.inputs), facts)
 
 
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+"""Called as `reshape`, which copies where it must: a real kernel may return other strides than tracing was told (torch's batch
+norm does so on the CPU for a transposed input)."""
+
+
 def statement_of(node: fx.Node) -> Statement:
     """The call that a node stands for."""
     if not callable(node.target):
         raise TypeError(f"node {node.name} calls {node.target!r}, which is no function")
-    return Statement(node.target, node.args, node.kwargs, (node,), comment=module_of(node) or "")
+    function = aten.reshape.default if node.target in _VIEWS else node.target
+    return Statement(function, node.args, node.kwargs, (node,), comment=module_of(node) or "")
 
 
 def constants_of(graph: fx.Graph, owner: torch.nn.Module) -> dict[fx.Node, Any]:

@@ -1,0 +1,1 @@
+"""The benchmark: representative trainings of many domains, and one harness that measures every system on them alike."""

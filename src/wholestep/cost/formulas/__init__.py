@@ -1,0 +1,5 @@
+"""FLOP formulas by family of operators; importing this package fills the table of `wholestep.cost.registry`."""
+
+from wholestep.cost.formulas import attention, convolution, elementwise, matmul, movement, optimizers, reductions
+
+__all__ = ["attention", "convolution", "elementwise", "matmul", "movement", "optimizers", "reductions"]
