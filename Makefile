@@ -12,7 +12,7 @@ TORCH   := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint unit train zoo loop bench-cpu sz clean distclean
+.PHONY: help install test lint unit train zoo loop bench-cpu bench-smoke sz clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ loop: $(STAMP)  ## a whole training script and 200 random lengths against eager,
 
 bench-cpu: $(STAMP)  ## time the compiled step against eager on the CPU
 	@$(BIN)/python benchmarks/cpu_gpt.py $(ARGS)
+
+bench-smoke: $(STAMP)  ## every workload of the benchmark, small, on the CPU: does it train, captured as in eager?
+	@$(BIN)/python -m wholestep bench --smoke $(ARGS)
 
 sz:  ## lines per folder
 	@$(PYTHON) scripts/sz.py

@@ -78,8 +78,8 @@ def test_forms() -> None:
 
 def test_awkward_batches() -> None:
     same, ends, single = batches(count=1000, rows=4).edges(size=50)
-    assert same["input_ids"].unique().numel() == 1
-    assert ends["input_ids"].unique().tolist() == [0, 49]
+    assert [row.unique().numel() == 1 for row in same["input_ids"]] == [True, False, False, False]
+    assert ends["input_ids"][0].unique().tolist() == [0, 49] and not ends["input_ids"][1].equal(ends["input_ids"][3])
     assert single["input_ids"].shape[0] == 1 and same["input_ids"].shape[0] == 4
 
 

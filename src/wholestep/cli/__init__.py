@@ -16,10 +16,10 @@ from typing import Any, TextIO
 
 import typer
 
-from wholestep.cli import doctor, explain, failure, show, train, verify
+from wholestep.cli import bench, compare, doctor, explain, failure, profile, show, train, verify
 from wholestep.errors import WholestepError, WholestepWarning
 
-NOT_YET = ("plan", "profile", "bench", "compare", "tune", "search")
+NOT_YET = ("plan", "tune", "search")
 
 app = typer.Typer(
     add_completion=False,
@@ -49,6 +49,9 @@ app.command("train", short_help="train a model; without arguments, a small one")
 app.command("verify", short_help="compare the captured step with eager PyTorch")(_stoppable(verify.command))
 app.command("show", short_help="print the graph of the whole step, as Python")(_stoppable(show.command))
 app.command("explain", short_help="what a run did")(_stoppable(explain.command))
+app.command("profile", short_help="measure one step: a page with pictures, and what to do")(_stoppable(profile.command))
+app.command("bench", short_help="measure training steps of many domains")(_stoppable(bench.command))
+app.command("compare", short_help="what moved between two results of bench")(_stoppable(compare.command))
 app.command("doctor", short_help="what this machine has and lacks")(_stoppable(doctor.command))
 
 
@@ -86,6 +89,9 @@ def main() -> None:
         typer.echo("wholestep: stopped at once; nothing was saved since the last checkpoint, if there was one", err=True)
         sys.exit(128 + int(stopped.args[0]))
     except Exception as error:
+        if failure.is_out_of_memory(error):
+            typer.echo(f"wholestep: {failure.out_of_memory(error)}", err=True)
+            sys.exit(1)
         if not hasattr(error, "format_message"):  # not one of the argument parser's own
             sys.exit(_fail(failure.one_line(error)))
         if error.format_message():  # without arguments it has printed the help already

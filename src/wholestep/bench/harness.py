@@ -1,0 +1,154 @@
+"""The harness: which rows a table has, and making them one by one, each in a process of its own.
+
+The results file is written after every row. The same command therefore goes on where an earlier one was cut short: a row that
+is there and was made with the same sizes, seed, steps and passes is kept. A row that fails is a row, with its reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from wholestep.bench import machine
+from wholestep.bench.child import make_request
+from wholestep.bench.contenders import applies
+from wholestep.bench.process import ask_child
+from wholestep.bench.protocol import Protocol
+from wholestep.bench.results import Row, finite, judged, key_of, load, save
+from wholestep.bench.workload import Workload
+from wholestep.errors import BadOption
+
+LEAST_SECONDS = 20.0
+"""No row is begun with less time left than importing torch and a few steps take."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One row to be made."""
+
+    workload: Workload
+    contender: str
+    size: str
+    device: str
+    seed: int
+    protocol: Protocol
+    own_passes: str | None = None
+    passes_digest: str | None = None
+
+    def head(self) -> Row:
+        """What the row is about, and with what it is made."""
+        head = {
+            "workload": self.workload.name, "contender": self.contender, "size": self.size, "device": self.device,
+            "seed": self.seed, "sizes": finite(getattr(self.workload, self.size)), "protocol": self.protocol.to_json(),
+        }  # fmt: skip
+        return head | ({"passes": self.passes_digest} if self.own_passes else {})
+
+    def made(self, row: Row) -> bool:
+        """Is `row` this one?"""
+        return all(row.get(name) == value for name, value in self.head().items())
+
+    @property
+    def name(self) -> str:
+        return f"{self.workload.name} by {self.contender}"
+
+
+@dataclasses.dataclass(slots=True)
+class Outcome:
+    """The rows of the table so far, and why it ended before its end, if it did."""
+
+    rows: list[Row]
+    made: int = 0
+    kept: int = 0
+    stopped: str | None = None
+
+
+Run = Callable[[Case, float], Row]
+"""(case, seconds it may take) -> its row, at least with `status`."""
+
+
+def planned(
+    workloads: Sequence[Workload], contenders: Sequence[str], *, size: str, device: str, seed: int, protocol: Protocol,
+    own_passes: str | None = None, passes_digest: str | None = None,
+) -> list[Case]:  # fmt: skip
+    """The cases in the order they are made. With passes of the user's own, Wholestep runs without them and with them."""
+    cases = []
+    for workload in workloads:
+        for contender in contenders:
+            if not applies(contender, workload):
+                continue
+            common: dict[str, Any] = {
+                "workload": workload, "size": size, "device": device, "seed": seed, "protocol": protocol
+            }  # fmt: skip
+            cases.append(Case(contender=contender, **common))
+            if own_passes is not None and contender in ("wholestep", "wholestep-interpret"):
+                with_own = f"{contender}+{Path(own_passes).stem}"
+                cases.append(
+                    Case(contender=with_own, own_passes=os.path.abspath(own_passes), passes_digest=passes_digest, **common)
+                )
+    return cases
+
+
+def run_in_child(case: Case, limit: float) -> Row:
+    """The row of a case, made by a process of its own."""
+    request = make_request(
+        case.workload.name, [case.contender], size=case.size, device=case.device, seed=case.seed, protocol=case.protocol,
+        own_passes=case.own_passes,
+    )  # fmt: skip
+    answer = ask_child(request, limit)
+    if answer.rows:
+        return answer.rows[0]
+    if answer.status == "ok":
+        return {"status": "failed", "reason": "the process ended without an answer"}
+    return {"status": answer.status, "reason": answer.reason}
+
+
+def run_table(
+    cases: Sequence[Case], path: Path, *, run: Run = run_in_child, limit: float | None = None, case_limit: float = 600.0,
+    retry: bool = False, fresh: bool = False, tell: Callable[[str, int], None] = lambda name, done: None,
+) -> Outcome:  # fmt: skip
+    """Make the rows that are not there yet; `tell` hears which is begun and how many cases are done."""
+    deadline = None if limit is None else time.monotonic() + limit
+    outcome = Outcome([] if fresh or not path.exists() else load(path))
+    _refuse_another_gpu(outcome.rows, cases, path)
+    for case in cases:
+        there = next((row for row in outcome.rows if key_of(row) == (case.workload.name, case.contender)), None)
+        if there is not None and case.made(there) and not (retry and there["status"] != "ok"):
+            outcome.kept += 1
+            continue
+        left = float("inf") if deadline is None else deadline - time.monotonic()
+        needed = _expected_seconds(outcome.rows, case)
+        if left < needed:
+            outcome.stopped = f"{max(left, 0):.0f} s are left and {case.name} takes about {needed:.0f} s"
+            break
+        tell(case.name, outcome.made + outcome.kept)
+        began = time.monotonic()
+        row = run(case, min(left, case_limit))
+        if row["status"] == "timed out" and left < case_limit:  # cut by the limit of the table, not by its own
+            outcome.stopped = f"time ran out in {case.name}"
+            break
+        row = case.head() | row | case.head() | {"wall_seconds": time.monotonic() - began}
+        outcome.rows = judged([*(other for other in outcome.rows if other is not there), finite(row)])
+        outcome.made += 1
+        save(path, outcome.rows)
+    return outcome
+
+
+def _expected_seconds(rows: Sequence[Row], case: Case) -> float:
+    """As long as the longest row of the same contender took so far, at this size; not less than a start takes."""
+    known = [row["wall_seconds"] for row in rows if row["contender"] == case.contender and row["size"] == case.size]
+    return max([LEAST_SECONDS, *known])
+
+
+def _refuse_another_gpu(rows: Sequence[Row], cases: Sequence[Case], path: Path) -> None:
+    """One table, one GPU: a file begun on another is not gone on with."""
+    here = machine.gpu_facts().get("device") if any(case.device == "cuda" for case in cases) else None
+    there = {row["machine"]["device"] for row in rows if row["device"] == "cuda" and "machine" in row}
+    if here is not None and there - {here}:
+        raise BadOption(
+            f"{path} holds rows of {', '.join(sorted(there))}, and this is {here}",
+            hint="give another --out, or --fresh to start over",
+        )

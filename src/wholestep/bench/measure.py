@@ -1,0 +1,160 @@
+"""One workload trained by one contender in this process, measured; the row that comes of it.
+
+In: a workload, the name of a contender, sizes, a device, a seed and a Protocol. Out: a row, as plain data. `attempt` is the
+same for callers who want a row whatever happens: a failure becomes one with its status and a one-line reason.
+
+Every iteration is timed by itself with the device idle before it: by CUDA events on a GPU, by the clock of the process on a
+CPU. The loss is read after the clock has stopped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from wholestep.bench import machine
+from wholestep.bench.contenders import NotInstalled, Ours, make_maker
+from wholestep.bench.figures import summarised
+from wholestep.bench.memory import MemoryMeter
+from wholestep.bench.protocol import Protocol, settled
+from wholestep.bench.workload import Part, StepCall, Training, Workload
+
+SETTLING = 2
+"""Iterations between giving memory back and the window, in which the allocator takes again what training needs."""
+EARLY = (1, 2)
+"""The iterations after the first in which memory is looked at, before a CUDA graph hides it."""
+_NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
+
+
+class Timed:
+    """A Training under the clock: iterations in order, their milliseconds and their losses."""
+
+    def __init__(self, training: Training, calls: Sequence[StepCall], device: torch.device) -> None:
+        self.training, self.calls, self.on_gpu = training, calls, device.type == "cuda"
+        self.milliseconds: list[float] = []
+        self.curve: list[float | None] = []
+
+    def iterate(self) -> float:
+        number = len(self.curve)
+        if self.on_gpu:
+            torch.cuda.synchronize()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            loss = self.training.iterate(self.calls, number)
+            end.record()
+            torch.cuda.synchronize()
+            taken = start.elapsed_time(end)
+        else:
+            began = time.perf_counter()
+            loss = self.training.iterate(self.calls, number)
+            taken = 1e3 * (time.perf_counter() - began)
+        value = float(loss)
+        self.milliseconds.append(taken)
+        self.curve.append(value if math.isfinite(value) else None)
+        return taken
+
+
+def measure(
+    workload: Workload, contender: str, *, size: str, device: torch.device, seed: int, protocol: Protocol,
+    compile_step: Callable[..., Any], passes: Sequence[Any] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """The row of a workload and a contender; raises whatever goes wrong."""
+    lacking = [package for package in workload.needs if importlib.util.find_spec(package) is None]
+    if lacking:
+        raise NotInstalled(f"{workload.name} needs {', '.join(lacking)}, not installed")
+    make = make_maker(contender, compile_step, passes)
+    if device.type == "cuda":  # the same for all: tensor cores for what is left in fp32
+        torch.set_float32_matmul_precision("high")
+    sizes: dict[str, Any] = getattr(workload, size)
+    began = time.perf_counter()
+    training = workload.build(sizes, device, seed)
+    built = time.perf_counter() - began
+    dropout = has_dropout(training.parts)
+    meter = MemoryMeter(device)
+    began = time.perf_counter()
+    calls = [make(part, training.precision) for part in training.parts]
+    timed = Timed(training, calls, device)
+    timed.iterate()
+    row: dict[str, Any] = {"build_seconds": built, "first_step_seconds": time.perf_counter() - began}
+    row |= _warmed_up(timed, protocol, meter)
+    window = _sampled(timed, protocol, meter)
+    row |= {"step_ms": summarised(window), "memory": meter.read(), "machine": machine.facts(on_gpu=device.type == "cuda")}
+    row |= {"throughput": training.units / row["step_ms"]["median"] * 1e3, "unit": workload.unit, "precision": training.precision}
+    row |= {"dropout": dropout, "curve": timed.curve}
+    row["losses"] = {str(step): timed.curve[step] for step in protocol.loss_steps()}
+    ours = [call.facts() for call in calls if isinstance(call, Ours)]
+    return row | ({"wholestep": ours} if ours else {})
+
+
+def attempt(workload: Workload, contender: str, *, size: str, device: torch.device, seed: int, **rest: Any) -> dict[str, Any]:
+    """`measure`, with whatever goes wrong as a row of its own."""
+    head = {
+        "workload": workload.name, "contender": contender, "size": size, "device": device.type, "seed": seed,
+        "sizes": getattr(workload, size),
+    }  # fmt: skip
+    try:
+        return head | {"status": "ok"} | measure(workload, contender, size=size, device=device, seed=seed, **rest)
+    except Exception as error:  # other people's systems: anything may happen
+        return head | failure_of(error)
+
+
+def failure_of(error: BaseException) -> dict[str, Any]:
+    """Status and reason of a row that could not be made."""
+    text = str(error)
+    if isinstance(error, NotInstalled):
+        return {"status": "not installed", "reason": text}
+    lack = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    lack = lack or (isinstance(error, RuntimeError) and any(sign in text for sign in _NO_MEMORY))
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()][:2]
+    said = f"{type(error).__name__}: {' '.join(lines)}" if lines else type(error).__name__
+    return {"status": "out of memory" if lack else "failed", "reason": said[:300]}
+
+
+def _warmed_up(timed: Timed, protocol: Protocol, meter: MemoryMeter) -> dict[str, Any]:
+    """Iterations until the times have settled, as the Protocol says."""
+    began = time.perf_counter()
+    while not protocol.warm(timed.milliseconds, time.perf_counter() - began):
+        number = len(timed.curve)
+        if number == EARLY[0]:
+            meter.first_steps_begin()
+        timed.iterate()
+        if number == EARLY[-1]:
+            meter.first_steps_end()
+    return {"warm_up": {"steps": len(timed.milliseconds), "settled": settled(timed.milliseconds[1:])}}
+
+
+def _sampled(timed: Timed, protocol: Protocol, meter: MemoryMeter) -> list[float]:
+    """The milliseconds of the window."""
+    meter.before_window()
+    if timed.on_gpu:
+        for _ in range(SETTLING):
+            timed.iterate()
+    meter.window_begins()
+    window: list[float] = []
+    began = time.perf_counter()
+    while not protocol.sampled(len(window), time.perf_counter() - began):
+        window.append(timed.iterate())
+    return window
+
+
+def has_dropout(parts: Sequence[Part]) -> bool:
+    """Does any module drop anything? Modules that hold a rate rather than a Dropout (LSTM, attention) name it so."""
+    for module in (module for part in parts for model in _modules(part.model) for module in model.modules()):
+        rates = [value for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            rates.append(module.p)
+        if any(rate > 0 for rate in rates):
+            return True
+    return False
+
+
+def _modules(model: Any) -> Sequence[nn.Module]:
+    if isinstance(model, dict):
+        return list(model.values())
+    return model if isinstance(model, (tuple, list)) else [model]

@@ -1,0 +1,225 @@
+"""`wholestep bench`: representative trainings, every system measured on them alike."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import json as json_text
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from wholestep.cli import options
+from wholestep.errors import BadOption
+
+if TYPE_CHECKING:
+    from wholestep.bench.workload import Workload
+
+SUITES = ("papers",)
+PEERS = ("eager", "compile", "liger")
+"""What Wholestep is measured against when nothing is asked for; liger only where it has kernels."""
+
+
+def command(
+    workloads: Annotated[list[str] | None, typer.Argument(metavar="WORKLOAD", help="All of them when none is named.")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Print the workloads there are.")] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Check every workload at a small size on the CPU.")] = False,
+    against: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Systems, by commas; package.module:callable for your own.")
+    ] = None,
+    own_passes: Annotated[
+        str | None, typer.Option("--with", metavar="FILE", help="Passes of your own, after Wholestep's; a row more.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Steps to sample after warm-up (20).")] = None,
+    limit: Annotated[float | None, typer.Option(min=1, metavar="SECONDS", help="Begin no row that would not fit.")] = None,
+    case_limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="For one row.")] = 600.0,
+    out: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Results; bench_gpu.json or bench_cpu.json when not given.")
+    ] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Make rows that failed again.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start the results file over.")] = False,
+    suite: Annotated[str | None, typer.Option(metavar="papers", help="What ten papers claim, beside your results.")] = None,
+    seed: options.Seed = None,
+    json: options.Json = False,
+) -> None:
+    """Measure training steps of many domains: eager PyTorch, torch.compile, Wholestep, your own.
+
+    Every row runs in a process of its own from empty compile caches, with the same data and seed. Losses are compared
+    with eager PyTorch's, so that nobody wins by computing something else. The results file is written after every row
+    and the same command goes on where it stopped. Exit code 1 when a row of Wholestep's failed or its loss departs;
+    with --smoke, when any loss is not finite, does not fall, or departs.
+
+    Systems: eager, compile, compile-budget, liger, wholestep, wholestep-interpret, or package.module:callable, a
+    function (part, precision) that returns step(batch) -> loss. Eager always runs, and a wholestep one.
+
+    \b
+    Examples:
+      wholestep bench --list
+      wholestep bench --smoke
+      wholestep bench bert-large resnet-50 --out results.json
+      wholestep bench neumf --against compile,my_package:my_step
+      wholestep bench gpt2-medium --with my_pass.py
+      wholestep bench --suite papers --out results.json
+    """
+    options.one_of("--suite", suite, SUITES)
+    from wholestep.bench.workloads import WORKLOADS
+
+    chosen = find_workloads(workloads or (), WORKLOADS)
+    if listed:
+        _print_list(chosen, json)
+        return
+    if suite is not None:
+        _print_papers(out, json)
+        return
+    if smoke:
+        if own_passes is not None or steps is not None or limit is not None:
+            raise BadOption("--smoke takes no --with, --steps or --limit", hint="leave --smoke out to measure")
+        raise typer.Exit(_smoke(chosen, contenders(against, peers=("eager",), ours="wholestep-interpret"), seed or 0, out, json))
+    names = contenders(against, peers=PEERS, ours="wholestep")
+    raise typer.Exit(_measure(chosen, names, own_passes, steps, limit, case_limit, out, retry, fresh, seed or 0, json))
+
+
+def find_workloads(names: Sequence[str], known: dict[str, Workload]) -> list[Workload]:
+    """The named ones in the order given; all when none is named."""
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else "wholestep bench --list prints those there are"
+            raise BadOption(f"there is no workload {name!r}", hint=hint)
+    return [known[name] for name in dict.fromkeys(names)] or list(known.values())
+
+
+def contenders(against: str | None, *, peers: Sequence[str], ours: str) -> list[str]:
+    """Eager first, for its losses are the reference; then those asked for; one of Wholestep's own in any case."""
+    from wholestep.bench.contenders import is_ours, known
+
+    asked = list(peers) if against is None else [name.strip() for name in against.split(",") if name.strip()]
+    for name in asked:
+        known(name)
+    asked = list(dict.fromkeys(["eager", *asked]))
+    return asked if any(map(is_ours, asked)) else [*asked, ours]
+
+
+def _measure(
+    chosen: Sequence[Workload], names: Sequence[str], own_passes: str | None, steps: int | None, limit: float | None,
+    case_limit: float, out: str | None, retry: bool, fresh: bool, seed: int, json: bool,
+) -> int:  # fmt: skip
+    """Make the table and print it; the exit code."""
+    import torch
+
+    from wholestep.bench.contenders import is_ours
+    from wholestep.bench.harness import planned, run_table
+    from wholestep.bench.own_code import load_passes
+    from wholestep.bench.protocol import Protocol
+    from wholestep.bench.results import FORMAT
+    from wholestep.bench.tables import results_text
+
+    digest = load_passes(own_passes).digest if own_passes is not None else None
+    on_gpu = torch.cuda.is_available()
+    size, device = ("gpu", "cuda") if on_gpu else ("smoke", "cpu")
+    path = Path(out or ("bench_gpu.json" if on_gpu else "bench_cpu.json"))
+    if not on_gpu:
+        _say("no GPU here: the small sizes run on the CPU, and their times say little about a GPU")
+    cases = planned(
+        chosen, names, size=size, device=device, seed=seed, protocol=Protocol(steps=steps or Protocol().steps),
+        own_passes=own_passes, passes_digest=digest,
+    )  # fmt: skip
+    try:
+        with _progress(len(cases)) as tell:
+            outcome = run_table(cases, path, limit=limit, case_limit=case_limit, retry=retry, fresh=fresh, tell=tell)
+    except KeyboardInterrupt:
+        _say(f"stopped; rows made so far are in {path}, and the same command goes on from there")
+        raise typer.Exit(130) from None
+    wanted = {workload.name for workload in chosen}
+    rows = [row for row in outcome.rows if row["workload"] in wanted]
+    if json:
+        typer.echo(json_text.dumps({"format": FORMAT, "stopped": outcome.stopped, "rows": rows}, indent=1))
+    else:
+        typer.echo(results_text(rows, blocks=_blocks()))
+    _say(f"{outcome.made} rows made, {outcome.kept} kept, in {path}")
+    if outcome.stopped is not None:
+        _say(f"{outcome.stopped}; the same command goes on from here")
+    ours = [row for row in rows if is_ours(row["contender"])]
+    return 1 if any(row["status"] in ("failed", "timed out") or "departs" in row for row in ours) else 0
+
+
+def _smoke(chosen: Sequence[Workload], names: Sequence[str], seed: int, out: str | None, json: bool) -> int:
+    """Run every workload small, print the tables and what does not hold; the exit code."""
+    from wholestep.bench.results import FORMAT, save
+    from wholestep.bench.smoke import problems, run_smoke
+    from wholestep.bench.tables import smoke_text
+
+    try:
+        with _progress(len(chosen)) as tell:
+            numbers = itertools.count(1)
+
+            def done(workload: Workload, rows: list[dict[str, Any]]) -> None:
+                tell("; ".join(problems(rows)) or f"{workload.name} trains", next(numbers))
+
+            rows = run_smoke(chosen, names, seed=seed, tell=done)
+    except KeyboardInterrupt:
+        _say("stopped")
+        raise typer.Exit(130) from None
+    wrong = problems(rows)
+    if out is not None:
+        save(Path(out), rows)
+    if json:
+        typer.echo(json_text.dumps({"format": FORMAT, "problems": wrong, "rows": rows}, indent=1))
+    else:
+        typer.echo(smoke_text(rows, blocks=_blocks()))
+        typer.echo("\n" + "\n".join(wrong or [f"all {len(chosen)} workloads train, captured as in eager"]))
+    return 1 if wrong else 0
+
+
+def _print_list(chosen: Sequence[Workload], json: bool) -> None:
+    from wholestep.bench.tables import list_json, list_text
+
+    table = {workload.name: workload for workload in chosen}
+    typer.echo(json_text.dumps(list_json(table), indent=1) if json else list_text(table))
+
+
+def _print_papers(out: str | None, json: bool) -> None:
+    """The claims beside the rows of a results file; without one, beside nothing."""
+    from wholestep.bench.claims import load_papers, papers_json, papers_text
+    from wholestep.bench.results import load
+    from wholestep.bench.workloads import WORKLOADS
+
+    path = Path(out or "bench_gpu.json")
+    rows = load(path) if out is not None or path.exists() else []
+    papers = load_papers()
+    if json:
+        typer.echo(json_text.dumps(papers_json(papers, rows, WORKLOADS), indent=1))
+        return
+    typer.echo(papers_text(papers, rows, WORKLOADS))
+    if not rows:
+        _say("no results file: measure with `wholestep bench --out results.json`, then give the same --out here")
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str, int], None]]:
+    """tell(what is being done, how many are done): a live bar on a terminal, plain lines elsewhere, both on stderr."""
+    if not sys.stderr.isatty():
+        yield lambda text, done: _say(f"{done}/{total} {text}")
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda text, done: bar.update(task, description=text, completed=done)
+
+
+def _say(text: str) -> None:
+    typer.echo(f"wholestep: {text}", err=True)
+
+
+def _blocks() -> bool:
+    """Can the terminal show block characters?"""
+    encoding = (sys.stdout.encoding or "").lower()
+    return "utf" in encoding or os.environ.get("PYTHONIOENCODING", "").lower().startswith("utf")

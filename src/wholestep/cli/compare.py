@@ -1,0 +1,40 @@
+"""`wholestep compare`: what moved between two results files of `wholestep bench`."""
+
+from __future__ import annotations
+
+import json as json_text
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from wholestep.cli import options
+
+FAIL_ON = ("slower",)
+
+
+def command(
+    before: Annotated[str, typer.Argument(metavar="A.json", help="The earlier results.")],
+    after: Annotated[str, typer.Argument(metavar="B.json", help="The later ones.")],
+    fail_on: Annotated[
+        str | None, typer.Option(metavar="slower", help="Exit code 1 when a row got slower, fails now or departs now.")
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Say what moved beyond noise between two results files, what is new and what is gone.
+
+    A time has moved when the 95 % intervals of both medians do not overlap and the medians differ by more than 2 %.
+    Rows are matched by workload and system; other sizes are not compared; another GPU or version is noted.
+
+    \b
+    Examples:
+      wholestep compare before.json after.json
+      wholestep compare before.json after.json --fail-on slower
+    """
+    options.one_of("--fail-on", fail_on, FAIL_ON)
+    from wholestep.bench.compare import compare, comparison_text
+    from wholestep.bench.results import load
+
+    found = compare(load(Path(before)), load(Path(after)))
+    typer.echo(json_text.dumps(found.to_json(), indent=1) if json else comparison_text(found))
+    raise typer.Exit(1 if fail_on == "slower" and found.slower else 0)

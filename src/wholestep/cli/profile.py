@@ -1,0 +1,162 @@
+"""`wholestep profile`: one training step measured, as a page with pictures and a few lines here."""
+
+from __future__ import annotations
+
+import json as json_text
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from wholestep.cli import options
+from wholestep.errors import BadOption
+
+if TYPE_CHECKING:
+    from wholestep.report.profile import Profile
+
+SYSTEMS = ("wholestep", "eager", "compile")
+SHOWN_ACTIONS = 4
+SHOWN_ROWS = 5
+
+
+def command(
+    model: options.Model,
+    sets: options.Sets = None,
+    data: options.Data = None,
+    batch: options.Batch = None,
+    seq: options.Seq = None,
+    precision: options.Precision = None,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps to sample after warm-up.")] = 20,
+    system: Annotated[
+        str, typer.Option(metavar="|".join(SYSTEMS), help="Whose step: Wholestep's, or a peer's.")
+    ] = "wholestep",
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.html", help="The page; profile-MODEL.html when not given. The JSON goes beside it."),
+    ] = None,
+    open_page: Annotated[bool, typer.Option("--open", help="Show the page in a browser.")] = False,
+    no_memory: Annotated[bool, typer.Option("--no-memory", help="Do not follow the memory of a step.")] = False,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not compare a step with eager PyTorch.")] = False,
+    backend: options.Backend = None,
+    disable: options.Disable = None,
+    seed: options.Seed = None,
+    json: options.Json = False,
+) -> None:
+    """Measure one training step: time by call and module, memory, what could be won, and what to do about it.
+
+    Writes one HTML page that needs no network, and a JSON file of the same name with every number in it. The model trains
+    while it is measured. Out of memory is told with what fills it and what would help, exit code 1.
+
+    \b
+    Examples:
+      wholestep profile gpt-1m
+      wholestep profile bert-large --batch 16 --out report.html --open
+      wholestep profile gpt-1m --system eager --json
+      wholestep profile hf:llama --set num_hidden_layers=2 --seq 256 --backend interpret
+    """
+    # before torch is imported: its allocator tells about blocks older than a recording, which the memory profile accounts for
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    options.checked(precision=precision, backend=backend)
+    options.one_of("--system", system, SYSTEMS)
+    passes = options.pipeline(disable)
+    page = checked_page(out, model)
+    from wholestep.api import compile as compile_step
+    from wholestep.report.page import write_report
+    from wholestep.report.profile import profile_job
+    from wholestep.train.job import make_job
+
+    job = make_job(model, sets=sets or (), data=data, batch=batch, seq=seq, precision=precision, seed=seed or 0)
+    profile = profile_job(
+        job, compile_step=compile_step, system=system, backend=backend or "inductor", steps=steps, memory=not no_memory,
+        verified=not no_verify, passes=passes, tell=_tell,
+    )  # fmt: skip
+    facts = profile.to_json()
+    twin = write_report(facts, page)
+    if json:
+        typer.echo(json_text.dumps(facts, indent=1))
+        typer.echo(f"wholestep: {page} and {twin.name} written", err=True)
+    else:
+        typer.echo("\n".join([*summary_lines(profile), f"page      {page}", f"numbers   {twin}"]))
+    if open_page:
+        _open(page)
+
+
+def checked_page(out: Path | None, model: str) -> Path:
+    """Where the page goes, found writable before anything is measured."""
+    page = out or Path(f"profile-{re.sub(r'[^A-Za-z0-9._-]+', '-', model).strip('-')}.html")
+    if page.suffix.lower() not in (".html", ".htm"):
+        raise BadOption(f"--out {page}", hint="name a file that ends in .html; the JSON is written beside it")
+    if page.is_dir():
+        raise BadOption(f"--out {page} is a folder", hint="name a file in it")
+    folder = page.parent
+    if not folder.is_dir():
+        raise BadOption(f"--out {page}: there is no folder {folder}", hint="make it first, or name another")
+    if not os.access(folder, os.W_OK) or (page.exists() and not os.access(page, os.W_OK)):
+        raise BadOption(f"--out {page} cannot be written", hint="name a file in a folder of yours")
+    return page
+
+
+def summary_lines(profile: Profile) -> list[str]:
+    """At most 23 lines about the step."""
+    from wholestep.graph.bytes import show_bytes
+    from wholestep.report.page import show_count, show_percent
+    from wholestep.report.pictures.drawing import show_ms
+
+    times, shares = profile.step_ms, profile.shares
+    how = profile.system if profile.system == profile.backend else f"{profile.system}, {profile.backend}"
+    lines = [
+        f"{profile.name}: {show_ms(times['median'])} per step ({show_ms(times['lowest'])} to {show_ms(times['highest'])}, "
+        f"{len(times['all'])} steps), {show_count(times['units_per_second'])} {profile.unit}/s, {how}"
+    ]
+    phases = ", ".join(f"{name} {show_ms(ms)}" for name, ms in profile.phases.items() if ms > 0)
+    lines.append(f"time      {phases}")
+    if profile.floor_ms is not None:
+        least = f"{show_ms(profile.floor_ms)} at least by the roofline of {profile.device['title']}"
+        lines.append(f"least     {least}: {profile.floor_ms / times['median']:.0%} of the step")
+    busy = "" if shares["gpu_busy"] is None else f"GPU busy {show_percent(shares['gpu_busy'])}, "
+    between = show_percent(shares["between_calls"])
+    lines.append(f"host      {busy}between calls {between}, waiting for data {show_percent(shares['data_wait'])}")
+    lines += [f"          {line}" for line in (profile.utilisation or {}).get("lines", ())]
+    if profile.memory is not None:
+        eager = "" if profile.eager_memory is None else f"; eager {show_bytes(profile.eager_memory.peak_bytes)}"
+        split = sorted(((n, c) for c, n in profile.memory.at_peak.items() if n), reverse=True)[:4]
+        told = ", ".join(f"{name} {show_bytes(count)}" for count, name in split)
+        lines.append(f"memory    peak {show_bytes(profile.memory.peak_bytes)} ({told}){eager}")
+    if profile.verified is not None:
+        verdict = "equal to eager" if profile.verified["ok"] else "DIFFERS from eager"
+        lines.append(f"verified  {verdict}, {len(profile.verified['rows'])} values")
+    lines += _rows(profile)
+    lines += [f"{'do' if i == 0 else '':10}{a['text']}" for i, a in enumerate(profile.actions[:SHOWN_ACTIONS])]
+    return lines + [f"note      {note}" for note in profile.notes[:2]]
+
+
+def _rows(profile: Profile) -> list[str]:
+    """The rows that lose most; by time alone where nothing else is known."""
+    found: list[str] = []
+    for row in profile.rows[:SHOWN_ROWS]:
+        what = " ".join(word for word in (row.name, row.phase, row.module) if word)
+        lost = "" if row.lost_ms is None else f": {row.lost_ms:.3g} ms lost, {row.bound}-bound"
+        label = "" if found else "calls"
+        found.append(f"{label:10}{row.ms:8.3g} ms {row.share:4.0%} x{row.calls:<4} {what}{lost}")
+    return found
+
+
+def _tell(text: str) -> None:
+    if sys.stderr.isatty():
+        typer.echo(f"\r\x1b[K{text} ..." if text else "\r\x1b[K", err=True, nl=False)
+
+
+def _open(page: Path) -> None:
+    """In a browser where there is one; otherwise that is said."""
+    import webbrowser
+
+    opened: Any = False
+    try:
+        opened = webbrowser.open(page.resolve().as_uri())
+    except webbrowser.Error:
+        opened = False
+    if not opened:
+        typer.echo(f"wholestep: no browser was found; open {page} yourself", err=True)
