@@ -48,7 +48,7 @@ PRESETS: dict[str, Preset] = {
     "gpt-1m": Preset(
         summary="a small GPT that learns to write like Shakespeare in two minutes on two CPU cores",
         family="gpt", config={"width": 128, "layers": 4, "heads": 4, "context": 64, "dropout": 0.0}, parameters=1_063_680,
-        data="shakespeare", vocabulary=2048, batch=16, seq=64, steps=1200, lr=6e-3, warmup=60, precision="fp32",
+        data="shakespeare", vocabulary=2048, batch=16, seq=64, steps=1200, lr=4e-3, warmup=100, precision="fp32",
     ),
     "gpt-10m": Preset(
         summary="a GPT for a long lunch on a CPU, or a minute on a GPU",
