@@ -40,6 +40,7 @@ def test_the_slower_one_is_dropped_and_named(graph: TrainingGraph, monkeypatch: 
     slow, fast = slowed(graph, 0.05, {"backend": "inductor", "regions": 3}), slowed(graph, 0.0, {"backend": "interpret"})
     chosen = measured.faster_of(graph, slow, fast).describe()
     assert chosen["backend"] == "interpret" and "measures slower" in chosen["notes"][0] and chosen["regions"] == 3
+    assert chosen["driver"] is None  # that of the runner which runs, not of the one dropped
     # the verdict is remembered: the now faster one is not measured again
     again = measured.faster_of(graph, slowed(graph, 0.0, {"backend": "inductor"}), fast).describe()
     assert again["backend"] == "interpret"

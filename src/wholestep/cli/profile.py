@@ -73,6 +73,7 @@ def command(
         job, compile_step=compile_step, system=system, backend=backend or "inductor", steps=steps, memory=not no_memory,
         verified=not no_verify, passes=passes, tell=_tell,
     )  # fmt: skip
+    _tell("")
     facts = profile.to_json()
     twin = write_report(facts, page)
     if json:

@@ -41,7 +41,8 @@ def faster_of(graph: TrainingGraph, compiled: Runner, interpreted: Runner) -> Ru
     if times["inductor"] <= TOLERATED * times["interpret"]:
         return compiled.with_facts(measured=said)
     notes = [f"compiled code dropped, it measures slower: {said}"]
-    return interpreted.with_facts(**{**compiled.describe(), "backend": "interpret", "measured": said, "notes": notes})
+    kept = {**compiled.describe(), "backend": "interpret", "measured": said, "notes": notes}
+    return interpreted.with_facts(**{**kept, "driver": interpreted.describe().get("driver")})
 
 
 def _key(graph: TrainingGraph) -> str | None:

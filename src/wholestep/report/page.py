@@ -1,0 +1,122 @@
+"""The page of a profile: the JSON of a Profile in, one HTML file as text out.
+
+Self-contained: style, script and pictures are inside, nothing is fetched. Everything it shows is in the JSON twin that is
+written beside it; the page only formats. Text is escaped by the template engine, that of pictures by `pictures/drawing.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from wholestep.graph.bytes import show_bytes
+from wholestep.report.module_tree import module_rows
+from wholestep.report.pictures.drawing import show_ms
+from wholestep.report.pictures.memory_area import memory_area
+from wholestep.report.pictures.module_icicle import module_icicle
+from wholestep.report.pictures.predicted_bars import predicted_bars
+from wholestep.report.pictures.roofline_chart import roofline_chart
+from wholestep.report.pictures.verify_strip import verify_strip
+from wholestep.report.pictures.waterfall import waterfall
+
+TEMPLATES = Path(__file__).parent / "templates"
+MOST_ROWS = 400
+"""Of the table: more are in the JSON."""
+
+
+def render_page(profile: Mapping[str, Any]) -> str:
+    """The HTML of `Profile.to_json()`."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {
+        "ms": show_ms,
+        "bytes": show_bytes,
+        "count": show_count,
+        "percent": show_percent,
+        "sort": sort_key,
+    }
+    template = environment.get_template("page.html.j2")
+    return template.render(
+        p=profile, pictures=pictures_of(profile), modules=module_rows(profile["modules"], profile["step_ms"]["median"]),
+        rows=profile["rows"][:MOST_ROWS], left_out=max(len(profile["rows"]) - MOST_ROWS, 0), cards=cards_of(profile),
+        settings=_settings(profile["settings"]), version=str(profile["format"]),
+    )  # fmt: skip
+
+
+def write_report(profile: Mapping[str, Any], path: Path) -> Path:
+    """Write the page and, under the same name, the JSON; the path of the JSON."""
+    twin = path.with_suffix(".json")
+    path.write_text(render_page(profile), encoding="utf-8")
+    twin.write_text(json.dumps(profile, indent=1) + "\n", encoding="utf-8")
+    return twin
+
+
+def pictures_of(profile: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> SVG, in the order of the page."""
+    memory, verified = profile["memory"], profile["verified"]
+    used = (profile["utilisation"] or {}).get("format", "fp32")
+    return {
+        "memory": memory_area(
+            memory, eager=profile["eager_memory"], budget=profile["budget_bytes"], capacity=profile["device"]["memory_bytes"]
+        ),
+        "icicle": module_icicle(None if memory is None else memory["icicle"]),
+        "waterfall": waterfall(profile["waterfall"], profile["step_ms"]["median"]),
+        "roofline": roofline_chart(profile["rows"], profile["device"], number_format=used),
+        "strip": verify_strip(None if verified is None else verified["rows"]),
+        "predicted": predicted_bars(profile["predictions"]),
+    }  # fmt: skip
+
+
+def cards_of(profile: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(what, number, a remark) for the head of the page."""
+    times, shares, used, memory = profile["step_ms"], profile["shares"], profile["utilisation"], profile["memory"]
+    spread = f"{show_ms(times['lowest'])} to {show_ms(times['highest'])}, {len(times['all'])} steps"
+    cards = [("step", show_ms(times["median"]), spread)]
+    cards.append(
+        ("throughput", show_count(times["units_per_second"]), f"{profile['unit']}/s, {profile['units']} per step")
+    )
+    if used is not None:
+        cards.append(("MFU", show_percent(used["mfu"]), f"HFU {show_percent(used['hfu'])}, {used['format']} peak"))
+    if memory is not None:
+        eager = profile["eager_memory"]
+        beside = "" if eager is None else f"eager {show_bytes(eager['peak_bytes'])}"
+        cards.append(("peak memory", show_bytes(memory["peak_bytes"]), beside))
+    if shares["gpu_busy"] is not None:
+        cards.append(("GPU busy", show_percent(shares["gpu_busy"]), "time with a kernel running"))
+    cards.append(("between calls", show_percent(shares["between_calls"]), "host time no call accounts for"))
+    cards.append(("waiting for data", show_percent(shares["data_wait"]), f"{show_ms(times['data_median'])} per batch"))
+    return cards
+
+
+def show_count(value: float | None) -> str:
+    """`1.23 G`; `-` for None."""
+    if value is None:
+        return "-"
+    for letter, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.3g} {letter}"
+    return f"{value:.3g}"
+
+
+def show_percent(share: float | None) -> str:
+    """`12 %`, `1.2 %` where that is little; `-` for None."""
+    if share is None:
+        return "-"
+    return f"{share:.0%}" if abs(share) >= 0.0995 else f"{share:.1%}"
+
+
+def sort_key(value: Any) -> str:
+    """What the script sorts a cell by."""
+    return "" if value is None else f"{value:.9g}" if isinstance(value, int | float) else str(value)
+
+
+def _settings(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [
+        (key, json.dumps(value) if isinstance(value, dict | list) else str(value)) for key, value in settings.items()
+    ]

@@ -1,0 +1,91 @@
+"""What all pictures share: an SVG with a title and a description, text, rectangles, axes, and how wide a text is.
+
+Nothing here knows what is drawn. All text is escaped here and only here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from xml.sax.saxutils import escape, quoteattr
+
+WIDTH = 1000
+CHARACTER = 6.6
+"""Width of a character of 12 px text, generously."""
+Scale = Callable[[float], float]
+
+
+def svg(height: float, title: str, description: str, body: Iterable[str], *, kind: str) -> str:
+    """The picture; `title` and `description` are read aloud in its place."""
+    inside = "\n".join(body)
+    return (
+        f'<svg class="picture {kind}" viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label={quoteattr(title)} '
+        f'xmlns="http://www.w3.org/2000/svg">\n<title>{escape(title)}</title>\n<desc>{escape(description)}</desc>\n'
+        f"{inside}\n</svg>"
+    )
+
+
+def empty(title: str, reason: str, *, kind: str) -> str:
+    """In place of a picture for which there are no data."""
+    return svg(60, title, reason, [text(WIDTH / 2, 34, reason, "faint", "middle")], kind=kind)
+
+
+def text(x: float, y: float, words: str, kind: str = "ink", anchor: str = "start", *, hover: str = "") -> str:
+    more = f"<title>{escape(hover)}</title>" if hover else ""
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{more}{escape(words)}</text>'
+
+
+def rectangle(x: float, y: float, width: float, height: float, kind: str, *, hover: str = "") -> str:
+    more = f"<title>{escape(hover)}</title>" if hover else ""
+    return f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{max(height, 0):.1f}">{more}</rect>'
+
+
+def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
+    return f'<path class="{kind}" d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}"/>'
+
+
+def dot(x: float, y: float, radius: float, kind: str, *, hover: str = "") -> str:
+    more = f"<title>{escape(hover)}</title>" if hover else ""
+    return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}">{more}</circle>'
+
+
+def scale(low: float, high: float, start: float, end: float) -> Scale:
+    """A straight map from values to places."""
+    size = (high - low) or 1.0
+    return lambda value: start + (value - low) / size * (end - start)
+
+
+def fitted(words: str, width: float, *, character: float = CHARACTER) -> str:
+    """The words, shortened in the middle to fit; empty where not even a few letters do."""
+    room = int(width / character)
+    if len(words) <= room:
+        return words
+    if room < 4:
+        return ""
+    head = (room - 1 + 1) // 2
+    return f"{words[:head]}…{words[len(words) - (room - 1 - head) :]}"
+
+
+def legend(entries: Iterable[tuple[str, str]], x: float, y: float) -> list[str]:
+    """(class, words) from left to right."""
+    body = []
+    for kind, words in entries:
+        body += [rectangle(x, y - 9, 11, 11, kind), text(x + 16, y, words, "faint")]
+        x += 32 + 0.92 * CHARACTER * len(words)
+    return body
+
+
+def show_ms(ms: float) -> str:
+    """`1.25 s`, `12.3 ms`, `45 µs`."""
+    if abs(ms) >= 1000:
+        return f"{ms / 1000:.3g} s"
+    if abs(ms) >= 0.1 or ms == 0:
+        return f"{ms:.3g} ms"
+    return f"{1000 * ms:.2g} µs"
+
+
+def show_rate(per_second: float, unit: str) -> str:
+    """`1.2 TFLOP/s`."""
+    for letter, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(per_second) >= size:
+            return f"{per_second / size:.3g} {letter}{unit}/s"
+    return f"{per_second:.3g} {unit}/s"

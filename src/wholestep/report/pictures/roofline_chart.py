@@ -1,0 +1,137 @@
+"""The roofline: rows of the table in, SVG out, both axes logarithmic.
+
+The slope is the memory's bandwidth, the flat lines are the peaks of matrix units and of vector units. The ten costliest rows
+that compute anything are numbered, and named beside the plot, so that names never lie on each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from wholestep.report.pictures import drawing
+from wholestep.report.pictures.drawing import dot, line, show_ms, show_rate, text
+
+TITLE = "Roofline: what was reached against what the device allows"
+HEIGHT, TOP, BOTTOM, LEFT, SIDE = 420, 16, 46, 94, 356
+SHOWN = 10
+
+
+def roofline_chart(rows: Sequence[Mapping[str, Any]], device: Mapping[str, Any], *, number_format: str = "fp32") -> str:
+    """The picture; without rows that compute it says so."""
+    drawn = [r for r in rows if r["flops"] and r["bytes"] and r["ms"] > 0]
+    drawn = sorted(drawn, key=lambda r: -r["ms"])[:SHOWN]
+    if not drawn:
+        return drawing.empty(TITLE, "no row has FLOPs, bytes and time", kind="roofline")
+    peak = device["peaks"].get(number_format) or device["vector_peak"]
+    points = [(row["flops"] / row["bytes"], row["flops"] / row["ms"] * 1e3) for row in drawn]
+    ridge = peak / device["bandwidth"]
+    xs = _powers([x for x, _ in points] + [ridge / 4, ridge * 4])
+    ys = _powers([y / 2 for _, y in points] + [peak * 1.5])  # room for numbers that are moved down
+    across = drawing.scale(xs[0], xs[1], LEFT, drawing.WIDTH - SIDE)
+    up = drawing.scale(ys[0], ys[1], HEIGHT - BOTTOM, TOP)
+    body = [*_axes(xs, ys, across, up), *_roofs(xs, ys, device, peak, number_format, across, up)]
+    true = [(across(math.log10(x)), up(math.log10(y))) for x, y in points]
+    for place, at in zip(true, places := _apart(true)):
+        body += [line(*place, *at, "leader"), dot(*place, 2.5, "mark")] if place != at else []
+    for number, (row, (x, y)) in enumerate(zip(drawn, places), start=1):
+        body += _point(number, row, x, y)
+    without = sum(1 for r in rows if not r["flops"] and r["ms"] > 0)
+    if without:
+        body.append(
+            text(
+                drawing.WIDTH - SIDE + 20,
+                HEIGHT - 30,
+                f"without FLOPs, not drawn: {without} {'row' if without == 1 else 'rows'}",
+                "faint",
+            )
+        )
+    said = "; ".join(
+        f"{i} {_name(r)} {show_rate(y, 'FLOP')}" for i, (r, (_, y)) in enumerate(zip(drawn, points), start=1)
+    )
+    return drawing.svg(HEIGHT, TITLE, said, body, kind="roofline")
+
+
+def _powers(values: Sequence[float]) -> tuple[int, int]:
+    """Powers of ten around positive values."""
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    return low, max(high, low + 1)
+
+
+def _apart(places: list[tuple[float, float]], least: float = 17.0) -> list[tuple[float, float]]:
+    """Places for the numbers: at their points, or below and beside where two would cover each other; never above, where
+    they would seem to break through the roof."""
+    found: list[tuple[float, float]] = []
+    for x, y in places:
+        tried = [(x, y)] + [
+            (x + least * ring * math.cos(turn * math.pi / 8), y + least * ring * math.sin(turn * math.pi / 8))
+            for ring in (1, 1.5, 2, 3, 4) for turn in (4, 2, 6, 0, 8, 1, 7, 3, 5)
+        ]  # fmt: skip
+        free = [at for at in tried if all(math.dist(at, other) >= least for other in found)]
+        found.append(free[0] if free else (x, y))
+    return found
+
+
+def _axes(xs: tuple[int, int], ys: tuple[int, int], across: drawing.Scale, up: drawing.Scale) -> list[str]:
+    floor, end = HEIGHT - BOTTOM, drawing.WIDTH - SIDE
+    body = []
+    for power in range(xs[0], xs[1] + 1):
+        body += [line(across(power), TOP, across(power), floor, "grid")]
+        body += [text(across(power), floor + 17, f"{10.0**power:g}", "faint", "middle")]
+    for power in range(ys[0], ys[1] + 1):
+        body += [line(LEFT, up(power), end, up(power), "grid")]
+        body += [text(LEFT - 8, up(power) + 4, show_rate(10.0**power, "FLOP"), "faint", "end")]
+    return body + [text((LEFT + end) / 2, HEIGHT - 8, "FLOPs per byte moved", "ink", "middle")]
+
+
+def _roofs(
+    xs: tuple[int, int], ys: tuple[int, int], device: Mapping[str, Any], peak: float, number_format: str,
+    across: drawing.Scale, up: drawing.Scale,
+) -> list[str]:  # fmt: skip
+    """The slope up to each peak, and the peak to the right edge; clipped to the plot."""
+    bandwidth = device["bandwidth"]
+    start = max(xs[0], ys[0] - math.log10(bandwidth))
+    body = []
+    peaks = [(peak, "roof", f"{show_rate(peak, 'FLOP')} {number_format}")]
+    if abs(device["vector_peak"] / peak - 1) > 0.05:
+        peaks.append((device["vector_peak"], "roof dashed", f"{show_rate(device['vector_peak'], 'FLOP')} vector units"))
+    for value, kind, words in peaks:
+        corner = min(max(math.log10(value / bandwidth), start), xs[1])
+        body.append(line(across(corner), up(math.log10(value)), across(xs[1]), up(math.log10(value)), kind))
+        body.append(text(across(xs[1]) - 6, up(math.log10(value)) - 6, words, "ink", "end"))
+    corner = min(math.log10(max(v for v, _, _ in peaks) / bandwidth), xs[1])
+    low, high = up(start + math.log10(bandwidth)), up(corner + math.log10(bandwidth))
+    body.append(line(across(start), low, across(corner), high, "roof"))
+    angle = math.degrees(math.atan2(high - low, across(corner) - across(start)))
+    x, y = (across(start) + across(corner)) / 2, (low + high) / 2
+    words = f"{show_rate(bandwidth, 'B')} memory"
+    body.append(
+        f'<g transform="translate({x:.1f} {y - 7:.1f}) rotate({angle:.1f})">{text(0, 0, words, "ink", "middle")}</g>'
+    )
+    return body
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    if row["kind"] == "region":  # its title tells the phase
+        return " ".join(word for word in (row["name"].partition(" (")[0], row["module"]) if word)
+    return f"{row['name']} {row['phase']}" + (f" {row['module']}" if row["module"] else "")
+
+
+def _point(number: int, row: Mapping[str, Any], x: float, y: float) -> list[str]:
+    kind = "compute" if row["bound"] == "compute" else "memory-bound"
+    hover = f"{_name(row)}: {show_ms(row['ms'])}, {row['bound']}-bound, least {show_ms(row['floor_ms'])}"
+    side, line_y = drawing.WIDTH - SIDE + 20, TOP + 24 + 32 * (number - 1)
+    return [
+        dot(x, y, 8, kind, hover=hover),
+        text(x, y + 4, str(number), "on-dot", "middle", hover=hover),
+        dot(side + 8, line_y - 5, 8, kind),
+        text(side + 8, line_y - 1, str(number), "on-dot", "middle"),
+        text(side + 24, line_y - 4, drawing.fitted(_name(row), SIDE - 50), "ink", hover=hover),
+        text(
+            side + 24,
+            line_y + 10,
+            f"{show_ms(row['ms'])}, {row['bound']}-bound, least {show_ms(row['floor_ms'])}",
+            "small",
+        ),
+    ]
