@@ -227,8 +227,7 @@ class _Session:
             "device": self.place,
         }
         self.tell("following the memory of a step")
-        with watching.own_driver_told(variant):
-            mine = memory_profile(call, system=self.system, settle=1, **about)
+        mine = memory_profile(call, system=self.system, settle=1, **about)
         eager = None
         if self.system != "eager":
             self.tell("following the memory of a step in eager PyTorch")

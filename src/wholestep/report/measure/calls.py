@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import linecache
 import os
 import time
 import types
@@ -159,21 +158,6 @@ def variant_of(step: Step, batch: Any) -> Variant | None:
     """The lowered form in use for this batch; None in eager PyTorch."""
     tensors, spec = flatten(step._micro_batches(batch)[0])
     return step.variant_for(tensors, spec)
-
-
-@contextlib.contextmanager
-def own_driver_told(variant: Variant | None) -> Iterator[None]:
-    """While inside, the runner's facts hold the text of the code it runs. Interpreted code that replaced slower compiled code
-    is described with the facts of the latter, and the memory profile runs the text that it finds there."""
-    kept = None if variant is None else variant.runner
-    if variant is not None and isinstance(kept, Runner) and isinstance(kept._function, types.FunctionType):
-        lines = linecache.getlines(kept._function.__code__.co_filename)
-        variant.runner = kept.with_facts(driver="".join(lines)) if lines else kept
-    try:
-        yield
-    finally:
-        if variant is not None:
-            variant.runner = kept
 
 
 def backend_of(variant: Variant) -> str:
