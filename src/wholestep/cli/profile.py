@@ -55,7 +55,7 @@ def command(
       wholestep profile gpt-1m
       wholestep profile bert-large --batch 16 --out report.html --open
       wholestep profile gpt-1m --system eager --json
-      wholestep profile hf:llama --set num_hidden_layers=2 --seq 256 --backend interpret
+      wholestep profile hf:bert --set num_hidden_layers=2 --batch 2 --seq 64
     """
     # before torch is imported: its allocator tells about blocks older than a recording, which the memory profile accounts for
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

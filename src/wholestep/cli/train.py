@@ -61,8 +61,8 @@ def command(
     \b
     Examples:
       wholestep train
-      wholestep train gpt-10m --data stdlib --steps 500 --set lr=0.002
-      wholestep train hf:llama --set hidden_size=256 --set num_hidden_layers=4
+      wholestep train gpt-1m --data stdlib --steps 500 --set lr=0.002
+      wholestep train hf:bert --set num_hidden_layers=2 --batch 4 --steps 20
       wholestep train my_package.training:setup --out runs/mine
       wholestep train --resume --steps 2000
     """
