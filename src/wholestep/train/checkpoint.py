@@ -113,7 +113,7 @@ def load(
     Model, optimizer, scheduler and step are changed in place, and the random generators of torch, Python and numpy are set;
     nothing is changed when the checkpoint does not fit. A damaged checkpoint is passed over, with a warning that names it.
     """
-    stored = _open(Path(folder))
+    stored = open_stored(Path(folder))
     plan = _plan_model(stored, model)
     plan_optimizer = None if optimizer is None else _plan_optimizer(stored, optimizer)
     scheduler_state = None if scheduler is None else stored.part("scheduler")
@@ -334,7 +334,7 @@ def _checkpoints(root: Path) -> list[tuple[int, Path]]:
     return [(int(match[1]), path) for match, path in ordered]
 
 
-def _open(folder: Path) -> _Stored:
+def open_stored(folder: Path) -> _Stored:
     """The checkpoint to load."""
     if not folder.is_dir():
         raise BadCheckpoint(f"there is no folder {folder}", hint="give the folder that was given to save")

@@ -113,7 +113,7 @@ def _folder(
     folder.update(settings=settings, steps=steps)  # also tries the disk, before anything is compiled
     stored = None
     if any(folder.checkpoints.glob("step-*")):
-        stored = checkpoint._open(folder.checkpoints).path
+        stored = checkpoint.open_stored(folder.checkpoints).path
     return folder, stored
 
 
