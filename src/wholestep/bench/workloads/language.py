@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from wholestep.bench.workload import Part, Training, one_part
-from wholestep.bench.workloads.making import drawn, masked_form, text_batches, text_tokens
-from wholestep.data.windows import Form, labelled_form, next_token_form
+from wholestep.bench.workloads.making import drawn, masked_form, next_token_batches, text_batches, text_tokens
+from wholestep.data.windows import Form, labelled_form
 from wholestep.train.families import find_family
 from wholestep.train.models.gpt import next_token_loss
 from wholestep.train.optimizers import make_optimizer
@@ -53,10 +53,7 @@ class LSTMLanguageModel(nn.Module):
 def build_lstm(sizes: dict[str, Any], device: torch.device, seed: int) -> Training:
     """The LSTM, clipped as in the paper."""
     rows, seq = sizes["batch"], sizes["seq"]
-    tokens, content = text_tokens(sizes["tokens"], sizes["vocabulary"])
-    batches = text_batches(
-        tokens, content, next_token_form, window=seq + 1, seq=seq, rows=rows, seed=seed, device=device
-    )
+    batches = next_token_batches(sizes, device, seed)
     model = drawn(
         seed, device,
         lambda: LSTMLanguageModel(

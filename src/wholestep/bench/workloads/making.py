@@ -7,14 +7,14 @@ of a model can be told without a GPU to hold it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from wholestep.data.texts import read_text
 from wholestep.data.tokens import RESERVED, Tokens, make_tokens
-from wholestep.data.windows import Batch, Form, Masked, TextBatches
+from wholestep.data.windows import Batch, Form, Masked, TextBatches, next_token_form
 
 DIFFERENT = 4
 """Batches are made before training and come round again: what is measured is the step, not the making of data."""
@@ -60,6 +60,15 @@ def text_batches(
         text_bytes=len(content),
     )  # fmt: skip
     return cycled(source.batch, device)
+
+
+def next_token_batches(sizes: dict[str, Any], device: torch.device, seed: int) -> Callable[[int], Batch]:
+    """For models of this package's own, which guess each token from those before it."""
+    tokens, content = text_tokens(sizes["tokens"], sizes["vocabulary"])
+    seq, rows = sizes["seq"], sizes["batch"]
+    return text_batches(
+        tokens, content, next_token_form, window=seq + 1, seq=seq, rows=rows, seed=seed, device=device
+    )
 
 
 def masked_form(tokens: Tokens) -> Masked:

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wholestep.bench.workload import Part, Training, one_part
-from wholestep.bench.workloads.making import drawn, text_batches, text_tokens
+from wholestep.bench.workloads.making import drawn, next_token_batches
 from wholestep.bench.workloads.vision_transformer import perceptron
-from wholestep.data.windows import Batch, next_token_form
+from wholestep.data.windows import Batch
 from wholestep.train.optimizers import make_optimizer
 
 CHOICES = 2
@@ -111,10 +111,7 @@ def mixture_loss(model: Any, batch: Batch) -> Tensor:
 def build_mixture(sizes: dict[str, Any], device: torch.device, seed: int) -> Training:
     """The mixture with AdamW."""
     rows, seq = sizes["batch"], sizes["seq"]
-    tokens, content = text_tokens(sizes["tokens"], sizes["vocabulary"])
-    batches = text_batches(
-        tokens, content, next_token_form, window=seq + 1, seq=seq, rows=rows, seed=seed, device=device
-    )
+    batches = next_token_batches(sizes, device, seed)
     model = drawn(
         seed, device,
         lambda: MixtureGPT(
