@@ -83,11 +83,11 @@ def test_a_wrong_graph_is_named_before_anything_is_written() -> None:
     assert all(torch.equal(t, kept[n]) for n, t in model.state_dict().items()) and step.count == 0
 
 
-def wrong_runner(step: Step, parameter: str) -> None:
+def wrong_runner(step: Step, parameter: str, factor: float = 1.1) -> None:
     """Put compiled code in place that scales one gradient on its way to the optimizer."""
     assert step._latest is not None
     graph: TrainingGraph = copy_graph(step._latest.capture.graph)
-    scaled_after(graph, graph.node(graph.gradients[parameter]), 1.1)
+    scaled_after(graph, graph.node(graph.gradients[parameter]), factor)
     step._latest.runner = lower_interpret(graph)
 
 
@@ -106,6 +106,20 @@ def test_wrong_compiled_code_is_named_and_the_state_put_back(kind: str, accumula
         assert not any(value.any() for table in optimizer.state.values() for value in table.values())
     with pytest.raises(FirstStepDiffers):  # and it is checked again
         step(batches(1)[0])
+
+
+def test_a_low_precision_is_measured_by_its_own_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However tight the fixed limits, a departure smaller than eager's own rounding is none; a larger one is."""
+    monkeypatch.setitem(first_step.LIMITS, "bf16", first_step.Limits(6e-2, 4e-4, 0.0, 2e-2))
+    for factor, right in ((1.0008, True), (1.2, False)):
+        model = Normed()
+        step = compiled(model, torch.optim.AdamW(model.parameters()), precision="bf16")
+        wrong_runner(step, "body.weight", factor)
+        if right:
+            step(batches(1)[0])
+        else:
+            with pytest.raises(FirstStepDiffers, match="the gradient of body"):
+                step(batches(1)[0])
 
 
 def test_a_lost_buffer_is_named() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -224,7 +224,6 @@ class _FirstStep:
 
     def after(self, result: Any) -> None:
         (loss, _), total = result
-        failing: dict[str, tuple[float, float]] = {}
         what = "the compiled step"
         if not self.accumulates and self._loss_differs(loss):
             told = f"the loss is {float(loss):.7g}, in eager {float(self.eager.loss):.7g}"
@@ -233,11 +232,9 @@ class _FirstStep:
             self.kept = {}  # nothing was updated, so there is nothing to compare
             return
         scale, norm_error = self._clipped(total)
-        for plan, names in self.binding.members.items():
-            for name in names:
-                outcome = self._update_error(plan, name, scale)
-                if outcome is not None and not outcome[0] <= outcome[1]:
-                    failing[name] = outcome
+        failing = self._failing_updates(scale, {})
+        if failing:
+            failing = self._failing_updates(scale, self._own_rounding(failing))
         if self.subject.optimizer is None and not self.accumulates:
             grads = {n: self.subject.parameters[n].grad for n in self.eager.gradients if n in self.empty_grads}
             left = {n: g for n, g in grads.items() if g is not None}
@@ -269,7 +266,32 @@ class _FirstStep:
         ours = float(total)
         return min(1.0, self.subject.clip_norm / (ours + 1e-6)), abs(ours - expected) / max(expected, 1e-30)
 
-    def _update_error(self, plan: UpdatePlan, name: str, scale: float) -> tuple[float, float] | None:
+    def _failing_updates(self, scale: float, rounding: dict[str, float]) -> dict[str, tuple[float, float]]:
+        """Parameter -> (error, allowed), for every update that is further from the one eager's gradient makes."""
+        failing = {}
+        for plan, names in self.binding.members.items():
+            for name in names:
+                outcome = self._update_error(plan, name, scale, rounding.get(name, 0.0))
+                if outcome is not None and not outcome[0] <= outcome[1]:
+                    failing[name] = outcome
+        return failing
+
+    def _own_rounding(self, names: Iterable[str]) -> dict[str, float]:
+        """Twice the rounding of eager's own gradients, found against float32 on the state before the step.
+
+        In a low precision some gradients (of a first convolution, summed over a million positions) are mostly rounding
+        in eager as well; a fixed share of their norm says nothing then. Empty where it cannot be known.
+        """
+        if self.limits is not LIMITS["bf16"] or not self.complete or self.accumulates:
+            return {}
+        before = {e.name: old for e, (_, old) in self.kept.items() if e.role in (Role.PARAMETER, Role.BUFFER)}
+        try:
+            exact = self._reference(tensors=before, dtype=torch.float32).gradients
+        except (torch.OutOfMemoryError, RuntimeError, TypeError):
+            return {}
+        return {n: 2 * distance(self.eager.gradients[n], exact[n]) for n in names if n in exact}
+
+    def _update_error(self, plan: UpdatePlan, name: str, scale: float, slack: float) -> tuple[float, float] | None:
         """(error, allowed) of the state that is linear in the gradient; None where it says too little.
 
         Adam: m' = b1 m + (1 - b1) g.  Momentum: b' = mu b + (1 - d) g.  Plain SGD: p' = p - lr g.
@@ -298,7 +320,7 @@ class _FirstStep:
             return None
         floor = self.limits.floor * self.rms * scale * math.sqrt(gradient.numel())
         error = distance(live, carried * old.double() + share * pull)
-        return error, abs(share) * (self.limits.lowered * norm(gradient) + floor) + rounding
+        return error, abs(share) * (self.limits.lowered * norm(gradient) + floor + scale * slack) + rounding
 
     def _check_buffers(self) -> None:
         if self.accumulates:
