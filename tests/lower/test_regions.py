@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from wholestep.graph.training_graph import Output, OutputKind
-from wholestep.lower.aliases import is_cheap_view
+from wholestep.graph.views import is_cheap_view
 from wholestep.lower.in_place import write_state_in_place
 from wholestep.lower.regions import Region, split_regions
 

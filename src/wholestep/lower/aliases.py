@@ -16,16 +16,6 @@ from torch import fx
 
 from wholestep.graph.liveness import UNDECLARED_VIEWS
 
-# fmt: off
-_CHEAP_VIEWS = frozenset(
-    f"aten::{name}"
-    for name in (
-        "t", "transpose", "permute", "view", "_unsafe_view", "expand", "unsqueeze", "squeeze", "slice", "select",
-        "alias", "detach", "as_strided", "split", "split_with_sizes", "unbind", "diagonal", "unfold",
-    )
-)
-# fmt: on
-
 
 def may_alias(target: Any) -> bool:
     """Whether a call of `target` may return memory of one of its arguments."""
@@ -36,13 +26,6 @@ def may_alias(target: Any) -> bool:
     if target._schema.name in UNDECLARED_VIEWS:
         return True
     return any(result.alias_info is not None for result in target._schema.returns)
-
-
-def is_cheap_view(node: fx.Node) -> bool:
-    """Whether the node only changes sizes and strides: it costs nothing to compute again."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return node.target._schema.name in _CHEAP_VIEWS
 
 
 def alias_roots(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:

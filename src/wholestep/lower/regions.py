@@ -23,11 +23,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from wholestep.graph.layers import layers_of
 from wholestep.graph.training_graph import module_of, phase_of
+from wholestep.graph.views import is_cheap_view
 from wholestep.kernels import DECOMPOSITIONS
-from wholestep.lower.aliases import is_cheap_view
 from wholestep.lower.in_place import ImperativeGraph
-from wholestep.lower.layers import layers_of
 
 aten = torch.ops.aten
 _COPIES = (aten.copy_.default, aten.fill_.Scalar)

@@ -21,7 +21,7 @@ import torch
 from wholestep.capture.batch import flatten
 from wholestep.cost import Device, Fp32Units, cost_of
 from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of
-from wholestep.lower.aliases import is_cheap_view
+from wholestep.graph.views import is_cheap_view
 from wholestep.lower.in_place import ImperativeGraph, write_state_in_place
 from wholestep.lower.inductor import take_fused_updates
 from wholestep.lower.regions import Piece, Region, split_regions

@@ -20,7 +20,7 @@ from torch import fx
 
 from wholestep.graph.liveness import storages
 from wholestep.graph.training_graph import Role, TrainingGraph, module_of, phase_of, tensors_in
-from wholestep.lower.aliases import is_cheap_view
+from wholestep.graph.views import is_cheap_view
 from wholestep.lower.in_place import ImperativeGraph, write_state_in_place
 from wholestep.report.memory.blocks import (
     OTHER,

@@ -1,0 +1,62 @@
+"""A Plan: what was decided about one step for one model, shape and device, as plain data.
+
+Planners make it, passes carry it out, files keep it. Values are named by `keys.py` (`model.layers.*.mlp.act_fn/silu`), so
+that a decision holds for all equal layers and a person can read, write and compare plans. A plan says for what it was
+made (`made_for`); where that no longer holds it is refused with the name of the field that changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from wholestep.errors import BadOption
+
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Decisions about memory, and what they were expected to give."""
+
+    recompute: tuple[str, ...] = ()
+    """Values of the forward pass that are not kept for the backward pass but made again there."""
+    reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Value -> why: bytes freed, what it is made from, what that costs."""
+    early_update: bool = False
+    """Parameters are updated as soon as their gradients are final."""
+    chunked_loss: bool | None = None
+    """Logits are made in chunks and never whole; None leaves it to their size."""
+    budget_bytes: int | None = None
+    """Of the card: reserved by the allocator, plus the CUDA context."""
+    predicted_bytes: int | None = None
+    """The peak that was predicted: allocated."""
+    predicted_seconds: float | None = None
+    made_for: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Model, batch, sequence, precision, device, versions: what must still hold for the plan to be used."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT} | dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        """The plan in a table read from a file; one clear error for anything else."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        given = {name: value for name, value in data.items() if name != "format"}
+        if data.get("format") != FORMAT:
+            raise BadOption(f"a plan of format {data.get('format')!r}", hint=f"this version reads format {FORMAT}")
+        unknown = sorted(given.keys() - known)
+        if unknown:
+            raise BadOption(f"a plan with an unknown field {unknown[0]!r}", hint=f"fields are {', '.join(sorted(known))}")
+        if "recompute" in given:
+            given["recompute"] = tuple(given["recompute"])
+        return cls(**given)
+
+    def changed_field(self, now: Mapping[str, Any]) -> str | None:
+        """The first thing that is not as it was when the plan was made: `batch: 8, now 16`; None when all holds."""
+        for name, before in self.made_for.items():
+            if json.dumps(now.get(name), default=str) != json.dumps(before, default=str):
+                return f"{name}: made for {before}, now {now.get(name)}"
+        return None
