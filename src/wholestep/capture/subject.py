@@ -41,6 +41,8 @@ class Subject:
     accumulate: int = 1
     clip_norm: float | None = None
     nonfinite: str = "allow"
+    dry: str | None = None
+    """Captured to be planned, not to run, for a "cuda" or a "cpu" device: tensors need no data (device meta)."""
     parameters: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -59,6 +61,8 @@ class Subject:
         ]
         self.aliases = {n: first[id(t)] for n, t in every}
         self.device = next((p.device for p in self.trained.values()), torch.device("cpu"))
+        if self.dry is not None and self.device.type == "meta":
+            self.device = torch.device("cpu")  # of the stand-ins; autograd cannot take fake CUDA tensors everywhere
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -79,6 +83,7 @@ def make_subject(
     accumulate: int = 1,
     clip_norm: float | None = None,
     nonfinite: str = "allow",
+    dry: str | None = None,
 ) -> Subject:
     """Check the arguments of `compile` that need no batch, and name every tensor."""
     root = _root_of(model)
@@ -104,7 +109,7 @@ def make_subject(
         raise BadOption(f"nonfinite={nonfinite!r}", hint=f"use one of {', '.join(map(repr, NONFINITE))}")
     if nonfinite == "skip" and optimizer is None:
         raise BadOption("nonfinite='skip' without an optimizer: the update is yours", hint="look at p.grad before it")
-    subject = Subject(model, root, loss_fn, optimizer, precision, accumulate, clip_norm, nonfinite)
+    subject = Subject(model, root, loss_fn, optimizer, precision, accumulate, clip_norm, nonfinite, dry)
     subject.refresh()
     _check_optimizer_members(subject)
     return subject
