@@ -13,11 +13,11 @@ from torch import nn
 
 import wholestep
 from wholestep.errors import FirstStepDiffers
+from wholestep.graph.copies import copy_graph
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.lower import lower_interpret
 from wholestep.runtime.step import Step
 from wholestep.verify import first_step
-from wholestep.verify.graph_copies import copy_graph
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer | None]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),

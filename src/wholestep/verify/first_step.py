@@ -21,6 +21,7 @@ from wholestep.capture.batch import BatchSpec, unflatten
 from wholestep.capture.optimizers import UpdatePlan
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT
 from wholestep.errors import CaptureRefused, FirstStepDiffers
+from wholestep.graph.copies import without_updates
 from wholestep.graph.training_graph import Input, OutputKind, Role, TrainingGraph
 from wholestep.lower import lower_interpret
 from wholestep.runtime.random import seeded_generator
@@ -28,7 +29,6 @@ from wholestep.runtime.step import Step
 from wholestep.runtime.variant import Variant
 from wholestep.verify.blame import module_of_tensor, nearest_to_loss
 from wholestep.verify.compare import compute_dtype, distance, gradient_rms, norm, total_norm
-from wholestep.verify.graph_copies import without_updates
 from wholestep.verify.reference import Reference, reference_gradients
 
 

@@ -19,6 +19,7 @@ from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT
 from wholestep.errors import CompilerMissing
+from wholestep.graph.copies import copy_graph, without_updates
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.lower import lower_inductor, lower_interpret
 from wholestep.passes.pipeline import Pipeline
@@ -27,7 +28,6 @@ from wholestep.runtime.random import seeded_generator
 from wholestep.runtime.variant import Variant
 from wholestep.verify.blame import departing_boundary, departure, guilty_pass
 from wholestep.verify.compare import Yardstick, compute_dtype, yardstick
-from wholestep.verify.graph_copies import copy_graph, without_updates
 from wholestep.verify.optimizer_check import optimizer_rows
 from wholestep.verify.reference import Reference, float64_reference, reference_gradients
 from wholestep.verify.report import Departure, Report, Row

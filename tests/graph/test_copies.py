@@ -8,8 +8,8 @@ from tests.verify.small_models import Normed, batches, loss_fn
 
 import wholestep
 from wholestep.graph.check import check
+from wholestep.graph.copies import copy_graph, without_updates
 from wholestep.graph.training_graph import OutputKind, TrainingGraph, phase_of
-from wholestep.verify.graph_copies import copy_graph, without_updates
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,1 @@
+"""Deciding: a TrainingGraph, costs and a budget in; a Plan out. Passes carry it out."""
