@@ -93,7 +93,7 @@ class Fit:
         point = self.frontier[self.shown]
         return dataclasses.replace(
             point.plan, budget_bytes=self.question.budget_bytes, predicted_bytes=point.peak_bytes,
-            predicted_seconds=point.seconds, made_for=made_for(self.settings, self.question.target.device.name),
+            predicted_seconds=None if self.question.target.times == "relative" else point.seconds, made_for=made_for(self.settings, self.question.target.device.name),
         )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from wholestep.graph.bytes import show_bytes
+from wholestep.graph.plan import Plan
 from wholestep.report.fit import Fit, remedies
 from wholestep.report.pictures.drawing import show_ms
 from wholestep.report.terminal_frontier import frontier_plot
@@ -34,14 +35,15 @@ def fit_lines(fit: Fit, *, blocks: bool = True) -> list[str]:
     lines += ["", *frontier_plot(plotted(fit), limit=limit, chosen=fit.chosen, unit=unit, blocks=blocks)]
     stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in fit.seconds.items() if name != "all")
     lines += ["", f"note      {_times(fit)}", *(f"note      {note}" for note in fit.notes)]
-    return lines + [f"answered  in {fit.seconds['all']:.1f} s ({stages}), without a GPU and without weights"]
+    return lines + [f"answered  in {fit.seconds['all']:.1f} s ({stages}); no GPU was used"]
 
 
 def verdict(fit: Fit) -> str:
     """One line: does it fit?"""
     device, budget = fit.question.target.device, fit.question.budget_bytes
     used, point = fit.cards[fit.shown], fit.frontier[fit.shown]
-    where = f"{show_bytes(budget)} of {device.title}" if budget != device.memory_bytes else f"{device.title}, {show_bytes(budget)}"
+    whole = device.title if fit.question.target.times == "relative" else f"{device.title}, {show_bytes(budget)}"
+    where = whole if budget == device.memory_bytes else f"{show_bytes(budget)} of {device.title}"
     if not fit.fits:
         return f"{_title(fit)}: does not fit {where}; the least is {show_bytes(used)}"
     return f"{_title(fit)}: fits {where}; takes {show_bytes(used)}, {time_of(fit, point.seconds)} per step (predicted)"
@@ -83,8 +85,14 @@ def _memory(fit: Fit) -> list[str]:
 
 
 def _plan(fit: Fit) -> list[str]:
+    told = plan_words(fit.frontier[fit.shown].plan)
+    if len(told) > MOST_LINES:
+        told = [*told[:MOST_LINES], f"... and {len(told) - MOST_LINES} lines more (--out plan.toml, --json)"]
+    return [f"{'plan' if i == 0 else '':10}{text}" for i, text in enumerate(told)]
+
+
+def plan_words(plan: Plan) -> list[str]:
     """What is made again rather than kept, by module, and why."""
-    plan = fit.frontier[fit.shown].plan
     told = []
     if plan.early_update:
         told.append("parameters are updated as soon as their gradients are final")
@@ -100,9 +108,7 @@ def _plan(fit: Fit) -> list[str]:
         told.append(f"recompute {module or 'outside of modules'}: {', '.join(values)}")
         whys = dict.fromkeys(plan.reasons.get(f"{module}/{value}" if module else value, "") for value in values)
         told += [f"    {why}" for why in whys if why]
-    if len(told) > MOST_LINES:
-        told = [*told[:MOST_LINES], f"... and {len(told) - MOST_LINES} lines more (--out plan.toml, --json)"]
-    return [f"{'plan' if i == 0 else '':10}{text}" for i, text in enumerate(told)]
+    return told
 
 
 def _largest(fit: Fit) -> list[str]:
