@@ -103,5 +103,5 @@ def pipeline(disable: Sequence[str] | None, dump: str | None = None) -> Pipeline
             raise BadOption(f"--disable {name}: there is no such pass", hint=hint)
     left = passes.without(*disable) if disable else passes
     if dump is not None:
-        return Dumping(left.passes)
+        return Dumping(left.passes, left.apply)
     return left if disable else None

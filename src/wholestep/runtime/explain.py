@@ -34,6 +34,9 @@ def explain(step: Step) -> str:
             lines.append(f"CUDA graph {facts['cuda_graph']['mode']}: {facts['cuda_graph']['reason']}")
         lines += [f"lowering   {note}" for note in facts.get("notes", [])[:2]]
     lines += [f"fell       {fall}" for fall in step.falls]
-    lines += [f"note       {note}" for note in step.notes[:5]]
+    passes = [note.removeprefix("pass ").split(" nodes")[0] for note in step.notes if note.startswith("pass ")]
+    if passes:
+        lines.append(f"passes     {'; '.join(passes)} nodes")
+    lines += [f"note       {note}" for note in step.notes if not note.startswith("pass ")][:5]
     lines.append(f"so far     {step.captures} captures, {step.compilations} compilations, {step.count} steps")
     return "\n".join(lines)
