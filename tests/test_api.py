@@ -14,7 +14,6 @@ from torch import nn
 
 import wholestep
 from wholestep.errors import (
-from wholestep.passes.pipeline import name_of
     BadLoss,
     BadOption,
     NotBuiltYet,
@@ -23,6 +22,7 @@ from wholestep.passes.pipeline import name_of
     WholestepError,
     WholestepWarning,
 )
+from wholestep.passes.pipeline import name_of
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH = class_batches(1, size=6)[0]
