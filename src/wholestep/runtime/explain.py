@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from wholestep.graph.training_graph import Role, phase_of
+from wholestep.passes.precision_audit import summary
 
 if TYPE_CHECKING:
     from wholestep.runtime.step import Step
@@ -22,6 +23,9 @@ def explain(step: Step) -> str:
         listed = ", ".join(f"{roles[r]} {r.value}" for r in Role if roles[r])
         lines.append(f"graph      {sum(phases.values())} operations ({counted}), captured in {step.seconds['capture']:.1f} s")
         lines.append(f"inputs     {listed}")
+        precisions = summary(graph)
+        if precisions is not None:
+            lines.append(f"precision  {precisions}")
         facts = step.regions
         if facts.get("backend") == "inductor":
             lines.append(
