@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "compile": "wholestep.api",
     "verify": "wholestep.verify.verify",
+    "default_passes": "wholestep.passes.pipeline",
     "save": "wholestep.train.checkpoint",
     "load": "wholestep.train.checkpoint",
     "Step": "wholestep.runtime.step",
@@ -25,7 +26,9 @@ _PUBLIC = {
     "WholestepWarning": "wholestep.errors",
 }
 
-__all__ = ["Step", "TrainingGraph", "WholestepError", "WholestepWarning", "compile", "load", "save", "verify"]
+__all__ = [
+    "Step", "TrainingGraph", "WholestepError", "WholestepWarning", "compile", "default_passes", "load", "save", "verify",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

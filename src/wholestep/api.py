@@ -38,7 +38,7 @@ from wholestep.runtime.step import Settings, Step
 from wholestep.verify.first_step import check_first_step
 
 _BACKENDS = ("inductor", "interpret")
-_PRECISIONS = ("fp32", "bf16")
+_PRECISIONS = ("fp32", "bf16", "fp16")
 _CHECKS = ("first", "off")
 
 
@@ -72,7 +72,8 @@ def compile(
         example_batch: one batch, as the loader gives it (with `accumulate=n`: one micro-batch, or n of them in a list,
             or a batch to be cut into n).
         memory: a budget in bytes; not built yet.
-        precision: "fp32", or "bf16" (autocast).
+        precision: "fp32"; "bf16" (autocast); or "fp16" (autocast with dynamic loss scaling, as torch's GradScaler does it, on
+            the device: a step whose gradients overflow changes nothing but the scale).
         accumulate: micro-batches per update.
         clip_norm: clip gradients by their global norm.
         nonfinite: "allow" updates as torch does whatever the gradients are; "skip" leaves parameters, optimizer state and
@@ -168,8 +169,6 @@ def _check_options(memory: Any, precision: str, backend: str, check: str) -> Non
         raise NotBuiltYet(
             f"memory={memory!r}: the memory planner is not part of this version", hint="leave memory out for now"
         )
-    if precision == "fp16":
-        raise NotBuiltYet("precision='fp16' needs loss scaling, not part of this version", hint="use precision='bf16'")
     for name, value, known in (
         ("precision", precision, _PRECISIONS), ("backend", backend, _BACKENDS), ("check", check, _CHECKS),
     ):  # fmt: skip

@@ -38,6 +38,14 @@ class BadOption(WholestepError):
     """An argument of `compile` or `verify` has no such value."""
 
 
+class BudgetTooSmall(WholestepError):
+    """No plan fits in the memory that was allowed; `smallest_bytes` says what would."""
+
+    def __init__(self, what: str, *, smallest_bytes: int, hint: str | None = None) -> None:
+        self.smallest_bytes = smallest_bytes
+        super().__init__(what, hint=hint)
+
+
 class NotBuiltYet(WholestepError):
     """A documented request whose stage is not part of this version."""
 

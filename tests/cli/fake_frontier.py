@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import types
-from typing import Any
-
 from wholestep.cost.devices import Device
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
+from wholestep.plan.frontier import Point
 from wholestep.report.memory.predict import predict_profile
 
-CONTEXT = 2**20
 KINDS = ("weights", "optimizer state", "gradients", "saved activations", "temporaries", "workspace")
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
-    plan: Plan
-    peak_bytes: int
-    seconds: float
-    breakdown: dict[str, int]
-    change: str
-
-
-def memory_frontier(graph: TrainingGraph, device: Device) -> list[Point]:
+def plans_of(graph: TrainingGraph, device: Device) -> list[Point]:
     split = predict_profile(graph, rounding=512).at_peak
     kinds = {kind: split.get(kind, 0) for kind in KINDS}
     kinds["temporaries"] += sum(split.values()) - sum(kinds.values())
@@ -37,13 +24,3 @@ def memory_frontier(graph: TrainingGraph, device: Device) -> list[Point]:
         seconds = 0.010 * (1 + 0.1 * number)
         points.append(Point(Plan(recompute=names, reasons=why), sum(breakdown.values()), seconds, breakdown, change))
     return points
-
-
-def card_bytes(peak_bytes: int, device: Device) -> int:
-    return peak_bytes + CONTEXT
-
-
-def as_module() -> Any:
-    module = types.ModuleType("wholestep.plan.frontier")
-    module.memory_frontier, module.card_bytes, module.Point = memory_frontier, card_bytes, Point  # type: ignore[attr-defined]
-    return module

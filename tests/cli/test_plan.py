@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -25,7 +24,7 @@ LLAMA = [
 
 @pytest.fixture(autouse=True)
 def planner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "wholestep.plan.frontier", fake_frontier.as_module())
+    monkeypatch.setattr("wholestep.report.fit.plans_of", fake_frontier.plans_of)
     monkeypatch.chdir(tmp_path)
 
 

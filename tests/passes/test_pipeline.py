@@ -9,9 +9,10 @@ import torch
 from tests.runtime.twins import class_batches, classify, small_mlp
 
 import wholestep
+import wholestep.passes
 from wholestep.graph.check import GraphError
 from wholestep.graph.training_graph import TrainingGraph
-from wholestep.passes.pipeline import Pipeline, compiler_pass, default_pipeline, name_of
+from wholestep.passes.pipeline import TABLE, Pipeline, compiler_pass, default_pipeline, name_of
 
 BATCH = class_batches(1)[0]
 
@@ -60,6 +61,56 @@ def test_order_and_edits_make_new_pipelines() -> None:
     assert names(base.insert_after("first", adds_a_node)) == ["first", "adds_a_node", "second"]
     assert names(base.without("first")) == ["second"] and names(base.first(1)) == ["first"]
     assert names(base) == ["first", "second"] and len(base) == 2
+
+
+def carries_out(graph: TrainingGraph, plan: list[str]) -> TrainingGraph:
+    plan.append(graph.made_by)
+    return graph
+
+
+def test_passes_that_wait_for_a_plan() -> None:
+    """They run only when bound to one, after the others; then they are passes like any other."""
+    pipeline = Pipeline([first], [carries_out]).insert_before("carries_out", lambda graph, plan: graph)
+    assert names(pipeline) == ["first"] and len(pipeline) == 1 and len(pipeline.apply) == 2
+    plan: list[str] = []
+    bound = pipeline.without("<lambda>").bound(plan)
+    assert names(bound) == ["first", "carries_out"] and names(bound.first(1)) == ["first"] and not bound.apply
+    graph = compiled(Pipeline([])).graph
+    assert graph is not None
+    pipeline.run(graph)
+    assert plan == []
+    bound.run(graph)
+    assert plan == ["first"]
+
+
+def test_inserting_before() -> None:
+    base = Pipeline([first, second])
+    assert names(base.insert_before("first", adds_a_node)) == ["adds_a_node", "first", "second"]
+    assert names(base.insert_before("second", adds_a_node)) == ["first", "adds_a_node", "second"]
+    with pytest.raises(ValueError, match="no pass named 'third'; there are first, second"):
+        base.insert_before("third", first)
+
+
+def test_the_public_names() -> None:
+    assert names(wholestep.passes.default()) == names(wholestep.default_passes()) == names(default_pipeline())
+    edited = wholestep.passes.default().insert_after("fold_casts", adds_a_node)
+    assert names(edited).index("adds_a_node") == names(edited).index("fold_casts") + 1
+    assert any("adds_a_node" in note for note in compiled(edited).notes)
+
+
+def test_every_row_has_a_file_a_function_and_a_reason() -> None:
+    assert len({row.name for row in TABLE}) == len(TABLE)
+    for row in TABLE:
+        assert name_of(row.load()) == row.name and row.reason and row.load().numerics in ("bitwise", "rounding")
+
+
+def test_every_pass_is_reported_and_explained() -> None:
+    graph = compiled(Pipeline([])).graph
+    _, reports = default_pipeline(extra=[adds_a_node]).run_reporting(graph)
+    assert [r.name for r in reports] == [*names(default_pipeline()), "adds_a_node"]
+    assert all(r.seconds > 0 for r in reports) and reports[-1].nodes_after == reports[-1].nodes_before + 1
+    told = compiled([adds_a_node]).explain()
+    assert "passes     " in told and "adds_a_node" in told and "note       pass" not in told
 
 
 def test_unknown_names_are_named() -> None:

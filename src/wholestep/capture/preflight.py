@@ -159,7 +159,7 @@ def _no_checkpointing(subject: Subject, seen: Surroundings) -> Iterator[None]:
 @contextlib.contextmanager
 def _no_scaler(subject: Subject, seen: Surroundings) -> Iterator[None]:
     def scale(self: Any, outputs: Any) -> Any:
-        raise BadLoss("loss_fn scales its loss with a GradScaler", hint="return the unscaled loss; use precision='bf16'")
+        raise BadLoss("loss_fn scales its loss with a GradScaler", hint="return the unscaled loss; precision='fp16' scales it")
 
     with _replaced(torch.amp.GradScaler, scale=scale):
         yield
@@ -245,6 +245,7 @@ def _gpu_autocast(subject: Subject) -> Iterator[None]:
 def _plain_autocast(subject: Subject) -> Any:
     if subject.precision == "fp32":
         return contextlib.nullcontext()
-    context = torch.autocast(subject.device.type, torch.bfloat16, cache_enabled=False)
+    dtype = torch.float16 if subject.precision == "fp16" else torch.bfloat16
+    context = torch.autocast(subject.device.type, dtype, cache_enabled=False)
     context._wholestep = True  # type: ignore[attr-defined]
     return context

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from wholestep.errors import BadLoss, BadOption, UnsupportedModel, UnsupportedOptimizer
+from wholestep.capture import optimizers
+from wholestep.capture.loss_scale import LossScale
+from wholestep.errors import BadLoss, BadOption, NotBuiltYet, UnsupportedModel, UnsupportedOptimizer
 
 NONFINITE = ("allow", "skip")
 """What becomes of an update whose gradients are not finite: it is made, as torch does, or left out."""
@@ -49,6 +51,8 @@ class Subject:
     """Every name a tensor has -> the one it is known by here."""
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
     """Where the trained parameters live."""
+    loss_scale: LossScale | None = None
+    """With precision "fp16"; its steps are skipped, and its buffers kept, where gradients are not finite."""
 
     def refresh(self) -> None:
         """Look all tensors up again (a module may have been changed by the user)."""
@@ -109,10 +113,34 @@ def make_subject(
         raise BadOption(f"nonfinite={nonfinite!r}", hint=f"use one of {', '.join(map(repr, NONFINITE))}")
     if nonfinite == "skip" and optimizer is None:
         raise BadOption("nonfinite='skip' without an optimizer: the update is yours", hint="look at p.grad before it")
-    subject = Subject(model, root, loss_fn, optimizer, precision, accumulate, clip_norm, nonfinite, dry)
+    scaled = precision == "fp16"
+    subject = Subject(
+        model, root, loss_fn, optimizer, precision, accumulate, clip_norm, "skip" if scaled else nonfinite, dry
+    )
     subject.refresh()
     _check_optimizer_members(subject)
+    if scaled:
+        _check_fp16(subject)
+        subject.loss_scale = LossScale()
     return subject
+
+
+def _check_fp16(subject: Subject) -> None:
+    """Loss scaling needs the update, in one piece, on float32 weights."""
+    other = "use precision='bf16', which needs no loss scaling"
+    if subject.accumulate > 1:
+        raise NotBuiltYet(f"precision='fp16' with accumulate={subject.accumulate}", hint=f"leave accumulate out, or {other}")
+    if subject.optimizer is None:
+        raise BadOption("precision='fp16' without an optimizer: the gradients you get would be scaled", hint=other)
+    reason = optimizers.supported(subject.optimizer)
+    if reason is not None:
+        raise NotBuiltYet(f"precision='fp16' needs an update that can be captured: {reason}", hint=other)
+    for name, parameter in subject.trained.items():
+        if parameter.dtype == torch.float16:
+            raise BadOption(
+                f"precision='fp16' keeps float32 weights, and {name} is float16",
+                hint="call model.float(): weights are cast where they are used",
+            )
 
 
 def model_loss(model: nn.Module, batch: Any) -> torch.Tensor:

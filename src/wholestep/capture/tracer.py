@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from wholestep import compat
-from wholestep.capture import optimizers
+from wholestep.capture import loss_scale, optimizers
 from wholestep.capture.batch import BatchSpec, unflatten
 from wholestep.capture.modes import keyed
 from wholestep.capture.preflight import autocast_for
@@ -28,6 +28,9 @@ ws = torch.ops.ws
 
 ACCUMULATED_WEIGHT = "~weight"
 """Name of the GRADIENT input that sums aux["weight"] over micro-batches; `~` cannot begin a parameter's name."""
+
+
+SCALE = Input(Role.SCALE, "loss_scale")
 
 
 @dataclasses.dataclass(slots=True)
@@ -167,6 +170,8 @@ class Tracer:
         accumulate = self.subject.accumulate
         with compat.annotate(phase="backward"):
             objective = self._objective(run, accumulate)
+            if SCALE in values:
+                objective = objective * values[SCALE][0]
             grads = self._differentiate(objective, leaves)
         results.append((run.loss.detach(), Output(OutputKind.LOSS, "loss")))
         results += [(v.detach(), Output(OutputKind.AUX, n)) for n, v in run.aux.items()]
@@ -230,15 +235,12 @@ class Tracer:
         scale = None
         skips = self.subject.nonfinite == "skip"
         if self.subject.clip_norm is not None or skips:
-            in_torch_order = [grads[n] for n in self.parameter_order() if n in grads]
-            limit = values.get(Input(Role.HYPER, "clip_norm"))
-            if limit is None:  # the scale is not used; finite gradients have a norm that is
-                limit = torch.ones((), dtype=torch.float64, device=self.subject.device)
-            norm, scale = ws.clip(in_torch_order, limit)
+            norm, scale = self._clipped(values, grads)
             results.append((norm, Output(OutputKind.NORM, "grad_norm")))
             if skips:
-                wanted = scale if self.subject.clip_norm is not None else torch.ones_like(scale)
-                scale = torch.where(norm.isfinite(), wanted, multi_tensor.SKIP)
+                scale = torch.where(norm.isfinite(), scale, multi_tensor.SKIP)
+            if SCALE in values:
+                results.append((loss_scale.following(values[SCALE], norm.isfinite()), self._update_of(SCALE)))
         for plan in self.plans:
             members = [n for n in plan.names if n in grads]
             if not members:
@@ -246,6 +248,8 @@ class Tracer:
             params = [values[Input(Role.PARAMETER, n)] for n in members]
             states = {k: [values[Input(Role.STATE, f"{n}/{k}")] for n in members] for k in plan.state_keys}
             hyper = values[Input(Role.HYPER, plan.hyper_name)]
+            if SCALE in values and plan.kind == "adamw":
+                hyper = loss_scale.counted(hyper, values[SCALE])
             new_params, new_states = optimizers.call_update(
                 plan, params, [grads[n] for n in members], states, hyper, scale
             )
@@ -254,6 +258,24 @@ class Tracer:
                 for key in plan.state_keys:
                     results.append((new_states[key][i], self._update_of(Input(Role.STATE, f"{name}/{key}"))))
         return results
+
+    def _clipped(
+        self, values: dict[Input, torch.Tensor], grads: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of the gradients, and what the update multiplies them by."""
+        in_torch_order = [grads[n] for n in self.parameter_order() if n in grads]
+        limit = values.get(Input(Role.HYPER, "clip_norm"))
+        given = torch.ones((), dtype=torch.float64, device=self.subject.device) if limit is None else limit
+        norm, scale = ws.clip(in_torch_order, given)
+        if limit is None:  # finite gradients have a norm that is; the factor is not used
+            scale = torch.ones_like(scale)
+        if SCALE not in values:
+            return norm, scale
+        inverse = values[SCALE][0].reciprocal()  # a power of two: exact
+        norm = norm * inverse
+        if limit is not None:  # as clip_grad_norm_ on unscaled gradients
+            scale = ((norm + 1e-6).reciprocal() * limit.to(norm.dtype)).clamp(max=1.0)
+        return norm, scale * inverse
 
     def parameter_order(self) -> list[str]:
         """The optimizer's order: a norm over gradients depends on it in the last bits."""
@@ -268,6 +290,8 @@ class Tracer:
         with self.mode:
             if self.captured_update and not accumulating:
                 self.add_update_inputs(device)
+            if subject.loss_scale is not None:
+                self.fakes[SCALE] = torch.empty(len(loss_scale.KEYS), device=device)
             if accumulating:
                 for name in subject.trained:
                     self.fakes[Input(Role.GRADIENT, name)] = torch.empty_like(self.fakes[Input(Role.PARAMETER, name)])

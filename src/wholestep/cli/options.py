@@ -66,7 +66,7 @@ def checked(*, precision: str | None = None, backend: str | None = None) -> None
     one_of("--precision", precision, PRECISIONS)
     one_of("--backend", backend, BACKENDS)
     if precision == "fp16":
-        raise NotBuiltYet("--precision fp16 needs loss scaling, not part of this version", hint="use --precision bf16")
+        raise NotBuiltYet("--precision fp16 is not part of this version of the command line", hint="use --precision bf16")
 
 
 def checked_dump(dump: str | None) -> str | None:
@@ -102,5 +102,5 @@ def pipeline(disable: Sequence[str] | None, dump: str | None = None) -> Pipeline
             raise BadOption(f"--disable {name}: there is no such pass", hint=hint)
     left = passes.without(*disable) if disable else passes
     if dump is not None:
-        return Dumping(left.passes)
+        return Dumping(left.passes, left.apply)
     return left if disable else None

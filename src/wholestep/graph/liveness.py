@@ -59,7 +59,7 @@ def last_uses(graph: TrainingGraph) -> dict[fx.Node, list[fx.Node]]:
     lasting = _held_by_others(found)
     dying: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for value, tree in found.items():
-        numbers = _flat(tree)
+        numbers = flat(tree)
         if value.op != "call_function" or not numbers or not lasting.isdisjoint(numbers):
             continue
         end = nodes[max(last[number] for number in numbers)]  # a list of tensors dies with the last of them
@@ -77,15 +77,15 @@ def peak_bytes(graph: TrainingGraph, *, donate: bool = True) -> int:
     found = storages(graph)
     nodes = list(graph.graph.nodes)
     last = _last_positions(nodes, found)
-    not_counted = _held_by_others(found) | (_donated(graph, found) if donate else set())
+    not_counted = _held_by_others(found) | (donated(graph, found) if donate else set())
     sizes: dict[int, int] = {}
     born: dict[int, list[int]] = defaultdict(list)
     for position, node in enumerate(nodes):
         if node.op != "call_function" or node.target is operator.getitem:
             continue
-        for number, tensor in _with_tensors(found[node], node.meta.get("val")):
+        for number, tensor in with_tensors(found[node], node.meta.get("val")):
             if number not in sizes and number not in not_counted:
-                sizes[number] = _storage_bytes(tensor)
+                sizes[number] = storage_bytes(tensor)
                 born[position].append(number)
     dying: dict[int, list[int]] = defaultdict(list)
     for number in sizes:
@@ -103,13 +103,13 @@ def _last_positions(nodes: list[fx.Node], found: dict[fx.Node, Storages]) -> dic
     last: dict[int, int] = {}
     for position, node in enumerate(nodes):
         for value in (node, *node.all_input_nodes):
-            last.update(dict.fromkeys(_flat(found.get(value)), position))
+            last.update(dict.fromkeys(flat(found.get(value)), position))
     return last
 
 
 def _held_by_others(found: dict[fx.Node, Storages]) -> set[int]:
     """The storages of inputs and constants: alive before and after the step, whoever looks at them."""
-    return {number for node, tree in found.items() if node.op != "call_function" for number in _flat(tree)}
+    return {number for node, tree in found.items() if node.op != "call_function" for number in flat(tree)}
 
 
 def _viewed_storage(node: fx.Node, found: dict[fx.Node, Storages]) -> int | None:
@@ -143,28 +143,28 @@ def _number_value(value: Any, viewed: int | None, count: int) -> tuple[Storages,
     return None, count
 
 
-def _flat(numbers: Storages) -> list[int]:
+def flat(numbers: Storages) -> list[int]:
     if isinstance(numbers, list):
-        return [number for entry in numbers for number in _flat(entry)]
+        return [number for entry in numbers for number in flat(entry)]
     return [] if numbers is None else [numbers]
 
 
-def _with_tensors(numbers: Storages, value: Any) -> list[tuple[int, torch.Tensor]]:
+def with_tensors(numbers: Storages, value: Any) -> list[tuple[int, torch.Tensor]]:
     if isinstance(numbers, list):
-        return [pair for entry, inner in zip(numbers, value, strict=True) for pair in _with_tensors(entry, inner)]
+        return [pair for entry, inner in zip(numbers, value, strict=True) for pair in with_tensors(entry, inner)]
     return [] if numbers is None else [(numbers, value)]
 
 
-def _donated(graph: TrainingGraph, found: dict[fx.Node, Storages]) -> set[int]:
+def donated(graph: TrainingGraph, found: dict[fx.Node, Storages]) -> set[int]:
     return {
         number
         for entry, value in zip(graph.outputs, graph.output_values, strict=True)
         if entry.kind is OutputKind.UPDATE and isinstance(value, fx.Node) and phase_of(value) == "update"
-        for number in _flat(found[value])
+        for number in flat(found[value])
     }
 
 
-def _storage_bytes(tensor: torch.Tensor) -> int:
+def storage_bytes(tensor: torch.Tensor) -> int:
     """Bytes of the storage that holds the tensor: up to its last element (an expanded tensor holds one row)."""
     if not all(isinstance(number, int) for number in (*tensor.shape, *tensor.stride())):
         raise ValueError(f"symbolic shape {tuple(tensor.shape)}: bytes are known only for fixed shapes")

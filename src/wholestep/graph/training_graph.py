@@ -32,6 +32,8 @@ class Role(enum.Enum):
     """A tensor the loss reached through a closure or a global; read live at every step."""
     GRADIENT = "gradient"
     """Accumulated gradients, handed from the micro-step's graph to the update's graph."""
+    SCALE = "scale"
+    """The loss scale of `precision="fp16"` and its counters; the Step owns it."""
 
 
 class OutputKind(enum.Enum):

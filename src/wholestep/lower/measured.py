@@ -89,7 +89,7 @@ def stand_ins(graph: TrainingGraph) -> list[torch.Tensor]:
     for entry, node in zip(graph.inputs, graph.placeholders, strict=True):
         fake = node.meta["val"]
         tensor = torch.empty_strided(tuple(fake.shape), tuple(fake.stride()), dtype=fake.dtype, device=fake.device)
-        if entry.role is Role.HYPER:
+        if entry.role in (Role.HYPER, Role.SCALE):
             tensor.fill_(0.5).view(-1)[0] = 1.0
         elif tensor.is_floating_point():
             tensor.uniform_(0.001, 0.02, generator=generator)

@@ -1,14 +1,21 @@
 """The pipeline: an ordered table of passes and the runner that owns what is common to them.
 
-A pass is a plain function `TrainingGraph -> TrainingGraph`, decorated with the tier of its numerics. The runner checks the
-graph after each, times it, dumps it, and can leave passes out by name. Adding a pass: one file, one row, one test.
+The table has two parts. A pass of the *prepare* part is a plain function `TrainingGraph -> TrainingGraph` and runs before
+planning. A pass of the *apply* part is `(TrainingGraph, Plan) -> TrainingGraph`: it carries out a plan. `Pipeline.bound(plan)`
+turns the second kind into the first by closing over the plan, so there is one runner, and verify can bisect over all of them.
+
+The runner checks the graph after each pass, times it, reports and dumps it, and can leave passes out by name. Adding a pass:
+one file, one row, one test; file, function and row have the same name.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import importlib
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from wholestep.graph.check import check
 from wholestep.graph.printer import dump as dump_graph
@@ -18,35 +25,89 @@ if TYPE_CHECKING:
     from wholestep.capture.trace import Capture
 
 Pass = Callable[[TrainingGraph], TrainingGraph]
+ApplyPass = Callable[[TrainingGraph, Any], TrainingGraph]
+"""The second argument is the plan; the runner hands it on without looking at it."""
 
 
-def compiler_pass(*, numerics: str) -> Callable[[Pass], Pass]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table: the pass called `name`, found in the file of that name."""
+
+    name: str
+    part: Literal["prepare", "apply"]
+    reason: str
+    """Why it stands where it stands."""
+
+    def load(self) -> Callable[..., TrainingGraph]:
+        module = importlib.import_module(f"wholestep.passes.{self.name}")
+        found: Callable[..., TrainingGraph] = getattr(module, self.name)
+        return found
+
+
+# fmt: off
+TABLE: tuple[Row, ...] = (
+    Row("recognise_masks", "prepare", "first: it makes whole mask computations dead"),
+    Row("fold_constants", "prepare", "before the folds that look for plain numbers"),
+    Row("fold_views", "prepare", "before fold_casts: a view between two casts hides that they cancel"),
+    Row("fold_casts", "prepare", "before share_equal: a shorter chain is more often equal to another"),
+    Row("share_equal", "prepare", "after all folds: equal values are then written in equal ways"),
+    Row("remove_dead", "prepare", "last: what the others left unread goes, so that the planner sees only what runs"),
+)
+# fmt: on
+
+
+def compiler_pass(*, numerics: str) -> Callable[[Callable[..., TrainingGraph]], Callable[..., TrainingGraph]]:
     """Declares a pass and its tier: "bitwise" keeps every bit, "rounding" may change the last ones."""
     if numerics not in ("bitwise", "rounding"):
         raise ValueError(f"numerics={numerics!r}: use 'bitwise' or 'rounding'")
 
-    def declare(function: Pass) -> Pass:
+    def declare(function: Callable[..., TrainingGraph]) -> Callable[..., TrainingGraph]:
         function.numerics = numerics  # type: ignore[attr-defined]
         return function
 
     return declare
 
 
-def name_of(one: Pass) -> str:
+def name_of(one: Callable[..., TrainingGraph]) -> str:
+    """The name of a pass; a `functools.partial` has that of its function."""
+    while isinstance(one, functools.partial):
+        one = one.func
     return getattr(one, "__name__", type(one).__name__)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PassReport:
+    """What one pass did."""
+
+    name: str
+    nodes_before: int
+    nodes_after: int
+    seconds: float
+
+    @property
+    def effect(self) -> str:
+        if self.nodes_before == self.nodes_after:
+            return "same number of nodes"
+        return f"{self.nodes_before} -> {self.nodes_after} nodes"
+
+    def __str__(self) -> str:
+        return f"pass {self.name}: {self.effect}, {self.seconds:.2f} s"
+
+
 class Pipeline:
-    """An ordered list of passes."""
+    """An ordered list of passes, and of those that wait for a plan; every edit makes a new pipeline."""
 
-    def __init__(self, passes: Sequence[Pass]) -> None:
+    def __init__(self, passes: Sequence[Pass], apply: Sequence[ApplyPass] = ()) -> None:
         self.passes = tuple(passes)
+        self.apply = tuple(apply)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Pass]:
         return iter(self.passes)
 
     def __len__(self) -> int:
         return len(self.passes)
+
+    # ---- editing ----
 
     def first(self, count: int) -> Pipeline:
         """Only the first `count` passes; verify bisects with it."""
@@ -54,38 +115,60 @@ class Pipeline:
 
     def without(self, *names: str) -> Pipeline:
         """All but the named ones; an unknown name is an error."""
-        known = [name_of(p) for p in self.passes]
         for name in names:
-            if name not in known:
-                raise ValueError(f"no pass named {name!r}; there are {', '.join(known)}")
-        return Pipeline([p for p in self.passes if name_of(p) not in names])
+            self._find(name)
+        return Pipeline(
+            [p for p in self.passes if name_of(p) not in names], [p for p in self.apply if name_of(p) not in names]
+        )
 
-    def insert_after(self, name: str, one: Pass) -> Pipeline:
-        """A new pipeline with `one` right after the pass called `name`."""
-        known = [name_of(p) for p in self.passes]
+    def insert_after(self, name: str, one: Callable[..., TrainingGraph]) -> Pipeline:
+        """A new pipeline with `one` right after the pass called `name`, in the same part."""
+        return self._inserted(name, one, 1)
+
+    def insert_before(self, name: str, one: Callable[..., TrainingGraph]) -> Pipeline:
+        """A new pipeline with `one` right before the pass called `name`, in the same part."""
+        return self._inserted(name, one, 0)
+
+    def bound(self, plan: Any) -> Pipeline:
+        """All passes as plain ones: those of the apply part close over `plan` and follow the others."""
+        return Pipeline([*self.passes, *(_closed_over(one, plan) for one in self.apply)])
+
+    def _inserted(self, name: str, one: Callable[..., TrainingGraph], offset: int) -> Pipeline:
+        index, applies = self._find(name)
+        part: list[Any] = list(self.apply if applies else self.passes)
+        part.insert(index + offset, one)
+        return Pipeline(self.passes, part) if applies else Pipeline(part, self.apply)
+
+    def _find(self, name: str) -> tuple[int, bool]:
+        """Where a pass stands, and whether in the apply part."""
+        known = [*map(name_of, self.passes), *map(name_of, self.apply)]
         if name not in known:
             raise ValueError(f"no pass named {name!r}; there are {', '.join(known)}")
-        at = known.index(name) + 1
-        return Pipeline([*self.passes[:at], one, *self.passes[at:]])
+        at = known.index(name)
+        return (at, False) if at < len(self.passes) else (at - len(self.passes), True)
+
+    # ---- running ----
 
     def run(self, graph: TrainingGraph, *, dump: str | None = None) -> tuple[TrainingGraph, list[str]]:
         """All passes in order; the rewritten graph and one line per pass that changed something."""
+        graph, reports = self.run_reporting(graph, dump=dump)
+        return graph, [str(r) for r in reports if r.nodes_before != r.nodes_after]
+
+    def run_reporting(self, graph: TrainingGraph, *, dump: str | None = None) -> tuple[TrainingGraph, list[PassReport]]:
+        """All passes in order, each checked, timed and (with `dump`) written out; what each did."""
         check(graph)
         if dump is not None:
             dump_graph(graph, dump, "captured", 0)
-        lines = []
+        reports = []
         for number, one in enumerate(self.passes, start=1):
             before, began = len(graph.graph.nodes), time.perf_counter()
             graph = one(graph)
             graph.made_by, graph.seconds = name_of(one), time.perf_counter() - began
             check(graph)
-            after = len(graph.graph.nodes)
-            effect = f"{before} -> {after} nodes" if before != after else "same number of nodes"
+            reports.append(PassReport(name_of(one), before, len(graph.graph.nodes), graph.seconds))
             if dump is not None:
-                dump_graph(graph, dump, name_of(one), number, effect)
-            if before != after:
-                lines.append(f"pass {name_of(one)}: {effect}, {graph.seconds:.2f} s")
-        return graph, lines
+                dump_graph(graph, dump, name_of(one), number, reports[-1].effect)
+        return graph, reports
 
     def run_on(self, capture: Capture, *, dump: str | None = None) -> list[str]:
         """Rewrite a capture's graph in place (its update graph has nothing to rewrite yet); the lines to report."""
@@ -93,13 +176,21 @@ class Pipeline:
         return lines
 
 
-def default_pipeline(extra: Sequence[Pass] = ()) -> Pipeline:
-    """The passes every step goes through, in order; `extra` ones follow."""
-    from wholestep.passes.recognise_masks import recognise_masks
+def _closed_over(one: ApplyPass, plan: Any) -> Pass:
+    def carried_out(graph: TrainingGraph) -> TrainingGraph:
+        return one(graph, plan)
 
-    return Pipeline(
-        [
-            recognise_masks,  # first: it makes whole mask computations dead
-            *extra,
-        ]
-    )
+    carried_out.__name__ = name_of(one)
+    carried_out.numerics = getattr(one, "numerics", "rounding")  # type: ignore[attr-defined]
+    return carried_out
+
+
+def default_pipeline(extra: Sequence[Pass] = ()) -> Pipeline:
+    """The passes every step goes through, in the order of the table; `extra` ones follow those of the prepare part."""
+    prepare = [row.load() for row in TABLE if row.part == "prepare"]
+    return Pipeline([*prepare, *extra], [row.load() for row in TABLE if row.part == "apply"])
+
+
+def default_passes() -> Pipeline:
+    """The default pipeline, to be edited: `compile(..., passes=default_passes().insert_after("fold_casts", mine))`."""
+    return default_pipeline()

@@ -10,19 +10,18 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from wholestep.capture.dry import dry_capture
-from wholestep.cost.devices import DEVICES
+from wholestep.cost.devices import DEVICES, Device
 from wholestep.cost.target import Target
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Role, TrainingGraph, tensors_in
 from wholestep.passes.pipeline import Pipeline, default_pipeline
+from wholestep.passes.recompute import recompute
+from wholestep.plan.frontier import Point, card_bytes, frontier
 from wholestep.train.dry_job import DryJob, make_dry_job
 from wholestep.train.plan_use import made_for
-
-if TYPE_CHECKING:
-    from wholestep.plan.frontier import Point
 
 FIXED = ("weights", "buffers", "optimizer state", "gradients")
 """Kinds of memory that do not grow with the batch."""
@@ -146,8 +145,6 @@ def _job(question: Question, batch: int | None) -> DryJob:
 
 
 def _planned(question: Question, job: DryJob, passes: Pipeline | None, tell: Callable[[str], None]) -> _Planned:
-    from wholestep.plan.frontier import card_bytes, memory_frontier
-
     began = time.perf_counter()
     tell("capturing the step without data")
     captured = dry_capture(
@@ -158,15 +155,25 @@ def _planned(question: Question, job: DryJob, passes: Pipeline | None, tell: Cal
     traced = time.perf_counter()
     tell("planning")
     device = question.target.device
-    frontier = list(memory_frontier(captured.graph, device))
+    points = plans_of(captured.graph, device)
     if captured.update is not None:
-        frontier = _with_state(frontier, captured.update)
-    cards = [card_bytes(point.peak_bytes, device) for point in frontier]
+        points = _with_state(points, captured.update)
+    cards = [on_the_card(point.peak_bytes, question.target) for point in points]
     seconds = {"capture": traced - began, "plan": time.perf_counter() - traced}
-    return _Planned(frontier, cards, sum(1 for _ in captured.graph.operations()), list(captured.notes), seconds)
+    return _Planned(points, cards, sum(1 for _ in captured.graph.operations()), list(captured.notes), seconds)
 
 
-def _with_state(frontier: Sequence[Point], update: TrainingGraph) -> list[Point]:
+def plans_of(graph: TrainingGraph, device: Device) -> list[Point]:
+    """The plans worth having, from the fastest to the leanest."""
+    return frontier(graph, device, lambda copy, plan: recompute(plan)(copy))
+
+
+def on_the_card(peak_bytes: int, target: Target) -> int:
+    """What `nvidia-smi` would show for a peak; a CPU has no context and no allocator of ours."""
+    return card_bytes(peak_bytes) if target.is_gpu else peak_bytes
+
+
+def _with_state(points: Sequence[Point], update: TrainingGraph) -> list[Point]:
     """With accumulation the optimizer's state is an input of the update's own graph; it lies there during micro-steps too."""
     state = sum(
         tensor.numel() * tensor.element_size()
@@ -178,7 +185,7 @@ def _with_state(frontier: Sequence[Point], update: TrainingGraph) -> list[Point]
             point, peak_bytes=point.peak_bytes + state,
             breakdown={**point.breakdown, "optimizer state": point.breakdown.get("optimizer state", 0) + state},
         )
-        for point in frontier
+        for point in points
     ]  # fmt: skip
 
 
@@ -210,11 +217,10 @@ def _largest(
 
 def scaled_batch(planned: Any, rows: int, question: Question) -> int:
     """The largest number of rows for which any of the plans fits, when what is not fixed grows with the rows."""
-    from wholestep.plan.frontier import card_bytes
 
     def fits(batch: int) -> bool:
-        device = question.target.device
-        return any(card_bytes(_scaled(p, batch / rows), device) <= question.budget_bytes for p in planned.frontier)
+        target, budget = question.target, question.budget_bytes
+        return any(on_the_card(_scaled(point, batch / rows), target) <= budget for point in planned.frontier)
 
     if not fits(1):
         return 0

@@ -200,6 +200,9 @@ class Binding:
             return self.capture.constants[int(name.removeprefix("constant"))].detach()
         if role is Role.GRADIENT:
             return self._gradient(name)
+        if role is Role.SCALE:
+            assert subject.loss_scale is not None
+            return subject.loss_scale.on(subject.device)
         return None
 
     def _gradient(self, name: str) -> torch.Tensor:

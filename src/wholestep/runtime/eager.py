@@ -28,16 +28,23 @@ def eager_step(subject: Subject, batches: Sequence[Any]) -> tuple[Result, torch.
             objective = loss
         else:
             objective = loss / len(batches) if weight is None else loss * weight.detach().reshape(())
+        if subject.loss_scale is not None:
+            objective = objective * subject.loss_scale.on(subject.device)[0]
         objective.backward()
         results.append((loss.detach(), {n: v.detach() for n, v in aux.items()}))
     if subject.optimizer is not None:
         if len(batches) > 1 and "weight" in results[0][1]:
             total = torch.stack([aux["weight"].float().reshape(()) for _, aux in results]).sum()
             torch._foreach_div_([p.grad for p in trained if p.grad is not None], total)
+        if subject.loss_scale is not None:
+            torch._foreach_div_([p.grad for p in trained if p.grad is not None], subject.loss_scale.on(subject.device)[0])
         if subject.clip_norm is not None:
             norm = torch.nn.utils.clip_grad_norm_(trained, subject.clip_norm)
-        if not skips_update(subject):
+        skips = skips_update(subject)
+        if not skips:
             subject.optimizer.step()
+        if subject.loss_scale is not None:
+            subject.loss_scale.after_eager(not skips)
         subject.optimizer.zero_grad(set_to_none=True)
     return combine(results), norm
 

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from wholestep.graph.training_graph import Role, phase_of
+from wholestep.passes.precision_audit import summary
 
 if TYPE_CHECKING:
     from wholestep.runtime.step import Step
@@ -22,6 +23,9 @@ def explain(step: Step) -> str:
         listed = ", ".join(f"{roles[r]} {r.value}" for r in Role if roles[r])
         lines.append(f"graph      {sum(phases.values())} operations ({counted}), captured in {step.seconds['capture']:.1f} s")
         lines.append(f"inputs     {listed}")
+        precisions = summary(graph)
+        if precisions is not None:
+            lines.append(f"precision  {precisions}")
         facts = step.regions
         if facts.get("backend") == "inductor":
             lines.append(
@@ -34,6 +38,9 @@ def explain(step: Step) -> str:
             lines.append(f"CUDA graph {facts['cuda_graph']['mode']}: {facts['cuda_graph']['reason']}")
         lines += [f"lowering   {note}" for note in facts.get("notes", [])[:2]]
     lines += [f"fell       {fall}" for fall in step.falls]
-    lines += [f"note       {note}" for note in step.notes[:5]]
+    passes = [note.removeprefix("pass ").split(" nodes")[0] for note in step.notes if note.startswith("pass ")]
+    if passes:
+        lines.append(f"passes     {'; '.join(passes)} nodes")
+    lines += [f"note       {note}" for note in step.notes if not note.startswith("pass ")][:5]
     lines.append(f"so far     {step.captures} captures, {step.compilations} compilations, {step.count} steps")
     return "\n".join(lines)

@@ -304,12 +304,23 @@ class Step:
         """Facts about the lowering in use."""
         return self._latest.runner.describe() if self._latest else {}
 
-    def state_dict(self) -> dict[str, int]:
-        """Seed and step count: with them the random numbers of the following steps are the same."""
-        return {"seed": self.seed, "count": self.count}
+    @property
+    def loss_scale(self) -> torch.Tensor | None:
+        """The present loss scale of precision "fp16", a 0-d tensor on the device."""
+        found = self.subject.loss_scale
+        return None if found is None else found.numbers[0].clone()
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """Seed and step count: with them the random numbers of the following steps are the same. In fp16 the loss scale too."""
+        state: dict[str, Any] = {"seed": self.seed, "count": self.count}
+        if self.subject.loss_scale is not None:
+            state["loss_scale"] = self.subject.loss_scale.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.seed, self.count = int(state["seed"]), int(state["count"])
+        if self.subject.loss_scale is not None and "loss_scale" in state:  # a run in another precision has none
+            self.subject.loss_scale.load_state_dict(state["loss_scale"])
 
     def explain(self) -> str:
         """What was captured, what fell back and why, how it runs."""

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from wholestep.errors import BadOption
 from wholestep.train import families
 from wholestep.train.build import FORMS
 from wholestep.train.families import Family
@@ -58,8 +57,6 @@ def make_dry_job(
     """What `make_job` would make for a GPU (or for a CPU), without its values."""
     where = torch.device("cuda" if on_gpu else "cpu")
     settings, family = resolve_settings(model, sets=sets, batch=batch, seq=seq, precision=precision, where=where)
-    if settings["precision"] == "fp16":
-        raise BadOption("precision fp16 needs loss scaling, not part of this version", hint="use --precision bf16")
     if family is None:
         return _own(settings)
     config = family.configure(_with_vocabulary(settings, family))

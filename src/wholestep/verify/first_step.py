@@ -107,12 +107,23 @@ class _FirstStep:
         kinds = [entry.kind for entry in bare.outputs]
         loss = values[kinds.index(OutputKind.LOSS)]
         gradients = dict(zip([name for name, _ in watched], values[len(kinds) :], strict=True))
+        if self.subject.loss_scale is not None:
+            gradients = self._unscaled(gradients)
         failing = self._failing(gradients, self.limits.graph)
         if failing or self._loss_differs(loss):
             self._report_graph(bare, loss, failing)
         if self.accumulates:
             self._check_micro_step()
         self._keep()
+
+    def _unscaled(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """As the update sees them. An overflow is the loss scale's business: it is halved, and nothing is to be compared."""
+        assert self.subject.loss_scale is not None
+        if not all(bool(g.isfinite().all()) for g in (*self.eager.gradients.values(), *gradients.values())):
+            scale = float(self.subject.loss_scale.numbers[0])
+            raise NotImplementedError(f"gradients overflow at the loss scale {scale:g}")
+        scale_now = self.subject.loss_scale.on(self.subject.device)[0]
+        return {n: g / scale_now for n, g in gradients.items()}
 
     def _reference(self, **options: Any) -> Reference:
         capture = self.variant.capture

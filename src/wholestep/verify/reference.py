@@ -79,7 +79,11 @@ def reference_gradients(
         run.calls.outputs.clear()  # kept alive any longer they would hold every activation through the backward
         if not keep_outputs:
             outputs = {}
-        gradients = _differentiate(subject, _objective(subject, run.loss, run.aux), leaves)
+        objective = _objective(subject, run.loss, run.aux)
+        scale = None if dtype is not None or subject.loss_scale is None else subject.loss_scale.on(subject.device)[0].clone()
+        gradients = _differentiate(subject, objective if scale is None else objective * scale, leaves)
+        if scale is not None:
+            gradients = {n: g / scale for n, g in gradients.items()}
     after = buffers | run.reassigned
     return Reference(
         run.loss.detach(),

@@ -1,0 +1,100 @@
+"""What rewrites of a TrainingGraph share: putting a node in another's place, and keeping the graph's tables true.
+
+In: a graph and the nodes a pass wants changed. Out: the graph edited in place, with `gradients` and `boundaries` following.
+Sizes are compared without asking a symbolic one for its value: a question would become a guard on the captured step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of
+
+aten = torch.ops.aten
+
+
+class Editor:
+    """One pass at work on one graph; `finish` must be called when all edits are made."""
+
+    def __init__(self, graph: TrainingGraph) -> None:
+        self.graph = graph
+        self.changed = 0
+        names = {**graph.gradients, **graph.boundaries}.values()
+        self._named = set(names)
+        self.boundary_names = set(graph.boundaries.values())
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """All that read `old` read `new`, which has the same value; a gradient or boundary of that name moves too."""
+        old.replace_all_uses_with(new)
+        if old.name in self._named:
+            for table in (self.graph.gradients, self.graph.boundaries):
+                table.update({key: new.name for key, name in table.items() if name == old.name})
+            self._named.add(new.name)
+            if old.name in self.boundary_names:
+                self.boundary_names.add(new.name)
+        self.graph.graph.erase_node(old)
+        self.changed += 1
+
+    def insert(self, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+        """A node before `like`, with the phase, module, source and value of `like`."""
+        with self.graph.graph.inserting_before(like):
+            node = self.graph.graph.call_function(target, args, kwargs or {})
+        node.meta = {"val": like.meta["val"], "custom": dict(like.meta.get("custom") or {})}
+        return node
+
+    def finish(self) -> TrainingGraph:
+        """Dead nodes out, names of nodes that went out of the tables, code made again."""
+        if self.changed:
+            sweep(self.graph)
+        return self.graph
+
+
+def sweep(graph: TrainingGraph) -> None:
+    """Remove what nobody reads, with its entries in the tables (a gradient nobody reads is not one any more)."""
+    graph.graph.eliminate_dead_code()
+    alive = {node.name for node in graph.graph.nodes}
+    graph.boundaries = {path: name for path, name in graph.boundaries.items() if name in alive}
+    graph.gradients = {name: node for name, node in graph.gradients.items() if node in alive}
+    graph.module.recompile()
+
+
+def tensor_of(node: Any) -> torch.Tensor | None:
+    """The fake tensor of a node, or None for what is no node or no single tensor."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def is_static(tensor: torch.Tensor) -> bool:
+    """Whether no size, stride or offset of it is symbolic."""
+    return all(type(n) is int for n in (*tensor.shape, *tensor.stride(), tensor.storage_offset()))
+
+
+def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether two lists of sizes are the same numbers or the same expressions."""
+    return len(a) == len(b) and all(_written(x) == _written(y) for x, y in zip(a, b, strict=True))
+
+
+def same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal shape, strides, dtype and device."""
+    return (
+        a.dtype == b.dtype and a.device == b.device and same_sizes(a.shape, b.shape) and same_sizes(a.stride(), b.stride())
+    )
+
+
+def same_phase(a: fx.Node, b: fx.Node) -> bool:
+    return phase_of(a) == phase_of(b)
+
+
+def layer_of(node: fx.Node) -> str | None:
+    """The path up to the first number in it (`encoder.layer.3`), or None for a node outside all numbered modules."""
+    parts = (module_of(node) or "").split(".")
+    number = next((i for i, part in enumerate(parts) if part.partition("#")[0].isdigit()), None)
+    return None if number is None else ".".join(parts[: number + 1])
+
+
+def _written(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size

@@ -1,0 +1,166 @@
+"""Time against memory: a TrainingGraph and a device in, the plans worth having out, from the fastest to the leanest.
+
+Each point is a plan, the peak it is predicted to have (event by event on the rewritten graph, not by the planner's sums) and
+the time. The list does not depend on any budget, peaks fall and times rise along it, and the choice for a budget is the first
+that fits: so a smaller budget never gives a larger peak.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+from wholestep.cost import Device
+from wholestep.errors import BudgetTooSmall
+from wholestep.graph.bytes import show_bytes
+from wholestep.graph.copies import copy_graph
+from wholestep.graph.plan import Plan
+from wholestep.graph.training_graph import TrainingGraph
+from wholestep.plan.memory import Decision, MemoryPlanner
+from wholestep.plan.peak import Timeline, timeline
+from wholestep.plan.problem import Problem, make_problem
+from wholestep.plan.seconds import Clock
+
+Apply = Callable[[TrainingGraph, Plan], TrainingGraph]
+"""Carries a plan out; it may rewrite the graph it is given."""
+TARGETS = 14
+CONTEXT_BYTES = 560 << 20
+"""What a CUDA context, its kernels and the libraries' handles take; outside the allocator."""
+SLACK = 0.02
+"""What the allocator reserves beyond what is allocated at the peak."""
+WORTH = 0.002
+"""A point must be leaner than the one before by this share of the memory."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Point:
+    """One plan of the frontier."""
+
+    plan: Plan
+    peak_bytes: int
+    """Allocated, state included."""
+    seconds: float
+    breakdown: dict[str, int]
+    """At the peak; sums to `peak_bytes`."""
+    change: str
+    """What is different from the point before."""
+
+
+def card_bytes(peak_bytes: int, slack: float = SLACK) -> int:
+    """What the card shows for an allocated peak: the allocator's slack and the CUDA context added."""
+    return int(peak_bytes * (1 + slack)) + CONTEXT_BYTES
+
+
+def peak_for_card(budget_bytes: int, slack: float = SLACK) -> int:
+    """The allocated peak that a budget of card bytes allows."""
+    return int((budget_bytes - CONTEXT_BYTES) / (1 + slack))
+
+
+def frontier(graph: TrainingGraph, device: Device, apply: Apply, *, targets: int = TARGETS) -> list[Point]:
+    """The plans worth having, from the fastest to the leanest. The graph is left as it is."""
+    clock = Clock(device)
+    planned = apply(copy_graph(graph), Plan())
+    whole = timeline(planned)
+    problem = make_problem(planned, whole, clock)
+    planner = MemoryPlanner(problem)
+    points = [_point(whole, Plan(), clock, problem, None)]
+    for decision in _decisions(planner, whole.peak_bytes, targets):
+        plan = Plan(recompute=decision.again, reasons=_reasons(decision, problem))
+        line = timeline(apply(copy_graph(graph), plan))
+        points.append(_point(line, plan, clock, problem, points[-1]))
+    return _worthwhile(points, problem)
+
+
+def _decisions(planner: MemoryPlanner, most: int, targets: int) -> Iterable[Decision]:
+    least = planner.least()
+    seen: set[tuple[str, ...]] = {()}
+    for step in range(1, targets + 1):
+        target = most + (least.bytes - most) * step / targets
+        decision = planner.within(target * 1.0005) if step < targets else least
+        if decision is not None and decision.again not in seen:
+            seen.add(decision.again)
+            yield decision
+
+
+def _point(line: Timeline, plan: Plan, clock: Clock, problem: Problem, before: Point | None) -> Point:
+    seconds = sum(clock.work(work, line.sizes) for work in line.works)
+    plan = dataclasses.replace(plan, predicted_bytes=line.peak_bytes, predicted_seconds=seconds)
+    return Point(plan, line.peak_bytes, seconds, line.breakdown(), "")
+
+
+def _worthwhile(points: Sequence[Point], problem: Problem) -> list[Point]:
+    """Strictly leaner and strictly slower each; a point that another beats in both is dropped."""
+    found: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.seconds, p.peak_bytes)):
+        if not found or point.peak_bytes < found[-1].peak_bytes * (1 - WORTH):
+            found.append(point)
+    return [_told(point, found[i - 1] if i else None, problem) for i, point in enumerate(found)]
+
+
+def _told(point: Point, before: Point | None, problem: Problem) -> Point:
+    if before is None:
+        return dataclasses.replace(point, change="everything kept" if not point.plan.recompute else _names(point, problem, ()))
+    more = _names(point, problem, before.plan.recompute)
+    saved, slower = before.peak_bytes - point.peak_bytes, 1e3 * (point.seconds - before.seconds)
+    return dataclasses.replace(point, change=f"{more}: -{show_bytes(saved)}, +{slower:.1f} ms")
+
+
+def _names(point: Point, problem: Problem, before: Sequence[str]) -> str:
+    """The largest values that are newly made again, in words."""
+    new = [problem.values[key] for key in point.plan.recompute if key not in before and problem.values[key].near]
+    largest = [short(value.key) for value in sorted(new, key=lambda v: -v.bytes)[:3]]
+    rest = len(new) - len(largest)
+    return "make again " + (", ".join(largest) or "the same from less") + (f" and {rest} more" if rest > 0 else "")
+
+
+def short(key: str) -> str:
+    """`model.layers.*.mlp.up_proj/mm` -> `mlp.up_proj mm`."""
+    path, _, name = key.partition("/")
+    return f"{path.rpartition('*.')[2] or path} {name}".strip()
+
+
+def _reasons(decision: Decision, problem: Problem) -> dict[str, str]:
+    """Why each value is made again, for those that the backward pass reads."""
+    found: dict[str, str] = {}
+    for key in decision.again:
+        value = problem.values[key]
+        if not (value.near or value.far):
+            continue
+        unit = problem.units[value.unit]
+        sources = ", ".join(sorted(short(s) for s in value.made_from)[:3]) or "parameters and the batch"
+        found[key] = f"frees {show_bytes(value.bytes)}; made again from {sources} in {1e3 * unit.seconds:.2f} ms"
+    return found
+
+
+def choose(points: Sequence[Point], budget_bytes: int, *, slack: float = SLACK) -> Point:
+    """The fastest plan whose card bytes stay within the budget."""
+    for point in points:
+        if card_bytes(point.peak_bytes, slack) <= budget_bytes:
+            return point
+    raise too_small(points[-1], card_bytes(points[-1].peak_bytes, slack), budget_bytes)
+
+
+def too_small(least: Point, smallest_bytes: int, budget_bytes: int) -> BudgetTooSmall:
+    """The error for a budget that not even the leanest plan fits in."""
+    smallest = round_up(smallest_bytes)
+    return BudgetTooSmall(
+        f"memory={show_bytes(budget_bytes)} is not enough: the leanest plan takes {show_bytes(smallest)} of the card"
+        f" ({_largest(least)})",
+        smallest_bytes=smallest,
+        hint=f"ask for {show_bytes(smallest)}, or make micro-batches with accumulate=2",
+    )
+
+
+def round_up(count: int) -> int:
+    """To what `show_bytes` can print without losing anything, so that the printed number can be asked for."""
+    for size in (2**30, 2**20, 2**10):
+        if count >= 99.95 * size:
+            return -(-count // size) * size
+        if count >= size:
+            return -(-count * 10 // size) * size // 10
+    return count
+
+
+def _largest(point: Point) -> str:
+    parts = sorted(point.breakdown.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{name} {show_bytes(size)}" for name, size in parts)

@@ -1,0 +1,111 @@
+"""What a compiler keeps out of memory: a TrainingGraph in, the operations whose results really are written out.
+
+A greedy model of TorchInductor over the regions that lowering will cut, so that memory can be predicted where nothing can
+be compiled for the card (`wholestep plan` on a laptop). A result of elementwise work exists only if somebody outside its
+region reads it, a library call reads it, or Inductor would store it rather than compute it several times. Whatever is not
+stored is computed inside its readers, which therefore read what it reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+from torch import fx
+
+from wholestep.cost.flops import flops
+from wholestep.graph.keys import operator_name
+from wholestep.graph.layers import layers_of
+from wholestep.graph.liveness import flat, storages
+from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of
+from wholestep.graph.views import is_cheap_view
+
+FUSABLE_KINDS = ("elementwise", "reduction", "movement")
+LIBRARY_CALLS = frozenset({
+    "embedding_dense_backward", "index_put", "_unsafe_index_put", "scatter_add", "index_add", "sort", "topk", "cumsum",
+    "max_pool2d_with_indices_backward", "_ctc_loss", "_ctc_loss_backward", "ctc", "ctc_backward", "unique2", "nonzero",
+})  # fmt: skip
+"""Operators of those kinds that are called as they are, with their operands and results in memory."""
+MOST_READS, MOST_OPERATIONS = 4, 30
+"""Inductor's limits for what it computes again in each of several readers."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """One operation whose results are in memory, or that has none but an effect."""
+
+    node: fx.Node
+    region: int
+    reads: frozenset[int]
+    """Storages, also those read by what is computed inside it."""
+    makes: tuple[int, ...]
+    fusable: bool
+
+
+def is_fusable(node: fx.Node) -> bool:
+    """Whether Inductor generates code for it, rather than calling a library."""
+    if operator_name(node) in LIBRARY_CALLS:
+        return False
+    name = getattr(getattr(node.target, "_schema", None), "name", "")
+    return flops(node).kind in FUSABLE_KINDS and (not name.startswith("ws::") or name == "ws::dropout")
+
+
+def written_out(graph: TrainingGraph) -> tuple[list[Work], dict[fx.Node, Any]]:
+    """The operations that write memory, in order; and which storage each value lies in."""
+    numbers = storages(graph)
+    regions = _regions(graph)
+    fusable = {n: is_fusable(n) for n in regions}
+    readers = _readers(graph, numbers, regions)
+    lasting = {s for n, tree in numbers.items() if n.op != "call_function" for s in flat(tree)}
+    returned = {s for v in graph.output_values if isinstance(v, fx.Node) for s in flat(numbers[v])}
+    inside: dict[int, frozenset[int]] = {}
+    """Storage that does not exist -> the storages its computation reads."""
+    depth: dict[int, int] = {}
+    found: list[Work] = []
+    for node, region in regions.items():
+        makes = tuple(s for s in dict.fromkeys(flat(numbers[node])) if s not in lasting)
+        direct = {s for entry in node.all_input_nodes for s in flat(numbers.get(entry))}
+        reads = frozenset(t for s in direct for t in inside.get(s, (s,)))
+        operations = 1 + sum(depth.get(s, 0) for s in direct)
+        users = {u for s in makes for u in readers.get(s, ())}
+        stored = (
+            not fusable[node]
+            or bool(returned.intersection(makes))
+            or any(not fusable[u] or regions[u] != region for u in users)
+            or flops(node).kind == "reduction"
+            or (len(users) > 1 and (len(reads) > MOST_READS or operations > MOST_OPERATIONS))
+        )
+        if stored:
+            found.append(Work(node, region, reads, makes, fusable[node]))
+        else:
+            for storage in makes:
+                inside[storage], depth[storage] = reads, operations
+    return found, numbers
+
+
+def _regions(graph: TrainingGraph) -> dict[fx.Node, int]:
+    """Operation (views and selections aside) -> number of the region it will be compiled in."""
+    layers = layers_of(graph.graph.nodes)
+    found: dict[fx.Node, int] = {}
+    previous: tuple[str, str | None] | None = None
+    number = 0
+    for node in graph.operations():
+        phase = phase_of(node)
+        key = ("update" if phase == "update" else "step" if node not in layers else phase, layers.get(node))
+        stays = previous is not None and module_of(node) is None and previous[0] in (phase, "step") and phase != "update"
+        if not stays and key != previous:
+            number += 1
+            previous = key
+        if node.target is not operator.getitem and not is_cheap_view(node):
+            found[node] = number
+    return found
+
+
+def _readers(graph: TrainingGraph, numbers: dict[fx.Node, Any], regions: dict[fx.Node, int]) -> dict[int, list[fx.Node]]:
+    found: dict[int, list[fx.Node]] = {}
+    for node in regions:
+        for entry in node.all_input_nodes:
+            for storage in flat(numbers.get(entry)):
+                found.setdefault(storage, []).append(node)
+    return found

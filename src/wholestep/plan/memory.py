@@ -1,0 +1,151 @@
+"""The memory planner: which saved values to keep and which to make again, least time for a number of bytes.
+
+In: a Problem and a target in bytes. Out: the keys of the values to make again. One binary variable per value (kept), two per
+operation (made again near, made again far); equal layers share them, so a model of any depth has a few hundred. Solved
+exactly by HiGHS.
+
+    keep(v) + again(maker(v)) >= 1                   for every value v the backward pass reads
+    keep(s) + again(maker(s)) >= again(w)            for every operand s of an operation w
+    rest + sum keep bytes + sum again bytes <= target    in every stretch of the backward pass
+    minimise  sum again seconds
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
+
+from wholestep.plan.problem import Problem
+
+SECONDS_PER_SOLVE = 4.0
+AGAIN_AT_ONCE = 0.5
+"""Share of what is made again in a layer that is in memory at the same time."""
+SMALL_SHARE = 2e-5
+"""Values that the backward pass reads and that are smaller than this share of the memory, all layers together, are kept."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """What the solver chose."""
+
+    again: tuple[str, ...]
+    """Values that are not kept."""
+    seconds: float
+    """What making them again takes."""
+    bytes: float
+    """The largest sum over all stretches, as the problem counts them."""
+
+
+class MemoryPlanner:
+    """One problem, asked for many targets."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.values, self.units = list(problem.values.values()), list(problem.units.values())
+        self.keep = {value.key: index for index, value in enumerate(self.values)}
+        count = len(self.values)
+        self.near = {unit.key: count + index for index, unit in enumerate(self.units)}
+        self.far = {unit.key: count + len(self.units) + index for index, unit in enumerate(self.units)}
+        self.target = count + 2 * len(self.units)
+        """The last variable: bytes, in units of `scale`."""
+        everything = max(problem.rest, default=0) + sum(value.bytes for value in self.values)
+        self.scale = max(1.0, everything / 1000)  # solvers want numbers of a sane size, in models of any size
+        self._rows: list[tuple[list[int], list[float], float]] = []
+        self._needs()
+        self._memory()
+
+    def least(self) -> Decision:
+        """The plan that takes the fewest bytes, whatever the time."""
+        found = self._solve(cost_of_bytes=1.0, most=np.inf)
+        assert found is not None, "keeping everything is always possible"
+        return found
+
+    def within(self, target_bytes: float) -> Decision | None:
+        """The fastest plan for a number of bytes; None when there is none."""
+        return self._solve(cost_of_bytes=1e-9, most=target_bytes / self.scale)
+
+    # ---- rows: sum of coefficient * variable >= bound ----
+
+    def _row(self, terms: list[tuple[int, float]], bound: float) -> None:
+        self._rows.append(([i for i, _ in terms], [c for _, c in terms], bound))
+
+    def _needs(self) -> None:
+        values = self.problem.values
+        for value in self.values:
+            keep = (self.keep[value.key], 1.0)
+            if value.near:
+                self._row([keep, (self.near[value.unit], 1.0)], 1.0)
+            if value.far:
+                self._row([keep, (self.far[value.unit], 1.0)], 1.0)
+        for unit in self.units:
+            near, far = (self.near[unit.key], -1.0), (self.far[unit.key], -1.0)
+            for key in unit.near_reads:
+                self._row([(self.keep[key], 1.0), (self.near[values[key].unit], 1.0), near], 0.0)
+                self._row([(self.keep[key], 1.0), (self.far[values[key].unit], 1.0), far], 0.0)
+            for key in unit.free_reads:
+                for again in (near, far):
+                    self._row([(self.keep[key], 1.0), (self.far[values[key].unit], 1.0), again], 0.0)
+            for key in unit.far_reads:
+                self._row([(self.keep[key], 1.0), (self.far[values[key].unit], 1.0), near], 0.0)
+                self._row([(self.keep[key], 1.0), far], 0.0)
+
+    def _memory(self) -> None:
+        again = {unit.key: 0.0 for unit in self.units}
+        for value in self.values:
+            if value.stored and value.count:
+                again[value.unit] += AGAIN_AT_ONCE * value.bytes / value.count / self.scale
+        for stretch, rest in enumerate(self.problem.rest):
+            terms = [(self.target, 1.0)]
+            terms += [(self.keep[v.key], -v.alive[stretch] / self.scale) for v in self.values if v.alive.get(stretch)]
+            terms += [
+                (self.near[u.key], -again[u.key]) for u in self.units if stretch in u.stretches and again[u.key]
+            ]
+            self._row(terms, rest / self.scale)
+
+    def _solve(self, cost_of_bytes: float, most: float) -> Decision | None:
+        size = self.target + 1
+        cost = np.zeros(size)
+        for value in self.values:
+            cost[self.keep[value.key]] = 1e-7 * value.bytes / self.scale  # of two equal plans the one that keeps less
+        whole = sum(unit.seconds for unit in self.units) or 1.0
+        for unit in self.units:  # as shares of the forward pass, again for the solver's sake
+            cost[self.near[unit.key]] = cost[self.far[unit.key]] = unit.seconds / whole + 1e-6
+        cost[self.target] = cost_of_bytes
+        lower, upper = np.zeros(size), np.ones(size)
+        for value in self.values:
+            if (value.near or value.far) and value.bytes < SMALL_SHARE * self.scale * 1000:
+                lower[self.keep[value.key]] = 1
+        upper[self.target] = most
+        for unit in self.units:
+            if not unit.allowed:
+                upper[self.near[unit.key]] = upper[self.far[unit.key]] = 0
+        integral = np.ones(size)
+        integral[self.target] = 0
+        found = milp(
+            cost, integrality=integral, bounds=Bounds(lower, upper), constraints=self._constraints(size),
+            options={"time_limit": SECONDS_PER_SOLVE, "mip_rel_gap": 1e-3},
+        )  # fmt: skip
+        return None if found.x is None else self._decision(found.x)
+
+    def _constraints(self, size: int) -> LinearConstraint:
+        rows = np.repeat(np.arange(len(self._rows)), [len(columns) for columns, _, _ in self._rows])
+        columns = np.concatenate([np.asarray(columns) for columns, _, _ in self._rows])
+        numbers = np.concatenate([np.asarray(numbers) for _, numbers, _ in self._rows])
+        matrix = coo_array((numbers, (rows, columns)), shape=(len(self._rows), size)).tocsr()
+        return LinearConstraint(matrix, lb=np.asarray([bound for _, _, bound in self._rows]))
+
+    def _decision(self, x: np.ndarray) -> Decision:
+        chosen = x > 0.5
+        again = [
+            v.key for v in self.values
+            if not chosen[self.keep[v.key]] and (chosen[self.near[v.unit]] or chosen[self.far[v.unit]])
+        ]  # fmt: skip
+        seconds = sum(u.seconds * (int(chosen[self.near[u.key]]) + int(chosen[self.far[u.key]])) for u in self.units)
+        kept = [v for v in self.values if chosen[self.keep[v.key]]]
+        most = max(
+            (rest + sum(v.alive.get(i, 0) for v in kept) for i, rest in enumerate(self.problem.rest)), default=0.0
+        )
+        return Decision(tuple(sorted(again)), seconds, most)

@@ -1,0 +1,214 @@
+"""Keep or make again: what there is to decide about the memory of a step, as sets and numbers.
+
+In: a TrainingGraph, its Timeline, a clock. Out: a Problem, in which equal layers share one decision. A value of the forward
+pass that the backward pass reads is kept, or made again from what is kept. A value may be made again in the backward of its
+own layer (`near`), or in that of another which reads it (`far`: what a layer hands to the next). Nothing may be made again
+far from something that itself is not kept and comes from yet another layer: otherwise the whole forward pass would be
+repeated for every layer.
+
+Memory is looked at in every stretch of the backward pass: what is kept until then, what is made again there, and the rest,
+which no decision changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections import defaultdict
+
+from torch import fx
+
+from wholestep.graph.keys import value_keys
+from wholestep.graph.layers import layers_of
+from wholestep.graph.liveness import flat, storage_bytes, with_tensors
+from wholestep.graph.segments import backward_segments, may_recompute
+from wholestep.graph.training_graph import TrainingGraph, phase_of
+from wholestep.graph.views import is_cheap_view
+from wholestep.plan.fusion import is_fusable
+from wholestep.plan.peak import Timeline
+from wholestep.plan.seconds import Clock
+
+
+@dataclasses.dataclass(slots=True)
+class Value:
+    """What layers call the same value: bytes, and who needs it."""
+
+    key: str
+    unit: str
+    """Key of the operation that makes it."""
+    bytes: int = 0
+    count: int = 0
+    near: bool = False
+    """Read by the backward of its own layer."""
+    far: bool = False
+    """Read by the backward of another."""
+    alive: dict[int, int] = dataclasses.field(default_factory=lambda: defaultdict(int))
+    """Stretch of the backward pass -> bytes kept there."""
+    stored: bool = False
+    """Made again it would be written to memory, not only computed inside its readers."""
+    made_from: set[str] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(slots=True)
+class Unit:
+    """One operation of the forward pass, over all equal layers."""
+
+    key: str
+    seconds: float = 0.0
+    allowed: bool = True
+    near_reads: set[str] = dataclasses.field(default_factory=set)
+    """Values of its own layer."""
+    far_reads: set[str] = dataclasses.field(default_factory=set)
+    """Values of another layer, read across the border."""
+    free_reads: set[str] = dataclasses.field(default_factory=set)
+    """Values made outside all layers (rotary tables, embeddings)."""
+    stretches: set[int] = dataclasses.field(default_factory=set)
+    """Where it would be made again."""
+
+
+@dataclasses.dataclass(slots=True)
+class Problem:
+    values: dict[str, Value]
+    units: dict[str, Unit]
+    rest: list[int]
+    """Per stretch of the backward pass: bytes that no decision changes, what lasts included."""
+
+
+def make_problem(graph: TrainingGraph, line: Timeline, clock: Clock) -> Problem:
+    return _Builder(graph, line, clock).build()
+
+
+class _Builder:
+    def __init__(self, graph: TrainingGraph, line: Timeline, clock: Clock) -> None:
+        self.graph, self.line, self.clock = graph, line, clock
+        self.keys = value_keys(graph)
+        self.layers = layers_of(graph.graph.nodes)
+        self.numbers = line.numbers
+        self.maker: dict[int, fx.Node] = {}
+        """Storage made in the forward pass -> the node that stands for it (a selection, where there are several)."""
+        self.values: dict[str, Value] = {}
+        self.units: dict[str, Unit] = {}
+
+    def build(self) -> Problem:
+        self._makers()
+        segments = backward_segments(self.graph)
+        stretches = _stretches(segments)
+        self._units(segments, stretches)
+        self._needs(segments, stretches)
+        return Problem(self.values, self.units, self._rest(stretches))
+
+    def _makers(self) -> None:
+        for node in self.graph.operations():
+            if phase_of(node) != "forward" or is_cheap_view(node):
+                continue
+            several = isinstance(node.meta.get("val"), list | tuple)
+            if several or (node.target is operator.getitem and is_cheap_view(node.args[0])):  # type: ignore[arg-type]
+                continue
+            for storage in flat(self.numbers.get(node)):
+                self.maker.setdefault(storage, node)
+        for storage, node in self.maker.items():
+            if node.op != "call_function":
+                continue
+            key, unit = self.keys[node], self.keys[_operation(node)]
+            value = self.values.setdefault(key, Value(key, unit))
+            size = next(storage_bytes(t) for s, t in with_tensors(self.numbers[node], node.meta["val"]) if s == storage)
+            value.bytes += size
+            value.count += 1
+
+    def _units(self, segments: list[tuple[str, fx.Node]], stretches: dict[fx.Node, int]) -> None:
+        where: dict[str, set[int]] = defaultdict(set)
+        for segment, node in segments:
+            where[segment].add(stretches[node])
+        for node in self.graph.operations():
+            if phase_of(node) != "forward" or is_cheap_view(node) or node.target is operator.getitem:
+                continue
+            unit = self.units.setdefault(self.keys[node], Unit(self.keys[node]))
+            unit.allowed = unit.allowed and may_recompute(node)
+            unit.stretches |= where[self.layers.get(node, "")]
+            made = [self.maker[s] for s in flat(self.numbers[node]) if s in self.maker]
+            unit.seconds += self._seconds(node, made)
+            for storage in {s for entry in node.all_input_nodes for s in flat(self.numbers.get(entry))}:
+                if storage not in self.maker:
+                    continue
+                source = self.maker[storage]
+                mine, its = self.layers.get(node), self.layers.get(source)
+                reads = unit.near_reads if mine == its else unit.free_reads if its is None else unit.far_reads
+                reads.add(self.keys[source])
+                for value in made:
+                    self.values[self.keys[value]].made_from.add(self.keys[source])
+
+    def _seconds(self, node: fx.Node, made: list[fx.Node]) -> float:
+        """Of a second call: a library call in full; fused work what it writes for library calls to read."""
+        if not is_fusable(node):
+            for value in made:
+                self.values[self.keys[value]].stored = True
+            return self.clock.library_call(node)
+        total = 0.0
+        for value in made:
+            stored = any(not is_fusable(user) for user in _readers(value))
+            self.values[self.keys[value]].stored |= stored
+            size = sum(storage_bytes(t) for _, t in with_tensors(self.numbers[value], value.meta["val"]))
+            total += self.clock.moving(size * (2.0 if stored else 0.2))
+        return total
+
+    def _needs(self, segments: list[tuple[str, fx.Node]], stretches: dict[fx.Node, int]) -> None:
+        ends: dict[str, int] = {}
+        for segment, node in segments:
+            ends[segment] = stretches[node]
+        until: dict[int, int] = {s: ends.get(self.layers.get(node, "\0"), -1) for s, node in self.maker.items()}
+        for segment, node in segments:
+            for storage in {s for entry in node.all_input_nodes for s in flat(self.numbers.get(entry))}:
+                if storage not in self.maker:
+                    continue
+                value = self.values[self.keys[self.maker[storage]]]
+                near = self.layers.get(self.maker[storage], "") == segment
+                value.near, value.far = value.near or near, value.far or not near
+                until[storage] = max(until[storage], stretches[node])
+        for storage, node in self.maker.items():
+            size = next(storage_bytes(t) for s, t in with_tensors(self.numbers[node], node.meta["val"]) if s == storage)
+            for stretch in range(until[storage] + 1):
+                self.values[self.keys[node]].alive[stretch] += size
+
+    def _rest(self, stretches: dict[fx.Node, int]) -> list[int]:
+        """At its fullest instant, what is alive in a stretch besides values of the forward pass that wait for it."""
+        line = self.line
+        backward = [phase_of(work.node) != "forward" for work in line.works]
+        waiting = [0] * (len(line.works) + 1)
+        for storage, size in line.sizes.items():
+            if storage in self.maker and backward[line.last[storage]]:
+                waiting[line.born[storage]] += size
+                waiting[line.last[storage] + 1] -= size
+        lasting = line.peak_bytes - (line.alive[line.peak_at] if line.alive else 0)
+        rest: dict[int, int] = defaultdict(int)
+        held = 0
+        for index, work in enumerate(line.works):
+            held += waiting[index]
+            if work.node in stretches:
+                rest[stretches[work.node]] = max(rest[stretches[work.node]], line.alive[index] - held)
+        return [lasting + max(0, rest[i]) for i in range(max(stretches.values(), default=-1) + 1)]
+
+
+def _stretches(segments: list[tuple[str, fx.Node]]) -> dict[fx.Node, int]:
+    """Backward node -> number of the stretch of one layer's nodes it stands in."""
+    found: dict[fx.Node, int] = {}
+    number, previous = -1, None
+    for segment, node in segments:
+        if segment != previous:
+            number, previous = number + 1, segment
+        found[node] = number
+    return found
+
+
+def _operation(node: fx.Node) -> fx.Node:
+    return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
+
+
+def _readers(value: fx.Node) -> list[fx.Node]:
+    """The operations that read a value, through views."""
+    found: list[fx.Node] = []
+    for user in value.users:
+        if user.op == "output":
+            continue
+        found += _readers(user) if is_cheap_view(user) or user.target is operator.getitem else [user]
+    return found
+

@@ -1,0 +1,59 @@
+"""The time of a step before it runs: operations that write memory in, seconds on a device out.
+
+Library calls take their roofline time over the share of the peak that such calls reach; fused operations take the time to
+move what they read and write. The shares were fitted once to profiles of BERT-large, GPT-2-medium and a 1.2B Llama on an
+H200 (docs/plan.md); on other cards they are an assumption, and times are labelled so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.cost import Device, bound, cost_of
+from wholestep.plan.fusion import Work
+
+SHARE_OF_PEAK = {"matmul": 0.72, "attention": 0.45, "convolution": 0.5}
+SHARE_OF_BANDWIDTH = 0.8
+LAUNCH_SECONDS = 2.5e-6
+CALIBRATED = ("h200",)
+"""Devices on which the shares were measured."""
+
+
+class Clock:
+    """Seconds of operations on one device; equal calls are looked up once."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._known: dict[Any, float] = {}
+
+    def library_call(self, node: fx.Node) -> float:
+        """Of an operator called as it is."""
+        key = (str(node.target), *(_shape(entry.meta.get("val")) for entry in node.all_input_nodes), _numbers(node))
+        if key not in self._known:
+            cost = cost_of(node)
+            share = SHARE_OF_PEAK.get(cost.kind, SHARE_OF_BANDWIDTH)
+            self._known[key] = float(bound(cost, self.device).seconds) / share + LAUNCH_SECONDS
+        return self._known[key]
+
+    def moving(self, num_bytes: float) -> float:
+        """Of a fused operation that reads and writes so many bytes."""
+        return num_bytes / (self.device.bandwidth * SHARE_OF_BANDWIDTH)
+
+    def work(self, work: Work, sizes: Mapping[int, int]) -> float:
+        if not work.fusable:
+            return self.library_call(work.node)
+        return self.moving(sum(sizes.get(s, 0) for s in (*work.reads, *work.makes)))
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    return tuple(_shape(entry) for entry in value) if isinstance(value, list | tuple) else None
+
+
+def _numbers(node: fx.Node) -> Any:
+    return tuple(entry for entry in node.args if isinstance(entry, int | float | bool | str))
