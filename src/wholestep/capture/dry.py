@@ -38,7 +38,7 @@ def dry_capture(
     tensors, spec = flatten(example)
     try:
         refuse_unsupported(subject)
-        with _no_collection():
+        with no_collection():
             return capture(subject, tensors, spec)
     except CaptureRefused as refused:
         raise UnsupportedModel(
@@ -48,7 +48,7 @@ def dry_capture(
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """A trace makes a million objects that all stay: looking for garbage among them is a fifth of its time."""
     enabled = gc.isenabled()
     gc.disable()

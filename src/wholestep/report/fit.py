@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from wholestep.capture.dry import dry_capture
+from wholestep import compat
+from wholestep.capture.dry import dry_capture, no_collection
 from wholestep.cost.devices import DEVICES, Device
 from wholestep.cost.target import Target
 from wholestep.graph.plan import Plan
@@ -106,6 +107,13 @@ def will_it_fit(
     """Answer the question. `check_batch`: capture again at the largest batch; None does so where that is quick."""
     began = time.perf_counter()
     tell("building the model")
+    with compat.no_python_code(), no_collection():
+        return _answered(question, passes, check_batch, tell, began)
+
+
+def _answered(
+    question: Question, passes: Pipeline | None, check_batch: bool | None, tell: Callable[[str], None], began: float
+) -> Fit:
     job = _job(question, question.batch)
     built = time.perf_counter()
     planned = _planned(question, job, passes, tell)
