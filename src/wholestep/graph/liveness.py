@@ -72,7 +72,8 @@ def peak_bytes(graph: TrainingGraph, *, donate: bool = True) -> int:
     """The most bytes alive at any node beyond the inputs and constants, by the model this file describes.
 
     With `donate`, a new parameter or state made in the update phase takes the storage of the input it replaces, as the
-    lowered step does, and counts nothing.
+    lowered step does, and counts nothing; any other new value (a buffer, an accumulated gradient) is copied there after
+    the last reader of the old one, and dies.
     """
     found = storages(graph)
     nodes = list(graph.graph.nodes)
@@ -87,6 +88,8 @@ def peak_bytes(graph: TrainingGraph, *, donate: bool = True) -> int:
             if number not in sizes and number not in not_counted:
                 sizes[number] = _storage_bytes(tensor)
                 born[position].append(number)
+    if donate:
+        last |= _copied(graph, found, nodes)
     dying: dict[int, list[int]] = defaultdict(list)
     for number in sizes:
         dying[last[number]].append(number)
@@ -162,6 +165,23 @@ def _donated(graph: TrainingGraph, found: dict[fx.Node, Storages]) -> set[int]:
         if entry.kind is OutputKind.UPDATE and isinstance(value, fx.Node) and phase_of(value) == "update"
         for number in _flat(found[value])
     }
+
+
+def _copied(graph: TrainingGraph, found: dict[fx.Node, Storages], nodes: list[fx.Node]) -> dict[int, int]:
+    """Storage of a new value that is copied into the input it replaces -> position after which the copy is made."""
+    last = _last_positions(nodes[:-1], found)
+    placeholders = graph.placeholders
+    copied: dict[int, int] = {}
+    returned: set[int] = set()
+    for entry, value in zip(graph.outputs, graph.output_values, strict=True):
+        numbers = _flat(found.get(value)) if isinstance(value, fx.Node) else []
+        if entry.kind is not OutputKind.UPDATE or entry.target is None:
+            returned.update(numbers)
+            continue
+        for number in numbers:
+            after = max(last[number], last.get(found[placeholders[entry.target]], 0))
+            copied[number] = max(after, copied.get(number, 0))
+    return {number: position for number, position in copied.items() if number not in returned}
 
 
 def _storage_bytes(tensor: torch.Tensor) -> int:

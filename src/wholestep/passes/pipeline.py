@@ -85,6 +85,8 @@ class Pipeline:
                 dump_graph(graph, dump, name_of(one), number, effect)
             if before != after:
                 lines.append(f"pass {name_of(one)}: {effect}, {graph.seconds:.2f} s")
+            lines += [f"pass {name_of(one)}: {note}" for note in graph.notes]
+            graph.notes.clear()
         return graph, lines
 
     def run_on(self, capture: Capture, *, dump: str | None = None) -> list[str]:

@@ -6,7 +6,7 @@ import operator
 
 from torch import fx
 
-from wholestep.lower.layers import MIN_LAYER_OPERATIONS, layers_of
+from wholestep.graph.layers import MIN_LAYER_OPERATIONS, layers_of
 
 
 def nodes_for(paths: list[tuple[str, int, str]]) -> list[fx.Node]:

@@ -1,15 +1,18 @@
 """Which module paths are repeated layers: the borders where a graph is cut so that equal parts compile once.
 
 In goes a graph whose nodes know their phase and module path; out comes node -> the path of the layer it belongs to
-(`transformer.h.3`), or None. A layer is a child with an integer name (ModuleList, Sequential) that has at least one
+(`transformer.h.3`), or None, and the parts that follow one another (`layer 3, backward`). Lowering cuts there; passes
+that place something between layers must mean the same borders, hence one definition here. A layer is a child with an integer name (ModuleList, Sequential) that has at least one
 sibling with the same forward operators and enough of them to be worth a region of its own. The outermost such path
 wins: `stages.2.blocks.1` when stages differ, `encoder.layer.11` rather than `encoder.layer.11.mlp.0`.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 from torch import fx
 
@@ -17,6 +20,9 @@ from wholestep.graph.training_graph import module_of, phase_of
 
 # Below this a region costs more in calls and lost fusions than its compile time is worth.
 MIN_LAYER_OPERATIONS = 8
+
+Part: TypeAlias = tuple[str, str | None]
+"""(phase, layer); outside layers forward and backward are one phase, `step`."""
 
 
 def layers_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
@@ -33,6 +39,36 @@ def layers_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
         outermost = next((prefix for prefix in _integer_prefixes(module_of(node)) if prefix in repeated), None)
         if outermost is not None:
             found[node] = outermost
+    return found
+
+
+def part_of(node: fx.Node, layers: dict[fx.Node, str], previous: Part | None) -> Part:
+    """The part a node belongs to, given that of the node before it; a node that does not know its module stays there.
+
+    Outside layers forward and backward are one: the loss and its gradient fuse.
+    """
+    phase = "update" if phase_of(node) == "update" else "step" if node not in layers else phase_of(node)
+    if previous is not None and module_of(node) is None and _same_phase(previous[0], phase_of(node)):
+        return previous
+    return phase, layers.get(node)
+
+
+def _same_phase(key: str, phase: str) -> bool:
+    return key == phase or (key == "step" and phase != "update")
+
+
+def part_borders(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """The first node of every part but the first: a call placed before it cuts no part in two."""
+    layers = layers_of(nodes)
+    found: list[fx.Node] = []
+    previous: Part | None = None
+    for node in nodes:
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        part = part_of(node, layers, previous)
+        if previous is not None and part != previous:
+            found.append(node)
+        previous = part
     return found
 
 
