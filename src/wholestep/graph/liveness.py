@@ -59,7 +59,7 @@ def last_uses(graph: TrainingGraph) -> dict[fx.Node, list[fx.Node]]:
     lasting = _held_by_others(found)
     dying: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for value, tree in found.items():
-        numbers = _flat(tree)
+        numbers = flat_numbers(tree)
         if value.op != "call_function" or not numbers or not lasting.isdisjoint(numbers):
             continue
         end = nodes[max(last[number] for number in numbers)]  # a list of tensors dies with the last of them
@@ -79,15 +79,13 @@ def peak_bytes(graph: TrainingGraph, *, donate: bool = True) -> int:
     nodes = list(graph.graph.nodes)
     last = _last_positions(nodes, found)
     not_counted = _held_by_others(found) | (_donated(graph, found) if donate else set())
-    sizes: dict[int, int] = {}
+    sizes = {number: size for number, size in storage_bytes(graph, found).items() if number not in not_counted}
     born: dict[int, list[int]] = defaultdict(list)
+    seen: set[int] = set()
     for position, node in enumerate(nodes):
-        if node.op != "call_function" or node.target is operator.getitem:
-            continue
-        for number, tensor in _with_tensors(found[node], node.meta.get("val")):
-            if number not in sizes and number not in not_counted:
-                sizes[number] = _storage_bytes(tensor)
-                born[position].append(number)
+        new = [number for number in dict.fromkeys(flat_numbers(found.get(node))) if number in sizes and number not in seen]
+        born[position] = new
+        seen.update(new)
     if donate:
         last |= _copied(graph, found, nodes)
     dying: dict[int, list[int]] = defaultdict(list)
@@ -101,18 +99,29 @@ def peak_bytes(graph: TrainingGraph, *, donate: bool = True) -> int:
     return peak
 
 
+def storage_bytes(graph: TrainingGraph, found: dict[fx.Node, Storages]) -> dict[int, int]:
+    """Bytes of every storage that an operator allocates; a ValueError where a size is symbolic."""
+    sizes: dict[int, int] = {}
+    for node in graph.operations():
+        if node.target is not operator.getitem:
+            for number, tensor in _with_tensors(found[node], node.meta.get("val")):
+                if number not in sizes:
+                    sizes[number] = _storage_bytes(tensor)
+    return sizes
+
+
 def _last_positions(nodes: list[fx.Node], found: dict[fx.Node, Storages]) -> dict[int, int]:
     """Storage -> the position of the last node that makes or reads any value in it."""
     last: dict[int, int] = {}
     for position, node in enumerate(nodes):
         for value in (node, *node.all_input_nodes):
-            last.update(dict.fromkeys(_flat(found.get(value)), position))
+            last.update(dict.fromkeys(flat_numbers(found.get(value)), position))
     return last
 
 
 def _held_by_others(found: dict[fx.Node, Storages]) -> set[int]:
     """The storages of inputs and constants: alive before and after the step, whoever looks at them."""
-    return {number for node, tree in found.items() if node.op != "call_function" for number in _flat(tree)}
+    return {number for node, tree in found.items() if node.op != "call_function" for number in flat_numbers(tree)}
 
 
 def _viewed_storage(node: fx.Node, found: dict[fx.Node, Storages]) -> int | None:
@@ -146,9 +155,10 @@ def _number_value(value: Any, viewed: int | None, count: int) -> tuple[Storages,
     return None, count
 
 
-def _flat(numbers: Storages) -> list[int]:
+def flat_numbers(numbers: Storages) -> list[int]:
+    """The storage numbers of a value, which may be one, a list, or none."""
     if isinstance(numbers, list):
-        return [number for entry in numbers for number in _flat(entry)]
+        return [number for entry in numbers for number in flat_numbers(entry)]
     return [] if numbers is None else [numbers]
 
 
@@ -163,7 +173,7 @@ def _donated(graph: TrainingGraph, found: dict[fx.Node, Storages]) -> set[int]:
         number
         for entry, value in zip(graph.outputs, graph.output_values, strict=True)
         if entry.kind is OutputKind.UPDATE and isinstance(value, fx.Node) and phase_of(value) == "update"
-        for number in _flat(found[value])
+        for number in flat_numbers(found[value])
     }
 
 
@@ -174,7 +184,7 @@ def _copied(graph: TrainingGraph, found: dict[fx.Node, Storages], nodes: list[fx
     copied: dict[int, int] = {}
     returned: set[int] = set()
     for entry, value in zip(graph.outputs, graph.output_values, strict=True):
-        numbers = _flat(found.get(value)) if isinstance(value, fx.Node) else []
+        numbers = flat_numbers(found.get(value)) if isinstance(value, fx.Node) else []
         if entry.kind is not OutputKind.UPDATE or entry.target is None:
             returned.update(numbers)
             continue

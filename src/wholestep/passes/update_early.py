@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from wholestep.graph.layers import part_borders
-from wholestep.graph.liveness import storages
+from wholestep.graph.liveness import flat_numbers, storages
 from wholestep.graph.training_graph import OutputKind, Role, TrainingGraph, module_of, tensors_in
 from wholestep.kernels import IN_PLACE
 from wholestep.passes.pipeline import compiler_pass
@@ -81,7 +81,7 @@ class _Places:
                 continue  # what is returned is copied before it is overwritten
             read = _list(node, "grads") if node in updates else node.all_input_nodes
             for entry in read:
-                for number in _flat(numbers.get(entry)):
+                for number in flat_numbers(numbers.get(entry)):
                     last[number] = position[node]
         inputs = {node: last.get(numbers[node], -1) for node in nodes if node.op == "placeholder"}
         ends = max((position[update] for update in updates), default=0)
@@ -181,12 +181,6 @@ def _separable(node: fx.Node, count: int) -> bool:
 
 def _bytes(node: fx.Node) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(node.meta["val"]))
-
-
-def _flat(tree: Any) -> list[int]:
-    if isinstance(tree, list):
-        return [number for entry in tree for number in _flat(entry)]
-    return [] if tree is None else [tree]
 
 
 # ---- accumulation ----
