@@ -22,6 +22,7 @@ from wholestep.errors import (
     WholestepError,
     WholestepWarning,
 )
+from wholestep.passes.pipeline import default_pipeline, name_of
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH = class_batches(1, size=6)[0]
@@ -190,7 +191,9 @@ def test_dump_writes_one_numbered_file_per_stage(tmp_path: Path) -> None:
         model, lambda m, b: m(b).sum(), optimizer, torch.ones(2, 3), backend="interpret", dump=str(tmp_path / "graphs")
     )
     files = sorted((tmp_path / "graphs").iterdir())
-    assert [f.name for f in files] == ["00_captured.py", "01_recognise_masks.py", "02_lowered.py"]
-    for number, (file, maker) in enumerate(zip(files, ("capture", "recognise_masks", "lower_interpret"), strict=True)):
+    passes = [name_of(one) for one in default_pipeline()]
+    names = [f"{number:02d}_{stage}.py" for number, stage in enumerate(["captured", *passes, "lowered"])]
+    assert [f.name for f in files] == names
+    for number, (file, maker) in enumerate(zip(files, ("capture", *passes, "lower_interpret"), strict=True)):
         text = file.read_text("utf-8")
         assert text.startswith(f"# Stage {number:02d}: ") and f"Made by {maker} in " in text

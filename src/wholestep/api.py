@@ -32,7 +32,7 @@ from wholestep.lower import (
     lower_interpret,
     warm_up,
 )
-from wholestep.passes.pipeline import Pipeline, default_pipeline
+from wholestep.passes.pipeline import Pipeline, default_pipeline, name_of
 from wholestep.runtime.progress import Progress
 from wholestep.runtime.step import Settings, Step
 from wholestep.verify.first_step import check_first_step
@@ -57,6 +57,7 @@ def compile(
     dynamic: bool | None = None,
     check: str = "first",
     passes: Pipeline | Sequence[Callable[[TrainingGraph], TrainingGraph]] | None = None,
+    early_update: bool | None = None,
     cuda_graph: bool | None = None,
     cache: bool = True,
     dump: str | None = None,
@@ -81,6 +82,8 @@ def compile(
         dynamic: None decides by the sizes seen; True makes all batch sizes symbolic at once; False compiles every shape.
         check: "first" compares the first live step with eager PyTorch; "off" does not.
         passes: a Pipeline, or passes to run after the default ones.
+        early_update: None updates every layer behind its backward where that is exact, so that its gradients die (not with
+            clip_norm or nonfinite="skip", which need all gradients first); False updates at the end of the step.
         cuda_graph: None records one when it measures faster; True or False decides.
         cache: reuse captured graphs from earlier processes.
         dump: a folder; the graph is written there after every stage, as Python.
@@ -88,6 +91,10 @@ def compile(
         verbose: progress on stderr; None shows it on a terminal.
     """
     _check_options(memory, precision, backend, check)
+    if early_update and (clip_norm is not None or nonfinite == "skip"):
+        option = f"clip_norm={clip_norm!r}" if clip_norm is not None else f"nonfinite={nonfinite!r}"
+        hint = "all gradients are needed before the first update then: leave early_update out"
+        raise BadOption(f"early_update=True with {option}", hint=hint)
     subject = make_subject(
         model, loss_fn, optimizer, precision=precision, accumulate=accumulate, clip_norm=clip_norm, nonfinite=nonfinite
     )
@@ -100,6 +107,8 @@ def compile(
         warm_up(subject.device.type)
     _warn_about_optimizer(optimizer, clip_norm)
     pipeline = passes if isinstance(passes, Pipeline) else default_pipeline(extra=passes or ())
+    if early_update is False:
+        pipeline = Pipeline([one for one in pipeline if name_of(one) != "update_early"])
     stages = _Stages(subject, pipeline, progress, dump, cache, cuda_graph)
     first = check_first_step if check == "first" else None
     step = Step(subject, Settings(stages.capture, stages.lower, backend, dynamic, first), seed=seed)

@@ -2,16 +2,18 @@
 
 In goes a graph whose nodes know their phase and module path; out comes node -> the path of the layer it belongs to
 (`transformer.h.3`), or None, and the parts that follow one another (`layer 3, backward`). Lowering cuts there; passes
-that place something between layers must mean the same borders, hence one definition here. A layer is a child with an integer name (ModuleList, Sequential) that has at least one
-sibling with the same forward operators and enough of them to be worth a region of its own. The outermost such path
-wins: `stages.2.blocks.1` when stages differ, `encoder.layer.11` rather than `encoder.layer.11.mlp.0`.
+that place something between layers must mean the same borders, hence one definition here. A layer is a child with an
+integer name (ModuleList, Sequential) that has at least one sibling with the same forward operators and enough of them
+to be worth a region of its own. The outermost such path wins: `stages.2.blocks.1` when stages differ,
+`encoder.layer.11` rather than `encoder.layer.11.mlp.0`.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TypeAlias
 
 from torch import fx
@@ -57,19 +59,25 @@ def _same_phase(key: str, phase: str) -> bool:
     return key == phase or (key == "step" and phase != "update")
 
 
-def part_borders(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """The first node of every part but the first: a call placed before it cuts no part in two."""
-    layers = layers_of(nodes)
-    found: list[fx.Node] = []
+def parts_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, Part]:
+    """Node -> its part; the results of an operator (`getitem`) belong to its part."""
+    calls = [node for node in nodes if node.op == "call_function"]
+    layers = layers_of(calls)
+    found: dict[fx.Node, Part] = {}
     previous: Part | None = None
-    for node in nodes:
-        if node.op != "call_function" or node.target is operator.getitem:
-            continue
-        part = part_of(node, layers, previous)
-        if previous is not None and part != previous:
-            found.append(node)
-        previous = part
+    for node in calls:
+        source = node.args[0] if node.target is operator.getitem else None
+        if isinstance(source, fx.Node) and source in found:
+            found[node] = found[source]
+        else:
+            found[node] = previous = part_of(node, layers, previous)
     return found
+
+
+def part_borders(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """The first node of every part but the first: a call placed before it cuts no part in two."""
+    parts = [(node, part) for node, part in parts_of(nodes).items() if node.target is not operator.getitem]
+    return [node for (_, before), (node, part) in itertools.pairwise(parts) if part != before]
 
 
 def _integer_prefixes(path: str | None) -> list[str]:

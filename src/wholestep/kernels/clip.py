@@ -2,10 +2,10 @@
 gradients here.
 
 In: the gradients of all parameter groups, max_norm as a 0-d float64 tensor, and the dtype as which the gradients count
-(None: their own), for gradients kept narrower than their parameters: each norm is that of the widened gradient. Out: the total 2-norm and min(1, max_norm /
-(norm + 1e-6)), both float32 (float64 when a gradient is float64). Why: the update operators multiply by `scale` while
-they read the gradients, which saves a pass over memory. The arithmetic is that of torch.nn.utils.clip_grad_norm_, bit
-for bit on CPU, without a host sync.
+(None: their own), for gradients kept narrower than their parameters: each norm is that of the widened gradient. Out:
+the total 2-norm and min(1, max_norm / (norm + 1e-6)), both float32 (float64 when a gradient is float64). Why: the
+update operators multiply by `scale` while they read the gradients, which saves a pass over memory. The arithmetic is
+that of torch.nn.utils.clip_grad_norm_, bit for bit on CPU, without a host sync.
 """
 
 import torch

@@ -1,10 +1,11 @@
 """ws::sgd: one functional multi-tensor node for SGD (momentum, dampening, Nesterov, weight decay) over a parameter
 group.
 
-In: params, grads (of their parameters' dtypes, or narrower ones that are widened as they are read), momentum_buffers (empty without momentum), hyper = float64 [lr, momentum, dampening, weight_decay],
-scale (0-d clipping factor or None; below zero: nothing changes). Out: new params and new buffers, concatenated.
-`update_in_place` is its twin without copies. The first step of torch (buffer = gradient) is a zero buffer with
-dampening 0, which the caller passes: there is no branch on the step here.
+In: params, grads (of their parameters' dtypes, or narrower ones that are widened as they are read), momentum_buffers
+(empty without momentum), hyper = float64 [lr, momentum, dampening, weight_decay], scale (0-d clipping factor or None;
+below zero: nothing changes). Out: new params and new buffers, concatenated. `update_in_place` is its twin without
+copies. The first step of torch (buffer = gradient) is a zero buffer with dampening 0, which the caller passes: there is
+no branch on the step here.
 
 On CPU this is torch.optim's own code for the `implementation` asked, hence bitwise torch's; on CUDA one Triton launch
 per dtype group.

@@ -20,13 +20,17 @@ if TYPE_CHECKING:
 Pass = Callable[[TrainingGraph], TrainingGraph]
 
 
-def compiler_pass(*, numerics: str) -> Callable[[Pass], Pass]:
-    """Declares a pass and its tier: "bitwise" keeps every bit, "rounding" may change the last ones."""
+def compiler_pass(*, numerics: str, for_updates: bool = False) -> Callable[[Pass], Pass]:
+    """Declares a pass and its tier: "bitwise" keeps every bit, "rounding" may change the last ones.
+
+    With `for_updates` it also rewrites the separate update graph of an accumulating step.
+    """
     if numerics not in ("bitwise", "rounding"):
         raise ValueError(f"numerics={numerics!r}: use 'bitwise' or 'rounding'")
 
     def declare(function: Pass) -> Pass:
         function.numerics = numerics  # type: ignore[attr-defined]
+        function.for_updates = for_updates  # type: ignore[attr-defined]
         return function
 
     return declare
@@ -90,18 +94,28 @@ class Pipeline:
         return graph, lines
 
     def run_on(self, capture: Capture, *, dump: str | None = None) -> list[str]:
-        """Rewrite a capture's graph in place (its update graph has nothing to rewrite yet); the lines to report."""
+        """Rewrite a capture's graph in place, and its update's graph by the passes that know of it; the lines to report."""
         capture.graph, lines = self.run(capture.graph, dump=dump)
+        of_updates = [one for one in self.passes if getattr(one, "for_updates", False)]
+        if capture.update is not None and of_updates:
+            capture.update, more = Pipeline(of_updates).run(capture.update)
+            lines += more
         return lines
 
 
 def default_pipeline(extra: Sequence[Pass] = ()) -> Pipeline:
     """The passes every step goes through, in order; `extra` ones follow."""
+    from wholestep.passes.lean_gradients import lean_gradients
+    from wholestep.passes.order_for_peak import order_for_peak
     from wholestep.passes.recognise_masks import recognise_masks
+    from wholestep.passes.update_early import update_early
 
     return Pipeline(
         [
             recognise_masks,  # first: it makes whole mask computations dead
+            lean_gradients,  # before gradients are weighed: it halves them
+            update_early,
+            order_for_peak,  # after it: with all gradients alive at the end, no other peak would show
             *extra,
         ]
     )

@@ -11,7 +11,7 @@ What has to hold for a parameter to be updated at a border:
   gradients first, so such a node stays whole, and a note says why.
 
 Accumulating steps have no update here, but one addition per gradient, which also waits at the end: it moves right behind its
-gradient.
+gradient. In their update's own graph, gradients that are divided by the summed weights are consumed a few MiB at a time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MIN_BYTES = 8 << 20
 """Of gradients per node: one launch costs about 20 us of the host, in which an H200 updates about this much."""
 
 
-@compiler_pass(numerics="bitwise")
+@compiler_pass(numerics="bitwise", for_updates=True)
 def update_early(graph: TrainingGraph, *, min_bytes: int = MIN_BYTES) -> TrainingGraph:
     """adamw(all parameters) => adamw(layer 11), adamw(layer 10), ..., each behind the backward of its layer."""
     changed = _accumulate_early(graph)
@@ -85,7 +85,10 @@ class _Places:
                     last[number] = position[node]
         inputs = {node: last.get(numbers[node], -1) for node in nodes if node.op == "placeholder"}
         ends = max((position[update] for update in updates), default=0)
-        borders = [node for node in part_borders(nodes) if position[node] < ends]
+        whole_step = any(entry.kind is OutputKind.LOSS for entry in graph.outputs)
+        # an update's own graph is a list of calls without layers, so anywhere is between two of them
+        borders = part_borders(nodes) if whole_step else list(graph.operations())
+        borders = [node for node in borders if position[node] < ends and not _is_part_of_update(node)]
         return cls(position, borders, inputs)
 
 
@@ -177,6 +180,11 @@ def _separable(node: fx.Node, count: int) -> bool:
     """Whether every list has one tensor per parameter and every user takes one result."""
     whole = all(len(entry) == count for entry in [*_written(node), _list(node, "grads")])
     return whole and all(user.target is operator.getitem for user in node.users)
+
+
+def _is_part_of_update(node: fx.Node) -> bool:
+    """An update, or one of its results: about to be replaced."""
+    return node.target in IN_PLACE or node.target is operator.getitem
 
 
 def _bytes(node: fx.Node) -> int:
