@@ -183,9 +183,6 @@ def _trace_update(tracer: Tracer) -> TrainingGraph:
     update.fakes |= {Input(Role.GRADIENT, n): tracer.fakes[Input(Role.GRADIENT, n)] for n in tracer.used}
     if weighted in tracer.fakes:
         update.fakes[weighted] = tracer.fakes[weighted]
-    missing = [e for e in update.fakes if e.role is Role.STATE and e.name.rsplit("/", 1)[0] not in tracer.used]
-    for entry in missing:
-        del update.fakes[entry]
     update.order = list(update.fakes)
     update.place = {entry: i for i, entry in enumerate(update.order)}
     meanings: list[Output] = []

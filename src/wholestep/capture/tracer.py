@@ -298,7 +298,8 @@ class Tracer:
 
     def add_update_inputs(self, device: torch.device) -> None:
         for plan in self.plans:
-            for name in plan.names:
+            # an accumulating step's update knows only the parameters that got a gradient
+            for name in [n for n in plan.names if Input(Role.PARAMETER, n) in self.fakes]:
                 for key in plan.state_keys:
                     fake = torch.empty_like(self.fakes[Input(Role.PARAMETER, name)])
                     self.fakes[Input(Role.STATE, f"{name}/{key}")] = fake

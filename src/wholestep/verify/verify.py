@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from wholestep.capture.batch import flatten, signature, split_batch
 from wholestep.capture.subject import Subject, make_subject
 from wholestep.errors import BadBatch, BadOption
+from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.passes.pipeline import Pipeline, default_pipeline
 from wholestep.verify.report import Report
@@ -61,7 +62,7 @@ def verify(
         if value not in known:
             raise BadOption(f"{name}={value!r}", hint=f"use one of {', '.join(map(repr, known))}")
     subject = make_subject(model, loss_fn, optimizer, precision=precision, accumulate=accumulate, clip_norm=clip_norm)
-    pipeline = passes if isinstance(passes, Pipeline) else default_pipeline(extra=passes or ())
+    pipeline = (passes if isinstance(passes, Pipeline) else default_pipeline(extra=passes or ())).bound(Plan())
     report = Report("not captured yet", backend)
     listed = batches if isinstance(batches, list) else [batches]
     if not listed:
