@@ -95,11 +95,13 @@ class Pipeline:
 
 def default_pipeline(extra: Sequence[Pass] = ()) -> Pipeline:
     """The passes every step goes through, in order; `extra` ones follow."""
+    from wholestep.passes.fuse_loss import fuse_loss
     from wholestep.passes.recognise_masks import recognise_masks
 
     return Pipeline(
         [
             recognise_masks,  # first: it makes whole mask computations dead
+            fuse_loss,  # before whatever decides about memory: it moves the gradients of the head to the end of the forward
             *extra,
         ]
     )
