@@ -190,7 +190,8 @@ def test_dump_writes_one_numbered_file_per_stage(tmp_path: Path) -> None:
         model, lambda m, b: m(b).sum(), optimizer, torch.ones(2, 3), backend="interpret", dump=str(tmp_path / "graphs")
     )
     files = sorted((tmp_path / "graphs").iterdir())
-    assert [f.name for f in files] == ["00_captured.py", "01_recognise_masks.py", "02_lowered.py"]
-    for number, (file, maker) in enumerate(zip(files, ("capture", "recognise_masks", "lower_interpret"), strict=True)):
+    assert [f.name for f in files] == ["00_captured.py", "01_recognise_masks.py", "02_fuse_loss.py", "03_lowered.py"]
+    makers = ("capture", "recognise_masks", "fuse_loss", "lower_interpret")
+    for number, (file, maker) in enumerate(zip(files, makers, strict=True)):
         text = file.read_text("utf-8")
         assert text.startswith(f"# Stage {number:02d}: ") and f"Made by {maker} in " in text

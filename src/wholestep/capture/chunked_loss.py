@@ -79,10 +79,11 @@ class ChunkedLoss:
     def call(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """The function's result; a loss that fits is computed in chunks."""
         result = func(*args, **kwargs)
-        if self.wish is False or not args or not isinstance(args[0], Tensor):
+        if self.wish is False:
             return result
         if func is F.linear:
             self._remember_linear(result, *args, **kwargs)
+        if not args or not isinstance(args[0], Tensor):
             return result
         source = self._known.get(id(args[0]))
         if source is None:
@@ -92,7 +93,7 @@ class ChunkedLoss:
             return result if loss is None else loss
         if func in (Tensor.register_hook, Tensor.retain_grad) and id(args[0]) in self._used:
             raise CaptureRefused("the gradient of logits is asked for after their loss: chunked_loss=False keeps them whole")
-        if isinstance(result, Tensor) and result is not args[0]:
+        if isinstance(result, Tensor) and result is not args[0] and _is_cut(result) == _is_cut(args[0]):
             found = _followed(source, func, args, kwargs, result)
             if found is not None:
                 self._known[id(result)] = dataclasses.replace(found, made=(*found.made, (result, result._version)))
@@ -177,9 +178,14 @@ def _fits(source: Logits, logits: Tensor, target: Tensor) -> bool:
     class_dim = 0 if logits.dim() == 1 else 1
     leaves = [t for t in (source.x, source.weight, source.bias) if t is not None]
     # a loss that eager would not differentiate must not be differentiated here
-    cut = not logits.requires_grad and torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
+    cut = _is_cut(logits) and torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
     one_device = all(t.device == logits.device for t in (*leaves, target))
     return source.rows.class_dim == class_dim and not cut and one_device and source.untouched()
+
+
+def _is_cut(tensor: Tensor) -> bool:
+    """No gradient flows back from here; a view made under no_grad() says that it requires one all the same."""
+    return tensor.grad_fn is None
 
 
 def _factor(args: tuple, kwargs: dict) -> float:

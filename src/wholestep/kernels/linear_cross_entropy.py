@@ -100,7 +100,8 @@ class _Gradients:
         self.x, self.weight, self.one_chunk = x, weight, one_chunk
         dtype = weight.dtype if one_chunk else compute_dtype(weight.dtype)
         self.dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if wanted[0] else None
-        self.dweight = torch.zeros(weight.shape, dtype=dtype, device=x.device) if wanted[1] else None
+        make = torch.empty if one_chunk else torch.zeros
+        self.dweight = make(weight.shape, dtype=dtype, device=x.device) if wanted[1] else None
         self.dbias = None
         if wanted[2] and bias is not None:
             self.dbias = torch.zeros(bias.shape, dtype=compute_dtype(bias.dtype), device=x.device)
@@ -169,9 +170,10 @@ def linear_cross_entropy_backward(
     rule = Rule(ignore_index, label_smoothing, z_loss, softcap)
     scale = _row_scale(grad, target, rule, reduction, lse.dtype)
     gradients = _Gradients(x, weight, bias, wanted, 0 < x.shape[0] <= chunk)
-    for rows in _chunks(x.shape[0], chunk):
-        logits = F.linear(x[rows], weight, bias)
-        gradients.add(rows, process_rows(logits, target[rows], rule, lse=lse[rows], scale=scale))
+    for rows in _chunks(x.shape[0], chunk):  # no name holds a chunk: it is gone before the next one is made
+        gradients.add(
+            rows, process_rows(F.linear(x[rows], weight, bias), target[rows], rule, lse=lse[rows], scale=scale)
+        )
     return gradients.results()
 
 
@@ -197,9 +199,12 @@ def linear_cross_entropy_and_gradients(
     scale = _row_scale(grad, target, rule, reduction, lse.dtype)
     gradients = _Gradients(x, weight, bias, wanted, 0 < x.shape[0] <= chunk)
     for rows in _chunks(x.shape[0], chunk):
-        logits = F.linear(x[rows], weight, bias)
-        dlogits = process_rows(logits, target[rows], rule, losses=losses[rows], lse=lse[rows], scale=scale)
-        gradients.add(rows, dlogits)
+        gradients.add(
+            rows,
+            process_rows(
+                F.linear(x[rows], weight, bias), target[rows], rule, losses=losses[rows], lse=lse[rows], scale=scale
+            ),
+        )
     return _reduced(losses, target, rule, reduction), *gradients.results()
 
 
