@@ -125,7 +125,7 @@ class _Gradients:
 
 
 def _dense(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows next to each other: the products write into slices of tensors laid out so."""
+    """In all three operators alike: the layout decides which kernel makes a product, hence its bits."""
     return x.contiguous(), weight.contiguous()
 
 
@@ -143,6 +143,7 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """(loss 0-d, lse (N)), both in float32 (float64 for float64)."""
     check(x, weight, bias, target, reduction, chunk)
+    x, weight = _dense(x, weight)
     rule = Rule(ignore_index, label_smoothing, z_loss, softcap)
     losses, lse = (torch.empty(x.shape[0], dtype=compute_dtype(x.dtype), device=x.device) for _ in range(2))
     for rows in _chunks(x.shape[0], chunk):

@@ -77,7 +77,7 @@ def reference(
         losses.copy_(torch.where(used, rows, 0.0))
     if scale is None:
         return logits
-    grad = torch.exp(wide - lse.unsqueeze(1))
+    grad = (wide - lse.unsqueeze(1)).exp_()
     if rule.z_loss:
         grad *= (1.0 + 2.0 * rule.z_loss * lse).unsqueeze(1)
     if smooth:
@@ -85,4 +85,5 @@ def reference(
     grad.scatter_add_(1, picked, torch.full_like(picked, -kept, dtype=grad.dtype))
     if rule.softcap:
         grad *= 1.0 - (wide / rule.softcap).square()
-    return torch.where(used.unsqueeze(1), grad * scale, 0.0).to(logits.dtype)
+    # filled last: with every target ignored the scale is 1 / 0
+    return grad.mul_(scale).masked_fill_(~used.unsqueeze(1), 0.0).to(logits.dtype)
