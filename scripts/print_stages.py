@@ -81,7 +81,8 @@ def page() -> str:
         "line carries its shape, its module and the user's source line. It runs: `step(*inputs)` returns the loss, the\n"
         "gradient norm and all new values." + code.format(printed.rstrip()),
         "## After the passes",
-        "`recognise_masks` finds no attention here, so the program is the same. With `dump=\"folder\"`, `compile` writes it\n"
+        "`recognise_masks` finds no attention here and `fuse_loss` no loss in chunks, so the program is the same. With\n"
+        "`dump=\"folder\"`, `compile` writes it\n"
         "after each pass.",
         "## Lowered",
         "Updates become writes into the tensors that hold the state, and one flat function calls the operators (backend\n"

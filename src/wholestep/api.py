@@ -54,6 +54,7 @@ def compile(
     accumulate: int = 1,
     clip_norm: float | None = None,
     nonfinite: str = "allow",
+    chunked_loss: bool | None = None,
     backend: str = "inductor",
     dynamic: bool | None = None,
     check: str = "first",
@@ -80,6 +81,8 @@ def compile(
         clip_norm: clip gradients by their global norm.
         nonfinite: "allow" updates as torch does whatever the gradients are; "skip" leaves parameters, optimizer state and
             buffers as they were when the gradients are not finite, decided on the device (the step counts all the same).
+        chunked_loss: cross-entropy over the output of a linear layer in chunks of rows, so that the logits are never whole:
+            None where they would take 256 MiB or more, True wherever it is recognised, False never. It rounds differently.
         backend: "inductor" compiles; "interpret" runs the graph operator by operator, bit for bit as eager does.
         dynamic: None decides by the sizes seen; True makes all batch sizes symbolic at once; False compiles every shape.
         check: "first" compares the first live step with eager PyTorch; "off" does not.
@@ -98,8 +101,9 @@ def compile(
         hint = "all gradients are needed before the first update then: leave early_update out"
         raise BadOption(f"early_update=True with {option}", hint=hint)
     subject = make_subject(
-        model, loss_fn, optimizer, precision=precision, accumulate=accumulate, clip_norm=clip_norm, nonfinite=nonfinite
-    )
+        model, loss_fn, optimizer, precision=precision, accumulate=accumulate, clip_norm=clip_norm, nonfinite=nonfinite,
+        chunked_loss=chunked_loss,
+    )  # fmt: skip
     with contextlib.suppress(CaptureRefused):  # a refusal is for the ladder to tell; an error is better early
         refuse_unsupported(subject)
     if compat.untested_version() is not None:

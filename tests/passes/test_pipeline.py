@@ -140,7 +140,7 @@ def test_the_tier_of_numerics_is_declared() -> None:
 
 
 def test_default_passes_and_extra_ones() -> None:
-    assert names(default_pipeline())[0] == "recognise_masks"
+    assert names(default_pipeline()) == ["recognise_masks", "fuse_loss"]
     assert names(default_pipeline(extra=[first]))[-1] == "first"
 
 

@@ -43,6 +43,8 @@ class Subject:
     accumulate: int = 1
     clip_norm: float | None = None
     nonfinite: str = "allow"
+    chunked_loss: bool | None = None
+    """Cross-entropy over a linear layer's output in chunks of rows: None where the logits are large, or always, or never."""
     parameters: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -83,6 +85,7 @@ def make_subject(
     accumulate: int = 1,
     clip_norm: float | None = None,
     nonfinite: str = "allow",
+    chunked_loss: bool | None = None,
 ) -> Subject:
     """Check the arguments of `compile` that need no batch, and name every tensor."""
     root = _root_of(model)
@@ -108,8 +111,11 @@ def make_subject(
         raise BadOption(f"nonfinite={nonfinite!r}", hint=f"use one of {', '.join(map(repr, NONFINITE))}")
     if nonfinite == "skip" and optimizer is None:
         raise BadOption("nonfinite='skip' without an optimizer: the update is yours", hint="look at p.grad before it")
+    if not isinstance(chunked_loss, bool | None):
+        raise BadOption(f"chunked_loss={chunked_loss!r}", hint="use None (by the size of the logits), True or False")
     scaled = precision == "fp16"
-    subject = Subject(model, root, loss_fn, optimizer, precision, accumulate, clip_norm, "skip" if scaled else nonfinite)
+    nonfinite = "skip" if scaled else nonfinite
+    subject = Subject(model, root, loss_fn, optimizer, precision, accumulate, clip_norm, nonfinite, chunked_loss)
     subject.refresh()
     _check_optimizer_members(subject)
     if scaled:

@@ -47,6 +47,7 @@ class Row:
 # fmt: off
 TABLE: tuple[Row, ...] = (
     Row("recognise_masks", "prepare", "first: it makes whole mask computations dead"),
+    Row("fuse_loss", "prepare", "before the folds, which would have to keep forward and backward of the loss alike"),
     Row("fold_constants", "prepare", "before the folds that look for plain numbers"),
     Row("fold_views", "prepare", "before fold_casts: a view between two casts hides that they cancel"),
     Row("fold_casts", "prepare", "before share_equal: a shorter chain is more often equal to another"),
