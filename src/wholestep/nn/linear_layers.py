@@ -1,0 +1,84 @@
+"""A linear layer that does not keep its input when the input can be computed again.
+
+In: y with a recipe (see recipe.py), weight, bias. Out: y W' + b, the very bits of torch's own function. Kept for the
+backward: the weight, and what the recipe needs - which the layer that made y keeps anyway - instead of y. The backward
+computes y again, then the two products that every linear layer needs; there is no third.
+
+An input without a recipe, or a weight that takes no gradient (PyTorch keeps no input then), goes to torch's function.
+
+Legend: y (..., I), weight (O, I), bias (O), g the gradient of the output (..., O).
+    dW = g' y    db = sum g    dy = g W
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wholestep.nn.recipe import Recipe, cook, recipe_of, without_autocast
+
+
+def linear(y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch.nn.functional.linear, without keeping y where y is the output of a lean layer."""
+    recipe = recipe_of(y)
+    if recipe is None or not weight.requires_grad:
+        return F.linear(y, weight, bias)
+    out: Tensor = _FromRecipe.apply(y, weight, bias, True, recipe)
+    return out
+
+
+def linear_in_out(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The same with the weight stored as (I, O): the Conv1D of Hugging Face's GPT-2."""
+    recipe = recipe_of(y)
+    if recipe is None or not weight.requires_grad:
+        return _in_out(y, weight, bias)
+    out: Tensor = _FromRecipe.apply(y, weight, bias, False, recipe)
+    return out
+
+
+class Linear(nn.Linear):
+    """nn.Linear that keeps no input which can be computed again."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
+
+
+def _in_out(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.addmm(bias, y.reshape(-1, y.shape[-1]), weight).view(*y.shape[:-1], weight.shape[1])
+
+
+class _FromRecipe(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, weight: Tensor, bias: Tensor | None, out_in: bool, recipe: Recipe
+    ) -> Tensor:
+        # Not the recipe itself: ctx would hold its tensors past the backward that frees the saved ones.
+        ctx.save_for_backward(weight, *recipe.tensors)
+        ctx.function, ctx.casts, ctx.copied = recipe.function, recipe.casts, recipe.copied
+        ctx.out_in, ctx.dtype, ctx.bias_dtype = out_in, y.dtype, None if bias is None else bias.dtype
+        if out_in:
+            return F.linear(y, weight, bias)
+        assert bias is not None
+        return _in_out(y, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *tensors = ctx.saved_tensors
+        needs_y, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        d_y = d_weight = d_bias = None
+        with without_autocast(grad.device.type):
+            rows = grad.reshape(-1, grad.shape[-1])
+            if needs_weight:
+                y = cook(ctx.function, ctx.casts, tuple(tensors), ctx.copied).to(grad.dtype)
+                y = y.reshape(-1, y.shape[-1])
+                d_weight = (rows.t() @ y if ctx.out_in else y.t() @ rows).to(weight.dtype)
+                del y  # before dy, which is as large
+            if needs_bias:
+                d_bias = rows.sum(0).to(ctx.bias_dtype)
+            if needs_y:
+                w = weight.to(grad.dtype)
+                d_y = (rows @ (w if ctx.out_in else w.t())).view(*grad.shape[:-1], -1).to(ctx.dtype)
+        return d_y, d_weight, d_bias, None, None

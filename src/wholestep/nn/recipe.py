@@ -1,0 +1,111 @@
+"""How a tensor can be computed again: what a lean layer leaves on its output for the layer that follows.
+
+In: y = f(x), made by a cheap f (a norm, an activation, dropout) whose own backward keeps x anyway. Out: a `Recipe` (f and
+x) that travels on y as a Python attribute. Why: an ordinary Linear keeps its input y for the gradient of its weight, so
+both x and y stay in memory; a lean Linear that finds a recipe keeps x, which is there already, and computes y again. The
+bits of y are the same both times: it is the same function on the same values.
+
+The attribute is a hint and nothing more. A view, a copy or a sum of y has none, and the next layer then keeps its input as
+PyTorch does. The same holds where y was written to after it was made, where the two layers stand on different sides of an
+activation checkpoint (which would not find the recipe when it runs its part again), and under torch.compile and torch.func.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wholestep import compat
+from wholestep.errors import WholestepError
+
+ATTRIBUTE = "_wholestep_recipe"
+
+
+@dataclass(frozen=True, slots=True)
+class Casts:
+    """Autocast as it was when a function ran, to be the same when it runs again."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, device_type: str) -> Casts:
+        enabled = torch.is_autocast_enabled(device_type)
+        return cls(device_type, enabled, torch.get_autocast_dtype(device_type))
+
+    def again(self) -> Any:
+        """Context: this state. Without autocast's cache, whose casts would not be part of the graph being built."""
+        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """y = function(*tensors) under `casts`."""
+
+    function: Callable[..., Tensor]
+    tensors: tuple[Tensor | None, ...]
+    casts: Casts
+    copied: bool
+    """Parameters were copied, so a second derivative would not see them."""
+    version: int
+    """How often y had been written to when it was made."""
+    region: Any
+    """The checkpoint (or other saved-tensor hooks) inside which y was made."""
+
+
+def wanted() -> bool:
+    """Whether eager autograd will run here; elsewhere lean layers are the plain ones."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling() and not compat.in_function_transform()
+
+
+def remember(y: Tensor, function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+    """Leave on y how to compute it; gives y back."""
+    if not wanted() or not y.requires_grad or not _plain(y):
+        return y
+    # FSDP frees the whole of a parameter between its module's forward and backward. The norm's weight is used again in
+    # the backward of another module, where it may be gone; a copy of one vector is nothing beside an activation.
+    copied = _distributed() and any(isinstance(t, nn.Parameter) for t in tensors)
+    kept = tuple(t.detach().clone() if copied and isinstance(t, nn.Parameter) else t for t in tensors)
+    casts = Casts.now(y.device.type)
+    setattr(y, ATTRIBUTE, Recipe(function, kept, casts, copied, y._version, compat.saved_tensor_hooks()))
+    return y
+
+
+def recipe_of(y: Tensor) -> Recipe | None:
+    """The recipe of y, if it has one that still holds here."""
+    recipe: Recipe | None = getattr(y, ATTRIBUTE, None)
+    if recipe is None or not wanted() or recipe.version != y._version:
+        return None
+    return recipe if recipe.region is compat.saved_tensor_hooks() else None
+
+
+def cook(function: Callable[..., Tensor], casts: Casts, tensors: tuple[Tensor | None, ...], copied: bool) -> Tensor:
+    """Compute y again, in a backward; differentiable when that backward is itself differentiated."""
+    if copied and torch.is_grad_enabled():
+        raise WholestepError(
+            "a second derivative through lean layers is not available while torch.distributed is initialised",
+            hint="call wholestep.nn.restore(model) before a gradient penalty in a distributed run",
+        )
+    with casts.again():
+        return function(*tensors)
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """Context for a backward: the dtypes are those of its arguments, whatever surrounds the call of backward()."""
+    context: contextlib.AbstractContextManager[Any] = torch.autocast(device_type, enabled=False)
+    return context
+
+
+def _plain(y: Tensor) -> bool:
+    """Subclasses (DTensor, quantised tensors) bring their own rules; the fakes of a captured step do not."""
+    return type(y) is Tensor or compat.is_fake(y)
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
