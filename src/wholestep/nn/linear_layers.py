@@ -12,6 +12,7 @@ Legend: y (..., I), weight (O, I), bias (O), g the gradient of the output (..., 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -47,7 +48,12 @@ class Linear(nn.Linear):
 
 
 def _in_out(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return torch.addmm(bias, y.reshape(-1, y.shape[-1]), weight).view(*y.shape[:-1], weight.shape[1])
+    return torch.addmm(bias, _rows(y), weight).view(*y.shape[:-1], weight.shape[1])
+
+
+def _rows(t: Tensor) -> Tensor:
+    """(..., N) -> (rows, N), also of an empty tensor, for which reshape(-1, N) has no answer."""
+    return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
 class _FromRecipe(torch.autograd.Function):
@@ -70,15 +76,14 @@ class _FromRecipe(torch.autograd.Function):
         needs_y, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         d_y = d_weight = d_bias = None
         with without_autocast(grad.device.type):
-            rows = grad.reshape(-1, grad.shape[-1])
+            rows = _rows(grad)
             if needs_weight:
-                y = cook(ctx.function, ctx.casts, tuple(tensors), ctx.copied).to(grad.dtype)
-                y = y.reshape(-1, y.shape[-1])
+                y = _rows(cook(ctx.function, ctx.casts, tuple(tensors), ctx.copied).to(grad.dtype))
                 d_weight = (rows.t() @ y if ctx.out_in else y.t() @ rows).to(weight.dtype)
                 del y  # before dy, which is as large
             if needs_bias:
                 d_bias = rows.sum(0).to(ctx.bias_dtype)
             if needs_y:
-                w = weight.to(grad.dtype)
-                d_y = (rows @ (w if ctx.out_in else w.t())).view(*grad.shape[:-1], -1).to(ctx.dtype)
+                w = weight.to(grad.dtype) if ctx.out_in else weight.to(grad.dtype).t()
+                d_y = (rows @ w).view(*grad.shape[:-1], w.shape[1]).to(ctx.dtype)
         return d_y, d_weight, d_bias, None, None
