@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tests.nn.lean_models import Block, Net, saved_bytes
 from torch import Tensor, nn
 
 import wholestep
-from tests.nn.lean_models import Block, Net, saved_bytes
 from wholestep.errors import BadOption, UnsupportedModel
 
 SIZES = {
@@ -146,7 +146,7 @@ def test_only_chooses_by_class_or_path(only: Any, paths: list[str]) -> None:
 def test_requests_that_make_no_sense_are_refused() -> None:
     with pytest.raises(BadOption, match="only='blocs' matches no module of Net"):
         wholestep.nn.convert(Net(), only="blocs")
-    with pytest.raises(BadOption, match="takes a torch.nn.Module, got dict"):
+    with pytest.raises(BadOption, match=r"takes a torch\.nn\.Module, got dict"):
         wholestep.nn.convert({})  # type: ignore[arg-type]
 
 

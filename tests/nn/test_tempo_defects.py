@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.nn.lean_models import Block, differing, outcome, twins
 from torch import nn
 
 import wholestep
-from tests.nn.lean_models import Block, differing, outcome, twins
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])

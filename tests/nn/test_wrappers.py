@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.nn.lean_models import HIDDEN, Block, Net, differing, outcome, saved_bytes, twins
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import wholestep
-from tests.nn.lean_models import HIDDEN, Block, Net, differing, outcome, saved_bytes, twins
 
 needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 

@@ -1,0 +1,101 @@
+"""A recipe is used only where it still tells how to compute the tensor it travels on."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import wholestep
+from wholestep.errors import WholestepError
+from wholestep.nn import recipe
+from wholestep.nn.recipe import recipe_of
+
+
+def normalised(x: Tensor) -> Tensor:
+    return wholestep.nn.layer_norm(x, x.shape[-1:])
+
+
+def gradient_of_weight(change: object) -> tuple[Tensor, Tensor]:
+    """(lean, plain) gradients of a Linear after a norm whose output went through `change`."""
+    found = []
+    for norm, linear in ((normalised, wholestep.nn.linear), (lambda x: F.layer_norm(x, x.shape[-1:]), F.linear)):
+        weight = nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4))
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        linear(change(norm(x)), weight).square().sum().backward()  # type: ignore[operator]
+        found.append(weight.grad)
+    return found[0], found[1]
+
+
+CHANGES = {
+    "nothing": lambda y: y,
+    "written to in place": lambda y: y.mul_(2.0),
+    "a view written to": lambda y: (y[:2].zero_(), y)[1],
+    "a view": lambda y: y[1:],
+    "a sum": lambda y: y + 1,
+    "another dtype": lambda y: y.double().float(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_gradient_is_right_whatever_happens_between_norm_and_linear(name: str) -> None:
+    lean, plain = gradient_of_weight(CHANGES[name])
+    assert torch.equal(lean, plain)
+
+
+def test_where_a_recipe_holds() -> None:
+    x = torch.randn(2, 4, requires_grad=True)
+    assert recipe_of(normalised(x)) is not None
+    assert recipe_of(normalised(x.detach())) is None, "nothing is kept for a tensor that takes no gradient"
+    assert recipe_of(normalised(x)[:1]) is None
+    assert recipe_of(normalised(x).mul_(1.0)) is None
+    with torch.no_grad():
+        assert recipe_of(normalised(x)) is None
+    y = normalised(x)
+    with torch.autograd.graph.save_on_cpu():
+        assert recipe_of(y) is None and recipe_of(normalised(x)) is not None
+
+
+def test_nothing_is_kept_alive_after_the_backward() -> None:
+    x = torch.randn(3, 4, requires_grad=True) * 1.0
+    weight = nn.Parameter(torch.randn(2, 4))
+    out = wholestep.nn.linear(normalised(x), weight)
+    gone = weakref.ref(x)
+    del x
+    out.sum().backward()
+    gc.collect()
+    assert gone() is None, "the input of the norm outlives the backward"
+
+
+def test_an_input_overwritten_before_the_backward_is_an_error_as_in_torch() -> None:
+    x = torch.randn(3, 4, requires_grad=True) * 1.0
+    out = wholestep.nn.linear(normalised(x), nn.Parameter(torch.randn(2, 4)))
+    x.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_second_backward_and_a_retained_graph() -> None:
+    x, weight = torch.randn(3, 4, requires_grad=True), nn.Parameter(torch.randn(2, 4))
+    out = wholestep.nn.linear(wholestep.nn.gelu(x), weight).sum()
+    out.backward(retain_graph=True)
+    first = weight.grad.clone()
+    out.backward()
+    assert torch.equal(weight.grad, 2 * first)
+    with pytest.raises(RuntimeError, match="second time"):
+        out.backward()
+
+
+def test_a_copied_weight_refuses_a_second_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe, "_distributed", lambda: True)
+    scale, weight = nn.Parameter(torch.rand(4)), nn.Parameter(torch.randn(2, 4))
+    x = torch.randn(3, 4, requires_grad=True)
+    out = wholestep.nn.linear(wholestep.nn.layer_norm(x, (4,), scale), weight)
+    with pytest.raises(WholestepError, match=r"second derivative .*restore\(model\)"):
+        torch.autograd.grad(out.square().sum(), weight, create_graph=True)
+    (grad,) = torch.autograd.grad(wholestep.nn.linear(wholestep.nn.layer_norm(x, (4,), scale), weight).sum(), weight)
+    torch.testing.assert_close(grad, F.layer_norm(x, (4,), scale).detach().sum(0).expand(2, 4))
