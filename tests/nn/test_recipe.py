@@ -14,6 +14,7 @@ import wholestep
 from wholestep.errors import WholestepError
 from wholestep.nn import recipe
 from wholestep.nn.recipe import recipe_of
+from wholestep.nn.replay import replayed
 
 
 def normalised(x: Tensor) -> Tensor:
@@ -99,3 +100,19 @@ def test_a_copied_weight_refuses_a_second_derivative(monkeypatch: pytest.MonkeyP
         torch.autograd.grad(out.square().sum(), weight, create_graph=True)
     (grad,) = torch.autograd.grad(wholestep.nn.linear(wholestep.nn.layer_norm(x, (4,), scale), weight).sum(), weight)
     torch.testing.assert_close(grad, F.layer_norm(x, (4,), scale).detach().sum(0).expand(2, 4))
+
+
+def test_a_function_runs_again_under_the_autocast_it_ran_under() -> None:
+    def mixed(x: Tensor, inner: Tensor) -> Tensor:
+        return torch.tanh(x @ inner)
+
+    found = []
+    for lean in (True, False):
+        torch.manual_seed(0)
+        x, inner, weight = (nn.Parameter(torch.randn(4, 4)) for _ in range(3))
+        with torch.autocast("cpu", torch.bfloat16):
+            y = replayed(mixed, x, inner) if lean else mixed(x, inner)
+            out = (wholestep.nn.linear if lean else F.linear)(y, weight)
+        out.float().square().sum().backward()
+        found.append([out.detach(), x.grad, inner.grad, weight.grad])
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(*found, strict=True))
