@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,8 +13,9 @@ from tests.nn.lean_models import saved_bytes
 from torch import nn
 
 import wholestep
+from wholestep.errors import BadOption
 from wholestep.kernels.random_bits import keep_mask
-from wholestep.nn.keyed_dropout import draw_key
+from wholestep.nn.keyed_dropout import draw_key, drop
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -95,8 +100,39 @@ def test_attention_with_dropout_keeps_no_probabilities() -> None:
     assert not torch.allclose(first, F.scaled_dot_product_attention(q, q, q))
 
 
+INTERPRETED = """
+import torch, wholestep.kernels
+from wholestep.nn.dropout_triton import launch
+for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    for size, p, key in ((1, 0.5, 1), (1500, 0.1, -3), (2048, 0.9, 2**40 + 7), (0, 0.5, 5)):
+        x = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+        x[:1] = float("inf")
+        key = torch.tensor(key)
+        p = p if dtype != torch.bfloat16 else 0.75  # the interpreter truncates to bf16; a factor of 4 needs no rounding
+        assert torch.equal(launch(x, p, key), torch.ops.ws.dropout(x, p, key)), (dtype, size, p)
+print("equal")
+"""
+
+
+def test_the_triton_kernel_has_the_bits_of_the_operator() -> None:
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", INTERPRETED]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
+    assert done.stdout.strip() == "equal", done.stderr[-1500:]
+
+
 @pytest.mark.gpu
-def test_on_cuda_the_mask_is_that_of_the_cpu() -> None:
-    key = draw_key(torch.device("cpu"))
-    x = torch.randn(33, 70)
-    assert torch.equal(torch.ops.ws.dropout(x, 0.3, key), torch.ops.ws.dropout(x.cuda(), 0.3, key.cuda()).cpu())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_on_cuda_the_kernel_has_the_bits_of_the_cpu_and_its_gradient_the_same_mask(dtype: torch.dtype) -> None:
+    key, x = draw_key(torch.device("cpu")), torch.randn(333, 70).to(dtype)
+    moved = x.cuda().t().requires_grad_()  # not contiguous
+    out = drop(moved, 0.3, key.cuda())
+    assert torch.equal(out.cpu(), torch.ops.ws.dropout(x.t().contiguous(), 0.3, key))
+    out.backward(moved.detach())
+    assert torch.equal(moved.grad, out.detach())
+
+
+def test_a_probability_outside_0_and_1_is_refused() -> None:
+    with pytest.raises(BadOption, match=r"between 0 and 1, got 1\.5"):
+        wholestep.nn.dropout(torch.ones(3), 1.5)
