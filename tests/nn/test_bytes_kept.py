@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -159,6 +166,35 @@ def test_second_derivatives_through_a_replayed_function_are_right() -> None:
         return wholestep.nn.swiglu_linear(wholestep.nn.rms_norm(gate, (4,), scale, 1e-6), up, weight)
 
     assert torch.autograd.gradgradcheck(function, (gate, up, scale, weight))
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_page_says_what_the_benchmark_prints() -> None:
+    page = (ROOT / "docs" / "lean-layers.md").read_text("utf-8")
+    benchmark = runpy.run_path(str(ROOT / "benchmarks" / "lean_layers.py"))
+    rows = benchmark["table"](argparse.Namespace(hidden=256, tokens=128, batch=2), "cpu")
+    for row, expected in zip(rows, (10, 10, 11.25), strict=True):
+        assert expected <= row["converted_bytes"] / row["T_bytes"] <= expected + 0.05
+        for name in ("eager_bytes", "converted_bytes"):
+            assert f"{row[name] / row['T_bytes']:.2f} T ({row[name]:,}" in page
+
+
+def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "lean-layers.md").read_text("utf-8")
+    example = re.search(r"```python\n(.*?)```", page, re.DOTALL)
+    assert example is not None
+    exec(compile(example.group(1), "lean-layers.md", "exec"), {})
+    assert "4 swapped, 0 left" in capsys.readouterr().out
+
+
+def test_the_names_load_on_first_use_and_lead_somewhere() -> None:
+    code = "import wholestep, sys; wholestep.nn; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert all(callable(getattr(wholestep.nn, name)) for name in wholestep.nn.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'LayerNrom'"):
+        _ = wholestep.nn.LayerNrom
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from tests.nn.lean_models import HIDDEN, Block, Net, differing, outcome, saved_bytes, twins
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -103,6 +104,18 @@ def test_a_captured_step_of_a_converted_model_is_eager_bit_for_bit() -> None:
         lean, lambda model, x: model(x).square().mean(), optimizer, torch.randn(2, 5, HIDDEN), backend="interpret", steps=3
     )
     assert str(report).startswith("equal to eager bit for bit") and "whole step" in str(report)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_captured_step_of_a_converted_llama_is_verified(precision: str) -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    lean = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+    assert {change.was for change in wholestep.nn.convert(lean).swapped} >= {"LlamaMLP", "LlamaRMSNorm", "Linear"}
+    ids = torch.randint(0, 32, (2, 6))
+    batch = {"input_ids": ids, "labels": ids}
+    optimizer = torch.optim.SGD(lean.parameters(), lr=1e-2)
+    report = wholestep.verify(lean, None, optimizer, batch, backend="interpret", steps=2, precision=precision)
+    assert "whole step" in str(report) and str(report).startswith("equal to eager"), report
 
 
 def test_torch_func_takes_a_converted_model() -> None:

@@ -41,7 +41,9 @@ class Casts:
 
     def again(self) -> Any:
         """Context: this state. Without autocast's cache, whose casts would not be part of the graph being built."""
-        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
+        context = torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
+        context._wholestep = True  # ours: a capture refuses the contexts that a loss function enters itself
+        return context
 
 
 @dataclass(frozen=True, slots=True)
