@@ -116,3 +116,34 @@ def test_a_function_runs_again_under_the_autocast_it_ran_under() -> None:
         out.float().square().sum().backward()
         found.append([out.detach(), x.grad, inner.grad, weight.grad])
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(*found, strict=True))
+
+
+def test_an_input_overwritten_before_the_linear_makes_no_wrong_gradient() -> None:
+    x = torch.randn(3, 4)  # takes no gradient, and a norm whose bias alone is trained does not need it either
+    bias, weight = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.randn(2, 4))
+    y = wholestep.nn.layer_norm(x, (4,), None, bias)
+    expected = y.detach().sum(0).expand(2, 4)
+    x.mul_(torch.arange(4.0))
+    out = wholestep.nn.linear(y, weight)
+    (grad,) = torch.autograd.grad(out.sum(), weight)
+    torch.testing.assert_close(grad, expected)
+
+
+def test_meta_tensors_and_subclasses_take_the_plain_way() -> None:
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2))
+    wholestep.nn.convert(model)
+    model.to("meta")(torch.randn(3, 4, device="meta")).sum().backward()
+    assert model[1].weight.grad.shape == (4, 4)
+
+    class Marked(Tensor):
+        """A subclass with rules of its own."""
+
+    y = torch.randn(3, 4).as_subclass(Marked).requires_grad_()
+    assert recipe_of(normalised(y)) is None
+
+
+def test_a_trace_holds_no_python_function() -> None:
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 2))
+    wholestep.nn.convert(model)
+    traced = torch.jit.trace(model, torch.randn(3, 4))
+    assert "PythonOp" not in str(traced.inlined_graph)

@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wholestep.nn.recipe import Recipe, cook, recipe_of, without_autocast
+from wholestep.nn.recipe import Pot, Recipe, cook, plain, recipe_of, without_autocast
 
 
 def linear(y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """torch.nn.functional.linear, without keeping y where y is the output of a lean layer."""
     recipe = recipe_of(y)
-    if recipe is None or not weight.requires_grad:
+    if recipe is None or not weight.requires_grad or not plain(weight, bias):
         return F.linear(y, weight, bias)
     out: Tensor = _FromRecipe.apply(y, weight, bias, True, recipe)
     return out
@@ -34,7 +34,7 @@ def linear(y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def linear_in_out(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """The same with the weight stored as (I, O): the Conv1D of Hugging Face's GPT-2."""
     recipe = recipe_of(y)
-    if recipe is None or not weight.requires_grad:
+    if recipe is None or not weight.requires_grad or not plain(weight, bias):
         return _in_out(y, weight, bias)
     out: Tensor = _FromRecipe.apply(y, weight, bias, False, recipe)
     return out
@@ -63,7 +63,8 @@ class _FromRecipe(torch.autograd.Function):
     ) -> Tensor:
         # Not the recipe itself: ctx would hold its tensors past the backward that frees the saved ones.
         ctx.save_for_backward(weight, *recipe.tensors)
-        ctx.function, ctx.casts, ctx.copied = recipe.function, recipe.casts, recipe.copied
+        ctx.function, ctx.casts, ctx.copied, ctx.pot = recipe.function, recipe.casts, recipe.copied, recipe.pot
+        recipe.pot.add_reader()
         ctx.out_in, ctx.dtype, ctx.bias_dtype = out_in, y.dtype, None if bias is None else bias.dtype
         if out_in:
             return F.linear(y, weight, bias)
@@ -78,7 +79,7 @@ class _FromRecipe(torch.autograd.Function):
         with without_autocast(grad.device.type):
             rows = _rows(grad)
             if needs_weight:
-                y = _rows(cook(ctx.function, ctx.casts, tuple(tensors), ctx.copied).to(grad.dtype))
+                y = _rows(_input_again(ctx, tuple(tensors)).to(grad.dtype))
                 d_weight = (rows.t() @ y if ctx.out_in else y.t() @ rows).to(weight.dtype)
                 del y  # before dy, which is as large
             if needs_bias:
@@ -87,3 +88,10 @@ class _FromRecipe(torch.autograd.Function):
                 w = weight.to(grad.dtype) if ctx.out_in else weight.to(grad.dtype).t()
                 d_y = (rows @ w).view(*grad.shape[:-1], w.shape[1]).to(ctx.dtype)
         return d_y, d_weight, d_bias, None, None
+
+
+def _input_again(ctx: Any, tensors: tuple[Tensor | None, ...]) -> Tensor:
+    if torch.is_grad_enabled():  # this backward will be differentiated: y needs a graph of its own
+        return cook(ctx.function, ctx.casts, tensors, ctx.copied)
+    pot: Pot = ctx.pot
+    return pot.serve(lambda: cook(ctx.function, ctx.casts, tensors, ctx.copied))

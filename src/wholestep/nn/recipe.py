@@ -36,14 +36,42 @@ class Casts:
 
     @classmethod
     def now(cls, device_type: str) -> Casts:
+        if not torch.amp.is_autocast_available(device_type):  # the meta device
+            return cls("cpu", False, torch.bfloat16)
         enabled = torch.is_autocast_enabled(device_type)
         return cls(device_type, enabled, torch.get_autocast_dtype(device_type))
 
-    def again(self) -> Any:
+    def again(self) -> contextlib.AbstractContextManager[Any]:
         """Context: this state. Without autocast's cache, whose casts would not be part of the graph being built."""
-        context = torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
-        context._wholestep = True  # ours: a capture refuses the contexts that a loss function enters itself
+        if not self.enabled and not torch.is_autocast_enabled(self.device_type):
+            return contextlib.nullcontext()  # entering autocast costs more than the function that runs under it
+        context: contextlib.AbstractContextManager[Any] = torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
+        context._wholestep = True  # type: ignore[attr-defined]  # ours: a capture refuses the contexts that a loss function enters itself
         return context
+
+
+@dataclass(slots=True)
+class Pot:
+    """y, computed again for the first of the layers that read it and held for the others: q, k and v follow one another.
+
+    A layer that takes no part in a backward leaves y here until the graph goes, which is what PyTorch's own layers do.
+    """
+
+    readers: int = 0
+    left: int = 0
+    y: Tensor | None = None
+
+    def add_reader(self) -> None:
+        self.readers += 1
+        self.left = self.readers
+
+    def serve(self, make: Callable[[], Tensor]) -> Tensor:
+        y = make() if self.y is None else self.y
+        self.left -= 1
+        self.y = y if self.left > 0 else None
+        if self.left <= 0:
+            self.left = self.readers  # for a second backward through a retained graph
+        return y
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,34 +83,38 @@ class Recipe:
     casts: Casts
     copied: bool
     """Parameters were copied, so a second derivative would not see them."""
-    version: int
-    """How often y had been written to when it was made."""
+    versions: tuple[int, ...]
+    """How often y, and each tensor it is made from, had been written to when y was made."""
     region: Any
     """The checkpoint (or other saved-tensor hooks) inside which y was made."""
+    pot: Pot
 
 
 def wanted() -> bool:
     """Whether eager autograd will run here; elsewhere lean layers are the plain ones."""
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling() and not compat.in_function_transform()
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    return not compat.in_function_transform()
 
 
 def remember(y: Tensor, function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
     """Leave on y how to compute it; gives y back."""
-    if not wanted() or not y.requires_grad or not _plain(y):
+    if not wanted() or not y.requires_grad or not plain(y):
         return y
     # FSDP frees the whole of a parameter between its module's forward and backward. The norm's weight is used again in
     # the backward of another module, where it may be gone; a copy of one vector is nothing beside an activation.
     copied = _distributed() and any(isinstance(t, nn.Parameter) for t in tensors)
     kept = tuple(t.detach().clone() if copied and isinstance(t, nn.Parameter) else t for t in tensors)
     casts = Casts.now(y.device.type)
-    setattr(y, ATTRIBUTE, Recipe(function, kept, casts, copied, y._version, compat.saved_tensor_hooks()))
+    region = compat.saved_tensor_hooks()
+    setattr(y, ATTRIBUTE, Recipe(function, kept, casts, copied, _versions(y, kept), region, Pot()))
     return y
 
 
 def recipe_of(y: Tensor) -> Recipe | None:
     """The recipe of y, if it has one that still holds here."""
     recipe: Recipe | None = getattr(y, ATTRIBUTE, None)
-    if recipe is None or not wanted() or recipe.version != y._version:
+    if recipe is None or not wanted() or recipe.versions != _versions(y, recipe.tensors):
         return None
     return recipe if recipe.region is compat.saved_tensor_hooks() else None
 
@@ -100,13 +132,19 @@ def cook(function: Callable[..., Tensor], casts: Casts, tensors: tuple[Tensor | 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
     """Context for a backward: the dtypes are those of its arguments, whatever surrounds the call of backward()."""
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return contextlib.nullcontext()
     context: contextlib.AbstractContextManager[Any] = torch.autocast(device_type, enabled=False)
     return context
 
 
-def _plain(y: Tensor) -> bool:
-    """Subclasses (DTensor, quantised tensors) bring their own rules; the fakes of a captured step do not."""
-    return type(y) is Tensor or compat.is_fake(y)
+def plain(*tensors: Tensor | None) -> bool:
+    """Whether these are ordinary tensors: subclasses (DTensor, quantised) bring their own rules; fakes of a capture do not."""
+    return all(t is None or type(t) in (Tensor, nn.Parameter) or compat.is_fake(t) for t in tensors)
+
+
+def _versions(y: Tensor, tensors: tuple[Tensor | None, ...]) -> tuple[int, ...]:
+    return (y._version, *(0 if t is None else t._version for t in tensors))
 
 
 def _distributed() -> bool:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep.nn.recipe import Casts, remember, wanted, without_autocast
+from wholestep.nn.recipe import Casts, plain, remember, wanted, without_autocast
 
 
 def replayed(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
     """function(*tensors), keeping `tensors` and nothing that is computed on the way."""
     given = [t for t in tensors if t is not None]
-    if not wanted() or not any(t.requires_grad for t in given):
+    if not wanted() or not any(t.requires_grad for t in given) or not plain(*given):
         return function(*tensors)
     out: Tensor = _Replayed.apply(function, Casts.now(given[0].device.type), *tensors)
     return remember(out, function, *tensors)

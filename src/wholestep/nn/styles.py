@@ -103,8 +103,10 @@ def _made(original: type[nn.Module], body: Callable[[Any, Tensor], Tensor], styl
         (x,) = (*args, *kwargs.values())  # the one argument has another name in every class
         return body(self, x)
 
-    members = {"forward": forward, "style": style, "original": original, "__module__": __name__}
-    return type(f"Lean{original.__name__}", (Lean, original), members)
+    # module and name are part of the key under which a captured step is kept: the library, the class and the style
+    name = f"Lean{original.__name__}"
+    members = {"forward": forward, "style": style, "original": original, "__module__": original.__module__}
+    return type(name, (Lean, original), {**members, "__qualname__": f"{name}[{style}]"})
 
 
 def _blank(original: type[nn.Module], style: str) -> nn.Module:
