@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import wholestep
 from wholestep.errors import WholestepError
 from wholestep.nn import recipe
+from wholestep.nn.activations import gated
+from wholestep.nn.norms import rms_norm_in_float
 from wholestep.nn.recipe import recipe_of
 from wholestep.nn.replay import replayed
 
@@ -147,3 +149,40 @@ def test_a_trace_holds_no_python_function() -> None:
     wholestep.nn.convert(model)
     traced = torch.jit.trace(model, torch.randn(3, 4))
     assert "PythonOp" not in str(traced.inlined_graph)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(8,), (3, 5), (2, 5, 33)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_derivatives_by_hand_have_the_bits_of_autograd(dtype: torch.dtype, shape: tuple[int, ...], device: str) -> None:
+    x, up, grad = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
+    weight = torch.randn(shape[-1:], device=device).to(dtype).requires_grad_()
+    found = []
+    for by_hand in (True, False):
+        out = rms_norm_in_float(x, weight, 1e-6, by_hand=by_hand)
+        activation = F.silu if by_hand else lambda t: F.silu(t)
+        gate = gated(x, up, activation)
+        found.append([*torch.autograd.grad(out, (x, weight), grad), *torch.autograd.grad(gate, (x, up), grad)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_layers_with_one_input_compute_it_again_once() -> None:
+    calls: list[int] = []
+
+    def counted(x: Tensor) -> Tensor:
+        calls.append(1)
+        return torch.tanh(x) * 2
+
+    x = torch.randn(3, 4, requires_grad=True)
+    weights = [nn.Parameter(torch.randn(2, 4)) for _ in range(3)]
+    y = replayed(counted, x)
+    loss = sum(wholestep.nn.linear(y, w).square().sum() for w in weights)
+    calls.clear()
+    loss.backward(retain_graph=True)
+    assert len(calls) == 2  # once for the three weights, once under autograd for x
+    first = [w.grad.clone() for w in weights]
+    torch.autograd.grad(loss, weights[1], retain_graph=True)  # one reader alone, then all again
+    loss.backward()
+    assert all(torch.equal(w.grad, 2 * g) for w, g in zip(weights, first, strict=True))
+    plain = [torch.autograd.grad(F.linear(counted(x), w).square().sum(), w)[0] for w in weights]
+    assert all(torch.equal(a, b) for a, b in zip(first, plain, strict=True))

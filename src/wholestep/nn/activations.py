@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -32,7 +33,8 @@ def silu(x: Tensor) -> Tensor:
 
 def gated(gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
     """activation(gate) * up, keeping gate and up."""
-    return replayed(functools.partial(_gated, activation), gate, up)
+    derivative = _swiglu_derivative if activation is F.silu and gate.shape == up.shape else None
+    return replayed(functools.partial(_gated, activation), gate, up, derivative=derivative)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -42,6 +44,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def _gated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
     return activation(gate) * up
+
+
+def _swiglu_derivative(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
 
 
 class GELU(nn.GELU):

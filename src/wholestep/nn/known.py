@@ -43,6 +43,9 @@ ACTIVATIONS = {
 }
 """Classes of Hugging Face by name, and the styles to try in order: torch's own operator where it gives the same bits."""
 
+# The second is the first for a device on which the derivative written by hand should round otherwise than autograd's.
+RMS_STYLES = ("rms_in_float", "rms_in_float_replayed", "rms_weight_dtype", "rms_one_plus", "rms_torch")
+
 
 @dataclass(frozen=True, slots=True)
 class Swap:
@@ -73,7 +76,7 @@ def _recognised(module: nn.Module) -> Swap | str | None:
     if kind.__name__ in ACTIVATIONS:
         return _probed(module, *ACTIVATIONS[kind.__name__])
     if _like_rms_norm(module):
-        return _probed(module, "rms_in_float", "rms_weight_dtype", "rms_one_plus", "rms_torch")
+        return _probed(module, *RMS_STYLES)
     if kind.__name__ == "Conv1D" and set(module._parameters) == {"weight", "bias"} and module.weight.dim() == 2:
         return _probed(module, "in_out")
     if _like_gated_mlp(module):

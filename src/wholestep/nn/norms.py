@@ -33,9 +33,10 @@ def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps:
     return replayed(functools.partial(_rms_norm, tuple(shape), eps), x, weight)
 
 
-def rms_norm_in_float(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * (x / rms(x) in float32, back in x's dtype): Llama, Mistral, Qwen."""
-    return replayed(functools.partial(_rms_in_float, eps), x, weight)
+def rms_norm_in_float(x: Tensor, weight: Tensor, eps: float, *, by_hand: bool = True) -> Tensor:
+    """weight * (x / rms(x) in float32, back in x's dtype): Llama, Mistral, Qwen. `by_hand`: without a second autograd."""
+    derivative = functools.partial(_rms_in_float_derivative, eps) if by_hand and x.dtype == weight.dtype else None
+    return replayed(functools.partial(_rms_in_float, eps), x, weight, derivative=derivative)
 
 
 def rms_norm_weight_dtype(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -63,6 +64,18 @@ def _over_rms(eps: float, x: Tensor) -> Tensor:
 
 def _rms_in_float(eps: float, x: Tensor, weight: Tensor) -> Tensor:
     return weight * _over_rms(eps, x).to(x.dtype)
+
+
+def _rms_in_float_derivative(eps: float, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """What autograd does with the chain above, operator by operator and in its order, so that the bits are its bits."""
+    wide = x.to(torch.float32)
+    root = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    d_weight = (grad * (wide * root).to(x.dtype)).sum_to_size(weight.shape)
+    d_over = (grad * weight).to(torch.float32)
+    d_root = (d_over * wide).sum(-1, keepdim=True)
+    d_mean = -0.5 * d_root * root.pow(3)
+    d_wide = (d_mean / x.shape[-1]).expand_as(wide) * (2.0 * wide)
+    return (d_over * root + d_wide).to(x.dtype), d_weight
 
 
 def _rms_weight_dtype(eps: float, x: Tensor, weight: Tensor) -> Tensor:

@@ -45,9 +45,12 @@ class Casts:
         """Context: this state. Without autocast's cache, whose casts would not be part of the graph being built."""
         if not self.enabled and not torch.is_autocast_enabled(self.device_type):
             return contextlib.nullcontext()  # entering autocast costs more than the function that runs under it
-        context: contextlib.AbstractContextManager[Any] = torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
-        context._wholestep = True  # type: ignore[attr-defined]  # ours: a capture refuses the contexts that a loss function enters itself
-        return context
+        context: Any = torch.autocast(
+            self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False
+        )
+        context._wholestep = True  # ours: a capture refuses the contexts that a loss function enters itself
+        entered: contextlib.AbstractContextManager[Any] = context
+        return entered
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wholestep.nn.activations import gated, gelu, silu
@@ -58,7 +59,9 @@ def _gated(module: Any, x: Tensor) -> Tensor:
         gate, up = module.gate_up_proj(x).chunk(2, dim=-1)
     else:
         gate, up = module.gate_proj(x), module.up_proj(x)
-    out: Tensor = module.down_proj(gated(gate, up, original_forward(activation_of(module))))
+    activation = activation_of(module)
+    silu_like = activation.__dict__.get(MARK, type(activation)).__name__ in ("SiLU", "SiLUActivation")
+    out: Tensor = module.down_proj(gated(gate, up, F.silu if silu_like else original_forward(activation)))
     return out
 
 
@@ -69,6 +72,7 @@ STYLES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "gelu_tanh": lambda module, x: gelu(x, "tanh"),
     "silu": lambda module, x: silu(x),
     "rms_in_float": lambda module, x: rms_norm_in_float(x, module.weight, eps_of(module) or 0.0),
+    "rms_in_float_replayed": lambda module, x: rms_norm_in_float(x, module.weight, eps_of(module) or 0.0, by_hand=False),
     "rms_weight_dtype": lambda module, x: rms_norm_weight_dtype(x, module.weight, eps_of(module) or 0.0),
     "rms_one_plus": lambda module, x: rms_norm_one_plus(x, module.weight, eps_of(module) or 0.0),
     "rms_torch": lambda module, x: rms_norm(x, module.weight.shape, module.weight, eps_of(module)),
