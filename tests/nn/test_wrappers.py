@@ -45,7 +45,7 @@ def test_two_ranks_train_as_without_lean_layers(how: str, told_by_ranks: list[di
 
 
 class Checkpointed(nn.Module):
-    """A norm before the checkpoint, its linear layer inside: the recipe is not there when the checkpoint runs again."""
+    """A norm before the checkpoint, its linear layer inside: the origin is not there when the checkpoint runs again."""
 
     def __init__(self, reentrant: bool, p: float = 0.0) -> None:
         super().__init__()

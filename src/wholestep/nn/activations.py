@@ -1,6 +1,6 @@
 """GELU, SiLU and gated products whose output the next linear layer need not keep.
 
-In: the pre-activation x (and the other factor of a gated product). Out: the activation, with a recipe. Torch's own GELU
+In: the pre-activation x (and the other factor of a gated product). Out: the activation, with an origin. Torch's own GELU
 and SiLU keep x alone already; what doubles their memory is the Linear after them. Here that Linear, if it is lean, keeps
 x too. The gated product of SwiGLU keeps gate and up, where plain PyTorch keeps four tensors of that size.
 
@@ -16,18 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wholestep.nn.recipe import remember
+from wholestep.nn.origin import remember
 from wholestep.nn.replay import replayed
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """torch.nn.functional.gelu with a recipe; `approximate` is "none" or "tanh"."""
+    """torch.nn.functional.gelu with an origin; `approximate` is "none" or "tanh"."""
     function = functools.partial(F.gelu, approximate=approximate)
     return remember(function(x), function, x)
 
 
 def silu(x: Tensor) -> Tensor:
-    """torch.nn.functional.silu with a recipe."""
+    """torch.nn.functional.silu with an origin."""
     return remember(F.silu(x), F.silu, x)
 
 

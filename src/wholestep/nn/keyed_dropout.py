@@ -22,7 +22,7 @@ import wholestep.kernels  # noqa: F401  registers ws::dropout
 from wholestep import compat
 from wholestep.capture.modes import FunctionLevel
 from wholestep.errors import BadOption
-from wholestep.nn.recipe import Casts, recipe_of, remember
+from wholestep.nn.origin import Casts, origin_of, remember
 
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
 FUSED = (torch.float32, torch.float16, torch.bfloat16)
@@ -46,7 +46,7 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
         raise BadOption(f"a dropout probability is between 0 and 1, got {p}")
     key = draw_key(x.device)
     out = drop(x, p, key)
-    inner = recipe_of(x)
+    inner = origin_of(x)
     if inner is None or inner.copied or inner.casts != Casts.now(x.device.type):
         return out  # the layer after it keeps this output: the dropout itself keeps nothing it could be made from
     return remember(out, functools.partial(_after, inner.function, p), key, *inner.tensors)

@@ -28,7 +28,7 @@ TORCH_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 }
 OURS = frozenset(TORCH_CLASSES.values())
 KEEP_INPUT = (nn.Mish, nn.Hardswish, nn.ELU, nn.LeakyReLU, nn.Softplus)
-"""Torch's activations whose backward keeps the input alone: a recipe is all they lack."""
+"""Torch's activations whose backward keeps the input alone: an origin is all they lack."""
 KEEP_OUTPUT = (nn.ReLU, nn.Sigmoid, nn.Tanh)
 ACTIVATIONS = {
     "GELUActivation": ("gelu", "replay"),

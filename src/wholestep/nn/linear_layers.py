@@ -1,10 +1,10 @@
 """A linear layer that does not keep its input when the input can be computed again.
 
-In: y with a recipe (see recipe.py), weight, bias. Out: y W' + b, the very bits of torch's own function. Kept for the
-backward: the weight, and what the recipe needs - which the layer that made y keeps anyway - instead of y. The backward
+In: y with an origin (see origin.py), weight, bias. Out: y W' + b, the very bits of torch's own function. Kept for the
+backward: the weight, and what the origin needs - which the layer that made y keeps anyway - instead of y. The backward
 computes y again, then the two products that every linear layer needs; there is no third.
 
-An input without a recipe, or a weight that takes no gradient (PyTorch keeps no input then), goes to torch's function.
+An input without an origin, or a weight that takes no gradient (PyTorch keeps no input then), goes to torch's function.
 
 Legend: y (..., I), weight (O, I), bias (O), g the gradient of the output (..., O).
     dW = g' y    db = sum g    dy = g W
@@ -19,24 +19,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wholestep.nn.recipe import Pot, Recipe, cook, plain, recipe_of, without_autocast
+from wholestep.nn.origin import Origin, Shared, compute_again, origin_of, plain, without_autocast
 
 
 def linear(y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """torch.nn.functional.linear, without keeping y where y is the output of a lean layer."""
-    recipe = recipe_of(y)
-    if recipe is None or not weight.requires_grad or not plain(weight, bias):
+    origin = origin_of(y)
+    if origin is None or not weight.requires_grad or not plain(weight, bias):
         return F.linear(y, weight, bias)
-    out: Tensor = _FromRecipe.apply(y, weight, bias, True, recipe)
+    out: Tensor = _FromOrigin.apply(y, weight, bias, True, origin)
     return out
 
 
 def linear_in_out(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """The same with the weight stored as (I, O): the Conv1D of Hugging Face's GPT-2."""
-    recipe = recipe_of(y)
-    if recipe is None or not weight.requires_grad or not plain(weight, bias):
+    origin = origin_of(y)
+    if origin is None or not weight.requires_grad or not plain(weight, bias):
         return _in_out(y, weight, bias)
-    out: Tensor = _FromRecipe.apply(y, weight, bias, False, recipe)
+    out: Tensor = _FromOrigin.apply(y, weight, bias, False, origin)
     return out
 
 
@@ -56,15 +56,15 @@ def _rows(t: Tensor) -> Tensor:
     return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
-class _FromRecipe(torch.autograd.Function):
+class _FromOrigin(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, weight: Tensor, bias: Tensor | None, out_in: bool, recipe: Recipe
+        ctx: Any, y: Tensor, weight: Tensor, bias: Tensor | None, out_in: bool, origin: Origin
     ) -> Tensor:
-        # Not the recipe itself: ctx would hold its tensors past the backward that frees the saved ones.
-        ctx.save_for_backward(weight, *recipe.tensors)
-        ctx.function, ctx.casts, ctx.copied, ctx.pot = recipe.function, recipe.casts, recipe.copied, recipe.pot
-        recipe.pot.add_reader()
+        # Not the origin itself: ctx would hold its tensors past the backward that frees the saved ones.
+        ctx.save_for_backward(weight, *origin.tensors)
+        ctx.function, ctx.casts, ctx.copied, ctx.shared = origin.function, origin.casts, origin.copied, origin.shared
+        origin.shared.add_reader()
         ctx.out_in, ctx.dtype, ctx.bias_dtype = out_in, y.dtype, None if bias is None else bias.dtype
         if out_in:
             return F.linear(y, weight, bias)
@@ -92,6 +92,6 @@ class _FromRecipe(torch.autograd.Function):
 
 def _input_again(ctx: Any, tensors: tuple[Tensor | None, ...]) -> Tensor:
     if torch.is_grad_enabled():  # this backward will be differentiated: y needs a graph of its own
-        return cook(ctx.function, ctx.casts, tensors, ctx.copied)
-    pot: Pot = ctx.pot
-    return pot.serve(lambda: cook(ctx.function, ctx.casts, tensors, ctx.copied))
+        return compute_again(ctx.function, ctx.casts, tensors, ctx.copied)
+    shared: Shared = ctx.shared
+    return shared.serve(lambda: compute_again(ctx.function, ctx.casts, tensors, ctx.copied))

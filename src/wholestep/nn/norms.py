@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm whose output the linear layers after them need not keep.
 
-In: x, weight, bias, eps. Out: the normalised tensor, with a recipe. Torch's LayerNorm keeps x and two numbers per row;
+In: x, weight, bias, eps. Out: the normalised tensor, with an origin. Torch's LayerNorm keeps x and two numbers per row;
 each of these norms keeps x as well, and a lean Linear after it keeps the same x instead of the norm's output. The output
 is never inverted, so a weight of zero is nothing special.
 
@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wholestep.nn.recipe import remember
+from wholestep.nn.origin import remember
 from wholestep.nn.replay import replayed
 
 
 def layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """torch.nn.functional.layer_norm with a recipe."""
+    """torch.nn.functional.layer_norm with an origin."""
     function = functools.partial(_layer_norm, tuple(shape), eps)
     return remember(function(x, weight, bias), function, x, weight, bias)
 

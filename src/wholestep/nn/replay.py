@@ -1,6 +1,6 @@
 """A chain of cheap operators that keeps only what went into it.
 
-In: a function of tensors, and those tensors. Out: its result, with a recipe. Kept for the backward: the inputs alone; the
+In: a function of tensors, and those tensors. Out: its result, with an origin. Kept for the backward: the inputs alone; the
 backward runs the function again under autograd and differentiates that, so its gradients have the very bits of the chain
 written out (which keeps a tensor per operator: six for the tanh GELU of GPT-2, four for an RMS norm in bf16). A function
 whose derivative is known by hand may bring it, and is then differentiated without a second autograd inside the first.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep.nn.recipe import Casts, plain, remember, wanted, without_autocast
+from wholestep.nn.origin import Casts, plain, remember, wanted, without_autocast
 
 Derivative = Callable[..., Sequence[Tensor | None]]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from wholestep.nn.activations import gated, gelu, silu
 from wholestep.nn.linear_layers import linear_in_out
 from wholestep.nn.norms import rms_norm, rms_norm_in_float, rms_norm_one_plus, rms_norm_weight_dtype
-from wholestep.nn.recipe import remember
+from wholestep.nn.origin import remember
 from wholestep.nn.replay import replayed
 
 MARK = "_wholestep_was"
@@ -48,7 +48,7 @@ def _replay(module: Any, x: Tensor) -> Tensor:
 
 
 def _tell(module: Any, x: Tensor) -> Tensor:
-    """Torch's own operator keeps x alone already: only leave the recipe."""
+    """Torch's own operator keeps x alone already: only leave the origin."""
     forward = original_forward(module)
     return remember(forward(x), forward, x)
 

@@ -1,4 +1,4 @@
-"""A recipe is used only where it still tells how to compute the tensor it travels on."""
+"""An origin is used only where it still tells how to compute the tensor it travels on."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import wholestep
 from wholestep.errors import WholestepError
-from wholestep.nn import recipe
+from wholestep.nn import origin
 from wholestep.nn.activations import gated
 from wholestep.nn.norms import rms_norm_in_float
-from wholestep.nn.recipe import recipe_of
+from wholestep.nn.origin import origin_of
 from wholestep.nn.replay import replayed
 
 
@@ -50,17 +50,17 @@ def test_the_gradient_is_right_whatever_happens_between_norm_and_linear(name: st
     assert torch.equal(lean, plain)
 
 
-def test_where_a_recipe_holds() -> None:
+def test_where_an_origin_holds() -> None:
     x = torch.randn(2, 4, requires_grad=True)
-    assert recipe_of(normalised(x)) is not None
-    assert recipe_of(normalised(x.detach())) is None, "nothing is kept for a tensor that takes no gradient"
-    assert recipe_of(normalised(x)[:1]) is None
-    assert recipe_of(normalised(x).mul_(1.0)) is None
+    assert origin_of(normalised(x)) is not None
+    assert origin_of(normalised(x.detach())) is None, "nothing is kept for a tensor that takes no gradient"
+    assert origin_of(normalised(x)[:1]) is None
+    assert origin_of(normalised(x).mul_(1.0)) is None
     with torch.no_grad():
-        assert recipe_of(normalised(x)) is None
+        assert origin_of(normalised(x)) is None
     y = normalised(x)
     with torch.autograd.graph.save_on_cpu():
-        assert recipe_of(y) is None and recipe_of(normalised(x)) is not None
+        assert origin_of(y) is None and origin_of(normalised(x)) is not None
 
 
 def test_nothing_is_kept_alive_after_the_backward() -> None:
@@ -94,7 +94,7 @@ def test_a_second_backward_and_a_retained_graph() -> None:
 
 
 def test_a_copied_weight_refuses_a_second_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipe, "_distributed", lambda: True)
+    monkeypatch.setattr(origin, "_distributed", lambda: True)
     scale, weight = nn.Parameter(torch.rand(4)), nn.Parameter(torch.randn(2, 4))
     x = torch.randn(3, 4, requires_grad=True)
     out = wholestep.nn.linear(wholestep.nn.layer_norm(x, (4,), scale), weight)
@@ -141,7 +141,7 @@ def test_meta_tensors_and_subclasses_take_the_plain_way() -> None:
         """A subclass with rules of its own."""
 
     y = torch.randn(3, 4).as_subclass(Marked).requires_grad_()
-    assert recipe_of(normalised(y)) is None
+    assert origin_of(normalised(y)) is None
 
 
 def test_a_trace_holds_no_python_function() -> None:

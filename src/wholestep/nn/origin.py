@@ -1,13 +1,13 @@
 """How a tensor can be computed again: what a lean layer leaves on its output for the layer that follows.
 
-In: y = f(x), made by a cheap f (a norm, an activation, dropout) whose own backward keeps x anyway. Out: a `Recipe` (f and
+In: y = f(x), made by a cheap f (a norm, an activation, dropout) whose own backward keeps x anyway. Out: an `Origin` (f and
 x) that travels on y as a Python attribute. Why: an ordinary Linear keeps its input y for the gradient of its weight, so
-both x and y stay in memory; a lean Linear that finds a recipe keeps x, which is there already, and computes y again. The
+both x and y stay in memory; a lean Linear that finds an origin keeps x, which is there already, and computes y again. The
 bits of y are the same both times: it is the same function on the same values.
 
 The attribute is a hint and nothing more. A view, a copy or a sum of y has none, and the next layer then keeps its input as
 PyTorch does. The same holds where y was written to after it was made, where the two layers stand on different sides of an
-activation checkpoint (which would not find the recipe when it runs its part again), and under torch.compile and torch.func.
+activation checkpoint (which would not find the origin when it runs its part again), and under torch.compile and torch.func.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from wholestep import compat
 from wholestep.errors import WholestepError
 
-ATTRIBUTE = "_wholestep_recipe"
+ATTRIBUTE = "_wholestep_origin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Casts:
 
 
 @dataclass(slots=True)
-class Pot:
+class Shared:
     """y, computed again for the first of the layers that read it and held for the others: q, k and v follow one another.
 
     A layer that takes no part in a backward leaves y here until the graph goes, which is what PyTorch's own layers do.
@@ -78,7 +78,7 @@ class Pot:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class Origin:
     """y = function(*tensors) under `casts`."""
 
     function: Callable[..., Tensor]
@@ -90,7 +90,7 @@ class Recipe:
     """How often y, and each tensor it is made from, had been written to when y was made."""
     region: Any
     """The checkpoint (or other saved-tensor hooks) inside which y was made."""
-    pot: Pot
+    shared: Shared
 
 
 def wanted() -> bool:
@@ -110,19 +110,19 @@ def remember(y: Tensor, function: Callable[..., Tensor], *tensors: Tensor | None
     kept = tuple(t.detach().clone() if copied and isinstance(t, nn.Parameter) else t for t in tensors)
     casts = Casts.now(y.device.type)
     region = compat.saved_tensor_hooks()
-    setattr(y, ATTRIBUTE, Recipe(function, kept, casts, copied, _versions(y, kept), region, Pot()))
+    setattr(y, ATTRIBUTE, Origin(function, kept, casts, copied, _versions(y, kept), region, Shared()))
     return y
 
 
-def recipe_of(y: Tensor) -> Recipe | None:
-    """The recipe of y, if it has one that still holds here."""
-    recipe: Recipe | None = getattr(y, ATTRIBUTE, None)
-    if recipe is None or not wanted() or recipe.versions != _versions(y, recipe.tensors):
+def origin_of(y: Tensor) -> Origin | None:
+    """The origin of y, if it has one that still holds here."""
+    origin: Origin | None = getattr(y, ATTRIBUTE, None)
+    if origin is None or not wanted() or origin.versions != _versions(y, origin.tensors):
         return None
-    return recipe if recipe.region is compat.saved_tensor_hooks() else None
+    return origin if origin.region is compat.saved_tensor_hooks() else None
 
 
-def cook(function: Callable[..., Tensor], casts: Casts, tensors: tuple[Tensor | None, ...], copied: bool) -> Tensor:
+def compute_again(function: Callable[..., Tensor], casts: Casts, tensors: tuple[Tensor | None, ...], copied: bool) -> Tensor:
     """Compute y again, in a backward; differentiable when that backward is itself differentiated."""
     if copied and torch.is_grad_enabled():
         raise WholestepError(
