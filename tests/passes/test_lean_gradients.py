@@ -146,6 +146,26 @@ def test_what_others_read_stays_wide() -> None:
     assert {g.meta["val"].dtype for g in kept[0].args[0]} == {torch.float32, torch.bfloat16} and len(kept[0].args) == 2
 
 
+def test_one_gradient_of_two_parameters() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.one, self.two = nn.Linear(4, 4), nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ (self.one + self.two) + self.layer(x)
+
+    results = []
+    for passes in (Pipeline([]), Pipeline([lean_gradients])):
+        torch.manual_seed(0)
+        model, x = Shared(), torch.randn(3, 4)
+        side = Side(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b).float().square().mean())
+        step = interpreted(side, x, passes=passes, precision="bf16")
+        assert step.graph.gradients["one"] == step.graph.gradients["two"]
+        results.append([step(x), step(x), *model.parameters()])
+    assert same(*results) and torch.bfloat16 in gradient_dtypes(step.graph)
+
+
 def hugging_face(name: str) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     sizes: dict[str, Any] = {"vocab_size": 31, "bos_token_id": 0, "eos_token_id": 1}

@@ -29,7 +29,8 @@ def widened_norm(grads: list[Tensor], dtype: torch.dtype) -> Tensor:
     norms: dict[int, Tensor] = {}
     for own in dict.fromkeys(g.dtype for g in grads):
         indices = [i for i, g in enumerate(grads) if g.dtype == own]
-        norms |= zip(indices, torch._foreach_norm([grads[i] for i in indices], 2.0, dtype=dtype), strict=True)
+        wide = None if own == dtype else dtype  # as torch calls it, where nothing is widened
+        norms |= zip(indices, torch._foreach_norm([grads[i] for i in indices], 2.0, dtype=wide), strict=True)
     return torch.linalg.vector_norm(torch.stack([norms[i] for i in range(len(grads))]), 2.0)
 
 

@@ -30,15 +30,15 @@ def lean_gradients(graph: TrainingGraph) -> TrainingGraph:
     casts = [node for node in graph.operations() if node.users and readers.issuperset(node.users) and _widens(node)]
     if not casts or not _clip_can_widen(readers):
         return graph
-    named = {name: parameter for parameter, name in graph.gradients.items()}
+    renamed: dict[str, str] = {}
     for cast in casts:
         narrow = cast.args[0]
         assert isinstance(narrow, fx.Node)
+        renamed[cast.name] = narrow.name
         cast.replace_all_uses_with(narrow)
-        if cast.name in named:
-            graph.gradients[named[cast.name]] = narrow.name
-        graph.boundaries = {path: name for path, name in graph.boundaries.items() if name != cast.name}
         graph.graph.erase_node(cast)
+    graph.gradients = {parameter: renamed.get(name, name) for parameter, name in graph.gradients.items()}
+    graph.boundaries = {path: name for path, name in graph.boundaries.items() if name not in renamed}
     graph.module.recompile()
     return graph
 
@@ -56,6 +56,7 @@ def _widens(node: fx.Node) -> bool:
 
 def _accumulations(graph: TrainingGraph) -> set[fx.Node]:
     """The additions to accumulated gradients."""
+    placeholders = graph.placeholders
     return {
         value
         for entry, value in zip(graph.outputs, graph.output_values, strict=True)
@@ -63,7 +64,7 @@ def _accumulations(graph: TrainingGraph) -> set[fx.Node]:
         and graph.inputs[entry.target or 0].role is Role.GRADIENT
         and isinstance(value, fx.Node)
         and value.target is aten.add.Tensor
-        and value.args[0] is graph.placeholders[entry.target or 0]
+        and value.args[0] is placeholders[entry.target or 0]
         and _dtype(value.args[0]) is torch.float32
     }
 

@@ -23,7 +23,6 @@ from torch import fx
 
 from wholestep.graph.layers import Part, parts_of
 from wholestep.graph.liveness import Storages, flat_numbers, peak_bytes, storage_bytes, storages
-from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import OutputKind, TrainingGraph, phase_of
 from wholestep.passes.pipeline import compiler_pass
 
@@ -39,7 +38,7 @@ _MOVABLE = frozenset(
 
 
 @compiler_pass(numerics="bitwise")
-def order_for_peak(graph: TrainingGraph, plan: Plan | None = None) -> TrainingGraph:
+def order_for_peak(graph: TrainingGraph) -> TrainingGraph:
     """Each cheap node beside its first reader or its last argument, whichever holds less memory."""
     try:
         before = peak_bytes(graph)

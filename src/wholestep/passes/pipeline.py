@@ -53,10 +53,10 @@ TABLE: tuple[Row, ...] = (
     Row("fold_casts", "prepare", "before share_equal: a shorter chain is more often equal to another"),
     Row("share_equal", "prepare", "after all folds: equal values are then written in equal ways"),
     Row("lean_gradients", "prepare", "before gradients are weighed: it halves them"),
+    Row("order_for_peak", "prepare", "after lean_gradients, whose narrow values it keeps waiting instead of wide ones"),
     Row("remove_dead", "prepare", "last: what the others left unread goes, so that the planner sees only what runs"),
     Row("recompute", "apply", "first of those that follow a plan: after it nothing may merge equal values"),
     Row("update_early", "apply", "after recompute, which reads parameters once more before they are replaced"),
-    Row("order_for_peak", "apply", "after update_early: with all gradients alive at the end, no other peak would show"),
 )
 # fmt: on
 

@@ -104,12 +104,11 @@ class _Part:
 def _parts(update: fx.Node, places: _Places, min_bytes: int) -> list[_Part]:
     """Members by the border at which they are ready; small ones wait for the next border."""
     parameters, gradients = _list(update, "params"), _list(update, "grads")
-    if not _separable(update, len(parameters)):
+    written = _written(update)
+    if not _separable(update, len(parameters)) or any(node not in places.last_read for entry in written for node in entry):
         return []
     ready = [
-        max([places.position[gradient], *(places.last_read[entry[i]] for entry in _written(update))])
-        if all(entry[i].op == "placeholder" for entry in _written(update))
-        else places.position[update]
+        max(places.position[gradient], *(places.last_read[entry[i]] for entry in written))
         for i, gradient in enumerate(gradients)
     ]
     waiting = set(range(len(parameters)))
