@@ -81,8 +81,9 @@ def page() -> str:
         "line carries its shape, its module and the user's source line. It runs: `step(*inputs)` returns the loss, the\n"
         "gradient norm and all new values." + code.format(printed.rstrip()),
         "## After the passes",
-        "`recognise_masks` finds no attention here, so the program is the same. With `dump=\"folder\"`, `compile` writes it\n"
-        "after each pass.",
+        "No pass finds anything here: there is no attention for `recognise_masks`, no bf16 for `lean_gradients`, and\n"
+        "clipping needs all gradients before `update_early` could update a layer. With `dump=\"folder\"`, `compile` writes the\n"
+        "program after each pass.",
         "## Lowered",
         "Updates become writes into the tensors that hold the state, and one flat function calls the operators (backend\n"
         "`interpret`) or the compiled regions (backend `inductor`), freeing each value at its last use. The end of it:"

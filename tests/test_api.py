@@ -22,6 +22,7 @@ from wholestep.errors import (
     WholestepError,
     WholestepWarning,
 )
+from wholestep.graph.plan import Plan
 from wholestep.passes.pipeline import name_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -191,7 +192,7 @@ def test_dump_writes_one_numbered_file_per_stage(tmp_path: Path) -> None:
         model, lambda m, b: m(b).sum(), optimizer, torch.ones(2, 3), backend="interpret", dump=str(tmp_path / "graphs")
     )
     files = sorted((tmp_path / "graphs").iterdir())
-    passes = [name_of(one) for one in wholestep.default_passes()]
+    passes = [name_of(one) for one in wholestep.default_passes().bound(Plan())]
     stages = ["captured", *passes, "lowered"]
     assert [f.name for f in files] == [f"{number:02d}_{stage}.py" for number, stage in enumerate(stages)]
     for number, (file, maker) in enumerate(zip(files, ("capture", *passes, "lower_interpret"), strict=True)):

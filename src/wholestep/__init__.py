@@ -34,6 +34,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
+    if name == "nn":
+        return importlib.import_module("wholestep.nn")
     if name == "hf":  # a module; it comes before the api, so the compiler is handed to it
         module = importlib.import_module("wholestep.train.hf")
         module.Trainer.compile_step = staticmethod(importlib.import_module("wholestep.api").compile)

@@ -21,6 +21,7 @@ from wholestep.capture.preflight import refuse_unsupported
 from wholestep.capture.subject import Subject, make_subject
 from wholestep.errors import BadBatch, BadOption, CaptureRefused, CompilerMissing, NotBuiltYet, WholestepWarning
 from wholestep.graph.bytes import parse_bytes
+from wholestep.graph.plan import Plan
 from wholestep.graph.printer import dump_source
 from wholestep.graph.training_graph import OutputKind, Role, TrainingGraph
 from wholestep.lower import (
@@ -53,10 +54,12 @@ def compile(
     accumulate: int = 1,
     clip_norm: float | None = None,
     nonfinite: str = "allow",
+    chunked_loss: bool | None = None,
     backend: str = "inductor",
     dynamic: bool | None = None,
     check: str = "first",
     passes: Pipeline | Sequence[Callable[[TrainingGraph], TrainingGraph]] | None = None,
+    early_update: bool | None = None,
     cuda_graph: bool | None = None,
     cache: bool = True,
     dump: str | None = None,
@@ -78,10 +81,14 @@ def compile(
         clip_norm: clip gradients by their global norm.
         nonfinite: "allow" updates as torch does whatever the gradients are; "skip" leaves parameters, optimizer state and
             buffers as they were when the gradients are not finite, decided on the device (the step counts all the same).
+        chunked_loss: cross-entropy over the output of a linear layer in chunks of rows, so that the logits are never whole:
+            None where they would take 256 MiB or more, True wherever it is recognised, False never. It rounds differently.
         backend: "inductor" compiles; "interpret" runs the graph operator by operator, bit for bit as eager does.
         dynamic: None decides by the sizes seen; True makes all batch sizes symbolic at once; False compiles every shape.
         check: "first" compares the first live step with eager PyTorch; "off" does not.
         passes: a Pipeline, or passes to run after the default ones.
+        early_update: None updates every layer behind its backward where that is exact, so that its gradients die (not with
+            clip_norm or nonfinite="skip", which need all gradients first); False updates at the end of the step.
         cuda_graph: None records one when it measures faster; True or False decides.
         cache: reuse captured graphs from earlier processes.
         dump: a folder; the graph is written there after every stage, as Python.
@@ -89,9 +96,14 @@ def compile(
         verbose: progress on stderr; None shows it on a terminal.
     """
     _check_options(memory, precision, backend, check)
+    if early_update and (clip_norm is not None or nonfinite == "skip"):
+        option = f"clip_norm={clip_norm!r}" if clip_norm is not None else f"nonfinite={nonfinite!r}"
+        hint = "all gradients are needed before the first update then: leave early_update out"
+        raise BadOption(f"early_update=True with {option}", hint=hint)
     subject = make_subject(
-        model, loss_fn, optimizer, precision=precision, accumulate=accumulate, clip_norm=clip_norm, nonfinite=nonfinite
-    )
+        model, loss_fn, optimizer, precision=precision, accumulate=accumulate, clip_norm=clip_norm, nonfinite=nonfinite,
+        chunked_loss=chunked_loss,
+    )  # fmt: skip
     with contextlib.suppress(CaptureRefused):  # a refusal is for the ladder to tell; an error is better early
         refuse_unsupported(subject)
     if compat.untested_version() is not None:
@@ -101,6 +113,8 @@ def compile(
         warm_up(subject.device.type)
     _warn_about_optimizer(optimizer, clip_norm)
     pipeline = passes if isinstance(passes, Pipeline) else default_pipeline(extra=passes or ())
+    if early_update is False:
+        pipeline = pipeline.without("update_early")
     stages = _Stages(subject, pipeline, progress, dump, cache, cuda_graph)
     first = check_first_step if check == "first" else None
     step = Step(subject, Settings(stages.capture, stages.lower, backend, dynamic, first), seed=seed)
@@ -126,7 +140,7 @@ class _Stages:
         with self.progress.stage("capturing the step"):
             climb = cached_climb(subject, tensors, spec, dynamic, enabled=self.cache)
         if climb.capture is not None:
-            climb.capture.notes += self.pipeline.run_on(climb.capture, dump=self.dump)
+            climb.capture.notes += self.pipeline.bound(Plan()).run_on(climb.capture, dump=self.dump)
         return climb
 
     def lower(self, graph: TrainingGraph, backend: str) -> Any:
@@ -135,8 +149,8 @@ class _Stages:
         if self.dump is not None:
             facts = runner.describe()
             effect = f"{facts.get('regions', 0)} regions, {facts.get('unique_regions', 0)} compiled, the rest called directly"
-            seconds = time.perf_counter() - began
-            dump_source(facts["driver"], self.dump, "lowered", len(self.pipeline) + 1, f"lower_{backend}", seconds, effect)
+            seconds, stages = time.perf_counter() - began, len(self.pipeline.passes) + len(self.pipeline.apply)
+            dump_source(facts["driver"], self.dump, "lowered", stages + 1, f"lower_{backend}", seconds, effect)
         if self.subject.device.type != "cuda" or self.cuda_graph is False or backend == "interpret":
             return runner
         kind = CudaGraphsByShape if runner.describe().get("symbolic") else AutoCudaGraph

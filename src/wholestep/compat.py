@@ -166,3 +166,19 @@ def size_hints(symbol: torch.SymInt) -> dict[Any, Any]:
     """The sizes that symbols had when they were traced (the table was renamed between versions)."""
     env = symbol.node.shape_env
     return env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
+
+
+def saved_tensor_hooks() -> Any:
+    """The innermost saved_tensors_hooks in force (an activation checkpoint is one); None without any."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
+
+
+def in_function_transform() -> bool:
+    """Whether torch.func (grad, vmap, jvp) or forward-mode autograd is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+def in_function_mode(kind: type) -> bool:
+    """Whether a TorchFunctionMode of this class is in force."""
+    return any(isinstance(mode, kind) for mode in torch.overrides._get_current_function_mode_stack())

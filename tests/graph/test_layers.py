@@ -6,7 +6,7 @@ import operator
 
 from torch import fx
 
-from wholestep.graph.layers import MIN_LAYER_OPERATIONS, layers_of
+from wholestep.graph.layers import MIN_LAYER_OPERATIONS, layers_of, part_borders
 
 
 def nodes_for(paths: list[tuple[str, int, str]]) -> list[fx.Node]:
@@ -52,3 +52,17 @@ def test_backward_nodes_follow_their_layer():
     paths = [("h.0", 9, "forward"), ("h.1", 9, "forward"), ("h.1", 3, "backward")]
     nodes = nodes_for(paths)
     assert layers_of(nodes)[nodes[-1]] == "h.1"
+
+
+def test_borders_are_the_first_nodes_of_parts():
+    """A node without a module stays where it is; outside layers forward and backward are one part."""
+    big = MIN_LAYER_OPERATIONS
+    nodes = nodes_for(
+        [("embed", 2, "forward"), ("h.0", big, "forward"), ("h.1", big, "forward"), ("head", 1, "forward")]
+        + [("head", 1, "backward"), ("h.1.mlp", 2, "backward"), ("", 1, "backward"), ("h.0", 2, "backward"), ("", 2, "update")]
+    )
+    for node in nodes:
+        if not node.meta["custom"]["module"]:
+            del node.meta["custom"]["module"]
+    places = [nodes.index(node) for node in part_borders(nodes)]
+    assert places == [2, 2 + big, 2 + 2 * big, 4 + 2 * big, 7 + 2 * big, 9 + 2 * big]

@@ -109,3 +109,24 @@ def test_symbolic_shapes_are_refused() -> None:
     inputs = tuple(Input(Role.BATCH, str(i)) for i in range(symbols))
     with pytest.raises(ValueError, match="symbolic shape"):
         peak_bytes(TrainingGraph(module, inputs, (Output(OutputKind.LOSS, "loss"),)))
+
+
+def test_a_value_copied_into_its_input_dies_there() -> None:
+    """A new buffer is copied after the last reader of the old one; what is also returned lives to the end."""
+    peaks = []
+    for returned in (False, True):
+        graph = fx.Graph()
+        state = graph.placeholder("state")
+        state.meta["val"] = torch.ones(100)
+        new = graph.call_function(torch.ops.aten.add.Tensor, (state, 1.0))
+        doubled = graph.call_function(torch.ops.aten.mul.Tensor, (state, 2.0))
+        large = graph.call_function(torch.ops.aten.repeat.default, (doubled, [10]))
+        for node, size in ((new, 100), (doubled, 100), (large, 1000)):
+            node.meta = {"val": torch.ones(size), "custom": {"phase": "backward"}}
+        outputs = [Output(OutputKind.LOSS, "loss"), Output(OutputKind.UPDATE, "gradient:state", 0)]
+        outputs += [Output(OutputKind.AUX, "new")] if returned else []
+        graph.output((large, new, *([new] if returned else [])))
+        training = TrainingGraph(fx.GraphModule({}, graph), (Input(Role.GRADIENT, "state"),), tuple(outputs))
+        peaks.append(peak_bytes(training))
+        assert peak_bytes(training, donate=False) == 4 * 1200
+    assert peaks == [4 * 1100, 4 * 1200]

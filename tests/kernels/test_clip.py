@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from wholestep.kernels.multi_tensor import scaled_grads
+from wholestep.kernels.multi_tensor import scaled_grad
 
 
 def parameters_with(grads: list[Tensor]) -> list[torch.nn.Parameter]:
@@ -30,9 +30,34 @@ def test_bitwise_torch(dtypes: list[str], max_norm: float) -> None:
     assert norm.dtype == scale.dtype == (torch.float64 if dtypes == ["float64"] else torch.float32)
     assert norm.shape == scale.shape == ()
     assert torch.equal(norm, want.to(norm.dtype))
-    for grad, parameter in zip(scaled_grads(grads, scale), parameters, strict=True):
+    scaled = [scaled_grad(g, g, scale) for g in grads]
+    for grad, parameter in zip(scaled, parameters, strict=True):
         assert grad.dtype == parameter.grad.dtype
         assert torch.equal(grad, parameter.grad)
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("max_norm", [0.1, 3.7, 1e3])
+def test_narrow_gradients_that_count_as_float32(narrow: torch.dtype, max_norm: float) -> None:
+    """The bits are those of the widened gradients, in the same order, with float32 ones between."""
+    torch.manual_seed(0)
+    grads = [torch.randn(17, 5).to(narrow), torch.randn(3), torch.randn(64, 65).to(narrow).t(), torch.randn(()).to(narrow)]
+    limit = torch.tensor(max_norm, dtype=torch.float64)
+    want = torch.ops.ws.clip([g.float() for g in grads], limit)
+    got = torch.ops.ws.clip(grads, limit, torch.float32)
+    assert got[0].dtype == got[1].dtype == torch.float32
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    arguments = (grads, limit, torch.float32)
+    torch.library.opcheck(torch.ops.ws.clip.default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_infinite_narrow_gradients_have_an_infinite_norm() -> None:
+    grads = [torch.tensor([1.0, float("inf")]).bfloat16(), torch.ones(2)]
+    norm, _ = torch.ops.ws.clip(grads, torch.tensor(1.0, dtype=torch.float64), torch.float32)
+    assert not norm.isfinite()
+    large = [torch.full((4,), 3e38).bfloat16()]
+    want = torch.nn.utils.get_total_norm([g.float() for g in large])
+    assert torch.equal(torch.ops.ws.clip(large, torch.tensor(1.0, dtype=torch.float64), torch.float32)[0], want)
 
 
 def test_no_gradients() -> None:
@@ -55,4 +80,14 @@ def test_cuda_can_be_captured() -> None:
     with torch.cuda.graph(graph):
         got = torch.ops.ws.clip(grads, max_norm)
     graph.replay()
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@pytest.mark.gpu
+def test_narrow_gradients_on_a_gpu() -> None:
+    grads = [torch.randn(100, 3000, device="cuda").bfloat16(), torch.randn(7, 9, device="cuda")]
+    grads += [torch.randn(n, device="cuda").bfloat16() for n in (1, 70000, 333)]
+    max_norm = torch.tensor(1.0, dtype=torch.float64, device="cuda")
+    want = torch.ops.ws.clip([g.float() for g in grads], max_norm)
+    got = torch.ops.ws.clip(grads, max_norm, torch.float32)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])

@@ -66,6 +66,27 @@ for dtype, decoupled, amsgrad, maximize in (
     view = torch.zeros(4, 6, dtype=dtype)[:, ::2]  # the result must reach a tensor that is not dense
     sgd_triton.launch([view], [torch.ones(4, 3, dtype=dtype)], [], hyper, None, nesterov=False, maximize=False)
     close([view], [torch.full((4, 3), -1e-2, dtype=dtype)])
+
+# Gradients narrower than their parameters: the bits are those of the widened gradients.
+params = [torch.randn(3, 700), torch.randn(5), torch.randn(8, 6).t(), torch.randn(4, 6)[:, ::2], torch.randn(3)]
+for narrow in (torch.bfloat16, torch.float16):
+    grads = [torch.randn(p.shape).to(narrow) for p in params[:-1]] + [torch.randn(3)]  # and one that is not
+    grads[2] = torch.randn(8, 6).to(narrow).t()
+    states = [[torch.rand(p.shape) for p in params] for _ in range(3)]
+    results = []
+    for given in (grads, [g.float() for g in grads]):
+        for count in (2, 3):
+            got = [[t.clone() for t in group] for group in (params, *states[:count])]
+            hyper = torch.tensor([3, 1e-2, 0.9, 0.999, 1e-8, 0.1], dtype=torch.float64)
+            adamw_triton.launch(got[0], given, got[1:], hyper, scale, maximize=False, decoupled=True)
+            results.append([t for group in got for t in group])
+        got = [[t.clone() for t in group] for group in (params, states[0])]
+        hyper = torch.tensor([1e-2, 0.9, 0.1, 0.1], dtype=torch.float64)
+        sgd_triton.launch(got[0], given, got[1:], hyper, None, nesterov=True, maximize=False)
+        results.append([t for group in got for t in group])
+    half = len(results) // 2
+    for ours, theirs in zip(results[:half], results[half:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 print("agreed")
 """
 
@@ -79,6 +100,37 @@ def test_triton_bodies_agree_with_torch_in_the_interpreter() -> None:
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "agreed"
+
+
+@pytest.mark.parametrize("scale", [None, 0.5, -1.0])
+@pytest.mark.parametrize("implementation", ["single", "foreach", "fused"])
+def test_narrow_gradients_are_widened_whatever_the_implementation(scale: float | None, implementation: str) -> None:
+    """bf16 gradients of float32 parameters give the bits of the same gradients in float32, and stay as they are."""
+    params = [torch.randn(3, 700), torch.randn(5), torch.randn(())]
+    grads = [torch.randn(p.shape).bfloat16() for p in params[:-1]] + [torch.randn(())]
+    kept = [g.clone() for g in grads]
+    states = [[torch.rand(p.shape) for p in params] for _ in range(3)]
+    factor = None if scale is None else torch.tensor(scale)
+    adam = torch.tensor([3, 1e-2, 0.9, 0.999, 1e-8, 0.1], dtype=torch.float64)
+    numbers = torch.tensor([1e-2, 0.9, 0.1, 0.1], dtype=torch.float64)
+    results = []
+    for given in (grads, [g.float() for g in grads]):
+        updated = torch.ops.ws.adamw(params, given, *states, adam, factor, True, False, True, implementation)
+        updated += torch.ops.ws.sgd(params, given, states[0], numbers, factor, True, True, implementation)
+        results.append(updated)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(grads, kept, strict=True)), "gradients must not be changed"
+    assert all(torch.equal(a, b) for a, b in zip(results[0], params, strict=False)) == (scale == -1.0)
+
+
+def test_copied_gradients_are_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multi_tensor, "MAX_COPIED_BYTES", 400)
+    params = [torch.zeros(n) for n in (10, 90, 1, 1000, 3, 4)]
+    wide, narrow = [torch.zeros_like(p) for p in params], [torch.zeros_like(p).bfloat16() for p in params]
+    assert multi_tensor.parts_to_copy(params, wide, None) == [slice(None)]
+    expected = [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 6)]
+    assert multi_tensor.parts_to_copy(params, narrow, None) == expected
+    assert multi_tensor.parts_to_copy(params, wide, torch.tensor(0.5)) == expected
 
 
 def test_chunks_cover_every_element_once() -> None:

@@ -12,6 +12,9 @@ import torch
 from tests.zoo.models import ZOO
 
 import wholestep
+from wholestep.graph.liveness import peak_bytes
+from wholestep.lower.in_place import write_state_in_place
+from wholestep.lower.regions import Region, split_regions
 from wholestep.passes.pipeline import Pipeline, default_pipeline
 
 pytest.importorskip("transformers")
@@ -42,6 +45,19 @@ def test_the_same_bits_with_fewer_nodes(name: str, precision: str) -> None:
     assert len(step.graph.graph.nodes) < len(plain.graph.graph.nodes)
     assert list(step.graph.gradients) == list(plain.graph.gradients)
     assert list(step.graph.boundaries) == list(plain.graph.boundaries)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_equal_layers_stay_equal(name: str) -> None:
+    """No more distinct regions to compile than before, and no more memory by the model of `graph/liveness.py`."""
+
+    def measured(passes: Pipeline) -> tuple[int, int]:
+        graph = trained(name, passes, "bf16")[2].graph
+        pieces = split_regions(write_state_in_place(graph))
+        return len({p.signature for p in pieces if isinstance(p, Region)}), peak_bytes(graph)
+
+    before, after = measured(Pipeline([])), measured(CANONICAL)
+    assert after[0] <= before[0] and after[1] <= before[1]
 
 
 def main() -> None:

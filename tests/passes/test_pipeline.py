@@ -11,6 +11,7 @@ from tests.runtime.twins import class_batches, classify, small_mlp
 import wholestep
 import wholestep.passes
 from wholestep.graph.check import GraphError
+from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.passes.pipeline import TABLE, Pipeline, compiler_pass, default_pipeline, name_of
 
@@ -63,8 +64,11 @@ def test_order_and_edits_make_new_pipelines() -> None:
     assert names(base) == ["first", "second"] and len(base) == 2
 
 
-def carries_out(graph: TrainingGraph, plan: list[str]) -> TrainingGraph:
-    plan.append(graph.made_by)
+CARRIED: list[tuple[str, ...]] = []
+
+
+def carries_out(graph: TrainingGraph, plan: Plan) -> TrainingGraph:
+    CARRIED.append(plan.recompute)
     return graph
 
 
@@ -72,15 +76,23 @@ def test_passes_that_wait_for_a_plan() -> None:
     """They run only when bound to one, after the others; then they are passes like any other."""
     pipeline = Pipeline([first], [carries_out]).insert_before("carries_out", lambda graph, plan: graph)
     assert names(pipeline) == ["first"] and len(pipeline) == 1 and len(pipeline.apply) == 2
-    plan: list[str] = []
-    bound = pipeline.without("<lambda>").bound(plan)
-    assert names(bound) == ["first", "carries_out"] and names(bound.first(1)) == ["first"] and not bound.apply
+    asked: list[str] = []
+
+    def planner(graph: TrainingGraph) -> Plan:
+        asked.append(graph.made_by)
+        return Plan(recompute=("made",))
+
+    bound = pipeline.without("<lambda>").insert_after("carries_out", carries_out).bound(planner)
+    assert names(bound) == ["first", "carries_out", "carries_out"] and names(bound.first(1)) == ["first"] and not bound.apply
     graph = compiled(Pipeline([])).graph
     assert graph is not None
+    CARRIED.clear()
     pipeline.run(graph)
-    assert plan == []
+    assert not asked and not CARRIED
     bound.run(graph)
-    assert plan == ["first"]
+    assert asked == ["first"] and CARRIED == [("made",), ("made",)]
+    pipeline.without("<lambda>").bound(Plan()).run(graph)
+    assert CARRIED[-1] == ()
 
 
 def test_inserting_before() -> None:
@@ -128,7 +140,7 @@ def test_the_tier_of_numerics_is_declared() -> None:
 
 
 def test_default_passes_and_extra_ones() -> None:
-    assert names(default_pipeline())[0] == "recognise_masks"
+    assert names(default_pipeline()) == ["recognise_masks", "fuse_loss"]
     assert names(default_pipeline(extra=[first]))[-1] == "first"
 
 

@@ -113,6 +113,7 @@ def capture_key(subject: Subject, tensors: Sequence[torch.Tensor], spec: BatchSp
     for part in (
         _versions(), _sources(subject.root), _modules(subject), _loss(subject), _reached(subject), _optimizer(subject),
         (spec.tree, signature(tensors), subject.precision, subject.accumulate, subject.clip_norm is None, subject.nonfinite),
+        subject.chunked_loss,
         (torch.get_default_dtype(), torch.is_autocast_enabled(subject.device.type)),
     ):  # fmt: skip
         digest.update(repr(part).encode())

@@ -3,7 +3,7 @@
 Two modes, used alike when a step is traced and when eager PyTorch runs as its reference, so that both draw the same bits:
 
 - `FunctionLevel` works above autograd. It swaps dropout and scaled-dot-product attention for the `ws` operators, and notes
-  the source line of every call.
+  the source line of every call. When a step is traced it also finds losses that are better computed in chunks.
 - `DispatchLevel` works below autograd. It swaps every other random operator for keyed arithmetic, refuses those it does not
   know, and keeps a fingerprint of the operators that ran, by which two runs are compared.
 """
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep import compat
+from wholestep.capture.chunked_loss import ChunkedLoss
 from wholestep.capture.sites import Sites
 from wholestep.errors import CaptureRefused
 from wholestep.kernels.attention import scaled_dot_product_attention
@@ -118,9 +119,9 @@ for _name in (
 class FunctionLevel(TorchFunctionMode):
     """Dropout and attention become `ws` operators; calls leave their source line."""
 
-    def __init__(self, sites: Sites, *, tracing: bool) -> None:
+    def __init__(self, sites: Sites, *, tracing: bool, chunked: ChunkedLoss | None = None) -> None:
         super().__init__()
-        self.sites, self.tracing = sites, tracing
+        self.sites, self.tracing, self.chunked = sites, tracing, chunked
         self.unrolled = False
         """Whether a recurrent layer was met, which tracing unrolls over its time steps."""
 
@@ -145,7 +146,7 @@ class FunctionLevel(TorchFunctionMode):
         if func is torch.rand and _is_scalar_size(args, kwargs):
             options = {k: v for k, v in kwargs.items() if k != "size"}
             return ScalarDraw(lambda: func([1], **options).reshape(()))  # not of size [], which would come back here
-        return func(*args, **kwargs)
+        return func(*args, **kwargs) if self.chunked is None else self.chunked.call(func, args, kwargs)
 
     def _dropout(
         self,
@@ -339,10 +340,12 @@ _RANDOM: dict[Any, Callable[..., Any]] = {
 
 
 @contextlib.contextmanager
-def keyed(sites: Sites, *, tracing: bool = False, record: bool = False) -> Iterator[DispatchLevel]:
+def keyed(
+    sites: Sites, *, tracing: bool = False, record: bool = False, chunked: ChunkedLoss | None = None
+) -> Iterator[DispatchLevel]:
     """Run user code with keyed randomness and our attention; yields the lower mode (for its fingerprint)."""
     lower = DispatchLevel(sites, record=record)
-    upper = FunctionLevel(sites, tracing=tracing)
+    upper = FunctionLevel(sites, tracing=tracing, chunked=chunked)
     with lower, upper:
         yield lower
     lower.unrolled = upper.unrolled

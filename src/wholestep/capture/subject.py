@@ -43,6 +43,8 @@ class Subject:
     accumulate: int = 1
     clip_norm: float | None = None
     nonfinite: str = "allow"
+    chunked_loss: bool | None = None
+    """Cross-entropy over a linear layer's output in chunks of rows: None where the logits are large, or always, or never."""
     dry: str | None = None
     """Captured to be planned, not to run, for a "cuda" or a "cpu" device: tensors need no data (device meta)."""
     parameters: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
@@ -87,6 +89,7 @@ def make_subject(
     accumulate: int = 1,
     clip_norm: float | None = None,
     nonfinite: str = "allow",
+    chunked_loss: bool | None = None,
     dry: str | None = None,
 ) -> Subject:
     """Check the arguments of `compile` that need no batch, and name every tensor."""
@@ -113,10 +116,11 @@ def make_subject(
         raise BadOption(f"nonfinite={nonfinite!r}", hint=f"use one of {', '.join(map(repr, NONFINITE))}")
     if nonfinite == "skip" and optimizer is None:
         raise BadOption("nonfinite='skip' without an optimizer: the update is yours", hint="look at p.grad before it")
+    if not isinstance(chunked_loss, bool | None):
+        raise BadOption(f"chunked_loss={chunked_loss!r}", hint="use None (by the size of the logits), True or False")
     scaled = precision == "fp16"
-    subject = Subject(
-        model, root, loss_fn, optimizer, precision, accumulate, clip_norm, "skip" if scaled else nonfinite, dry
-    )
+    nonfinite = "skip" if scaled else nonfinite
+    subject = Subject(model, root, loss_fn, optimizer, precision, accumulate, clip_norm, nonfinite, chunked_loss, dry)
     subject.refresh()
     _check_optimizer_members(subject)
     if scaled:

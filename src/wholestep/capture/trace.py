@@ -17,6 +17,7 @@ import torch
 from wholestep import compat
 from wholestep.capture.assemble import LeakedFake, functional, lift_constants
 from wholestep.capture.batch import BatchSpec
+from wholestep.capture.chunked_loss import WHOLE_LOGITS_BYTES
 from wholestep.capture.guards import Guards
 from wholestep.capture.nonfinite import keep_buffers
 from wholestep.capture.optimizers import UpdatePlan
@@ -62,6 +63,7 @@ def capture(
     *,
     dynamic: Sequence[dict[int, str]] | None = None,
     loss_fn: Callable[[Any, Any], Any] | None = None,
+    whole_logits_bytes: int = WHOLE_LOGITS_BYTES,
 ) -> Capture:
     """Trace the step. Raises CaptureRefused when the trace would not be the step; leaves the modules as they were."""
     began = time.perf_counter()
@@ -70,8 +72,9 @@ def capture(
     with python_randomness_watched(), set_aside(subject) as seen:
         try:
             tracer, graph, constants = _trace_faithfully(
-                subject, batch_tensors, batch_spec, snapshot, dynamic=dynamic, loss_fn=loss_fn
-            )
+                subject, batch_tensors, batch_spec, snapshot,
+                dynamic=dynamic, loss_fn=loss_fn, whole_logits_bytes=whole_logits_bytes,
+            )  # fmt: skip
         finally:
             snapshot.restore()
     leaked = leftover_fakes(subject.root, foreign)
@@ -143,6 +146,9 @@ def _rehearse(tracer: Tracer) -> list[tuple]:
     tracer.aux_names = tuple(run.aux)
     if run.unrolled:
         tracer.notes.append("a recurrent layer is unrolled over its time steps: the graph grows with the sequence")
+    tracer.notes += run.losses
+    if tracer.subject.chunked_loss and not run.losses:
+        tracer.notes.append("chunked_loss=True: no cross-entropy over the output of a linear layer was recognised")
     tracer.add_inputs(sites.used)
     return run.fingerprint
 
@@ -183,9 +189,6 @@ def _trace_update(tracer: Tracer) -> TrainingGraph:
     update.fakes |= {Input(Role.GRADIENT, n): tracer.fakes[Input(Role.GRADIENT, n)] for n in tracer.used}
     if weighted in tracer.fakes:
         update.fakes[weighted] = tracer.fakes[weighted]
-    missing = [e for e in update.fakes if e.role is Role.STATE and e.name.rsplit("/", 1)[0] not in tracer.used]
-    for entry in missing:
-        del update.fakes[entry]
     update.order = list(update.fakes)
     update.place = {entry: i for i, entry in enumerate(update.order)}
     meanings: list[Output] = []

@@ -15,6 +15,7 @@ import torch
 from wholestep import compat
 from wholestep.capture import loss_scale, optimizers
 from wholestep.capture.batch import BatchSpec, unflatten
+from wholestep.capture.chunked_loss import WHOLE_LOGITS_BYTES, ChunkedLoss
 from wholestep.capture.modes import keyed
 from wholestep.capture.preflight import autocast_for
 from wholestep.capture.provenance import ModuleCalls
@@ -44,6 +45,8 @@ class Forward:
     fingerprint: list[tuple]
     unrolled: bool
     """Whether a recurrent layer ran, which tracing turns into one copy of the cell per time step."""
+    losses: list[str] = dataclasses.field(default_factory=list)
+    """One line per loss that is computed in chunks."""
 
 
 def run_loss(
@@ -54,14 +57,15 @@ def run_loss(
     *,
     tracing: bool = False,
     loss_fn: Callable[[Any, Any], Any] | None = None,
+    chunked: ChunkedLoss | None = None,
 ) -> Forward:
-    """The user's loss with `tensors` in place of parameters and buffers, under our modes."""
+    """The user's loss with `tensors` in place of parameters and buffers, under our modes; only a trace has `chunked`."""
     calls = ModuleCalls(subject.root)
     named = {name: tensors[canonical] for name, canonical in subject.aliases.items()}
     with (
         compat.swapped_tensors(subject.root, dict(named)),  # a copy: torch writes the replaced ones into what it is given
         calls.recorded(annotate=tracing),
-        keyed(sites, tracing=tracing, record=True) as lower,
+        keyed(sites, tracing=tracing, record=True, chunked=chunked) as lower,
         autocast_for(subject),
     ):
         loss, aux = check_loss((loss_fn or subject.loss_fn)(subject.model, batch))
@@ -70,7 +74,8 @@ def run_loss(
     reassigned = {
         subject.aliases[n]: t for n, t in live.items() if n in named and t is not named[n] and n in subject.aliases
     }
-    return Forward(loss, aux, calls, reassigned, lower.fingerprint, lower.unrolled)
+    notes = [] if chunked is None else chunked.notes
+    return Forward(loss, aux, calls, reassigned, lower.fingerprint, lower.unrolled, notes)
 
 
 def check_loss(result: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -104,8 +109,10 @@ class Tracer:
         *,
         dynamic: Sequence[dict[int, str]] | None = None,
         loss_fn: Callable[[Any, Any], Any] | None = None,
+        whole_logits_bytes: int = WHOLE_LOGITS_BYTES,
     ) -> None:
         self.subject, self.batch_spec, self.loss_fn = subject, batch_spec, loss_fn
+        self.whole_logits_bytes = whole_logits_bytes
         self.mode = compat.new_fake_mode()
         self.symbols: dict[str, Any] = {}
         self.notes: list[str] = []
@@ -159,7 +166,9 @@ class Tracer:
         leaves = self._leaves(values)
         tensors = leaves | {n: values[Input(Role.BUFFER, n)] for n in self.subject.buffers}
         batch = unflatten([values[entry] for entry in self.batch_inputs], self.batch_spec)
-        return run_loss(self.subject, tensors, batch, sites, tracing=tracing, loss_fn=self.loss_fn), leaves
+        chunked = ChunkedLoss(self.subject.chunked_loss, self.whole_logits_bytes)
+        run = run_loss(self.subject, tensors, batch, sites, tracing=tracing, loss_fn=self.loss_fn, chunked=chunked)
+        return run, leaves
 
     def step(self, values: dict[Input, torch.Tensor], sites: Sites) -> tuple[list[Any], list[Output]]:
         """Forward, backward, and the update or the accumulation; values and their meaning, side by side."""
@@ -304,7 +313,8 @@ class Tracer:
 
     def add_update_inputs(self, device: torch.device) -> None:
         for plan in self.plans:
-            for name in plan.names:
+            # an accumulating step's update knows only the parameters that got a gradient
+            for name in [n for n in plan.names if Input(Role.PARAMETER, n) in self.fakes]:
                 for key in plan.state_keys:
                     fake = torch.empty_like(self.fakes[Input(Role.PARAMETER, name)])
                     self.fakes[Input(Role.STATE, f"{name}/{key}")] = fake

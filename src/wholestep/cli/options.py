@@ -94,7 +94,7 @@ def pipeline(disable: Sequence[str] | None, dump: str | None = None) -> Pipeline
             return super().run(graph, dump=dump)
 
     passes = default_pipeline()
-    known = [name_of(one) for one in passes]
+    known = [*map(name_of, passes.passes), *map(name_of, passes.apply)]
     for name in disable or ():
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)

@@ -7,7 +7,8 @@ operators over sizes move nothing. Exceptions, by name:
 - arguments that lend only their shape (`zeros_like`), or whose content is replaced (`copy`), are not read;
 - an operator that picks at indices reads the indices and as much as it picks, not the whole table;
 - an operator that writes into an argument reads and writes it;
-- expanded dimensions are stored once, and read once.
+- expanded dimensions are stored once, and read once;
+- a loss in chunks reads its weight once per chunk, and its logits pass through memory.
 
 Optimizer updates need no exception: they read parameters, gradients and state, and write parameters and state.
 """
@@ -23,6 +24,7 @@ from torch import fx
 
 from wholestep.cost.amounts import Amount, numel, shape, stored_bytes
 from wholestep.cost.call import Call, elements, read_call
+from wholestep.cost.formulas.loss import chunk_reads, chunk_writes
 from wholestep.graph.training_graph import tensors_in
 
 
@@ -109,6 +111,11 @@ READS: dict[str, Callable[[Call], Amount]] = {
 """Operator -> bytes it reads, where that is not its inputs once."""
 
 
+CHUNKED = {
+    "ws::linear_cross_entropy", "ws::linear_cross_entropy_backward", "ws::linear_cross_entropy_and_gradients",
+}  # fmt: skip
+
+
 def traffic(node: fx.Node | Call) -> Traffic:
     """Bytes of a `call_function` node."""
     call = node if isinstance(node, Call) else read_call(node)
@@ -116,6 +123,8 @@ def traffic(node: fx.Node | Call) -> Traffic:
         return NOTHING
     special = READS.get(call.name)
     read = special(call) if special is not None else _stored(_read_tensors(call))
+    if call.name in CHUNKED:
+        read = read + chunk_reads(call)
     return Traffic(read, 0 if call.name in UNWRITTEN else _stored(_written_tensors(call)) + _second_writes(call))
 
 
@@ -140,7 +149,9 @@ def _results(call: Call) -> tuple[Any, ...]:
 
 
 def _second_writes(call: Call) -> Amount:
-    """Rows that are added to after the whole table was filled with zeros."""
+    """Rows that are added to after the whole table was filled with zeros; what a chunked operator writes for itself."""
+    if call.name in CHUNKED:
+        return chunk_writes(call)
     if call.name != "aten::embedding_dense_backward":
         return 0
     return elements([call.tensor("grad_output", "grad")]) * call.outputs[0].element_size()

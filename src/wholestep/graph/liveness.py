@@ -59,7 +59,7 @@ def last_uses(graph: TrainingGraph) -> dict[fx.Node, list[fx.Node]]:
     lasting = _held_by_others(found)
     dying: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for value, tree in found.items():
-        numbers = flat(tree)
+        numbers = flat_numbers(tree)
         if value.op != "call_function" or not numbers or not lasting.isdisjoint(numbers):
             continue
         end = nodes[max(last[number] for number in numbers)]  # a list of tensors dies with the last of them
@@ -72,21 +72,22 @@ def peak_bytes(graph: TrainingGraph, *, donate: bool = True) -> int:
     """The most bytes alive at any node beyond the inputs and constants, by the model this file describes.
 
     With `donate`, a new parameter or state made in the update phase takes the storage of the input it replaces, as the
-    lowered step does, and counts nothing.
+    lowered step does, and counts nothing; any other new value (a buffer, an accumulated gradient) is copied there after
+    the last reader of the old one, and dies.
     """
     found = storages(graph)
     nodes = list(graph.graph.nodes)
     last = _last_positions(nodes, found)
     not_counted = _held_by_others(found) | (donated(graph, found) if donate else set())
-    sizes: dict[int, int] = {}
+    sizes = {number: size for number, size in storage_bytes(graph, found).items() if number not in not_counted}
     born: dict[int, list[int]] = defaultdict(list)
+    seen: set[int] = set()
     for position, node in enumerate(nodes):
-        if node.op != "call_function" or node.target is operator.getitem:
-            continue
-        for number, tensor in with_tensors(found[node], node.meta.get("val")):
-            if number not in sizes and number not in not_counted:
-                sizes[number] = storage_bytes(tensor)
-                born[position].append(number)
+        new = [number for number in dict.fromkeys(flat_numbers(found.get(node))) if number in sizes and number not in seen]
+        born[position] = new
+        seen.update(new)
+    if donate:
+        last |= _copied(graph, found, nodes)
     dying: dict[int, list[int]] = defaultdict(list)
     for number in sizes:
         dying[last[number]].append(number)
@@ -98,18 +99,29 @@ def peak_bytes(graph: TrainingGraph, *, donate: bool = True) -> int:
     return peak
 
 
+def storage_bytes(graph: TrainingGraph, found: dict[fx.Node, Storages]) -> dict[int, int]:
+    """Bytes of every storage that an operator allocates; a ValueError where a size is symbolic."""
+    sizes: dict[int, int] = {}
+    for node in graph.operations():
+        if node.target is not operator.getitem:
+            for number, tensor in with_tensors(found[node], node.meta.get("val")):
+                if number not in sizes:
+                    sizes[number] = tensor_bytes(tensor)
+    return sizes
+
+
 def _last_positions(nodes: list[fx.Node], found: dict[fx.Node, Storages]) -> dict[int, int]:
     """Storage -> the position of the last node that makes or reads any value in it."""
     last: dict[int, int] = {}
     for position, node in enumerate(nodes):
         for value in (node, *node.all_input_nodes):
-            last.update(dict.fromkeys(flat(found.get(value)), position))
+            last.update(dict.fromkeys(flat_numbers(found.get(value)), position))
     return last
 
 
 def _held_by_others(found: dict[fx.Node, Storages]) -> set[int]:
     """The storages of inputs and constants: alive before and after the step, whoever looks at them."""
-    return {number for node, tree in found.items() if node.op != "call_function" for number in flat(tree)}
+    return {number for node, tree in found.items() if node.op != "call_function" for number in flat_numbers(tree)}
 
 
 def _viewed_storage(node: fx.Node, found: dict[fx.Node, Storages]) -> int | None:
@@ -143,9 +155,10 @@ def _number_value(value: Any, viewed: int | None, count: int) -> tuple[Storages,
     return None, count
 
 
-def flat(numbers: Storages) -> list[int]:
+def flat_numbers(numbers: Storages) -> list[int]:
+    """The storage numbers of a value, which may be one, a list, or none."""
     if isinstance(numbers, list):
-        return [number for entry in numbers for number in flat(entry)]
+        return [number for entry in numbers for number in flat_numbers(entry)]
     return [] if numbers is None else [numbers]
 
 
@@ -160,11 +173,28 @@ def donated(graph: TrainingGraph, found: dict[fx.Node, Storages]) -> set[int]:
         number
         for entry, value in zip(graph.outputs, graph.output_values, strict=True)
         if entry.kind is OutputKind.UPDATE and isinstance(value, fx.Node) and phase_of(value) == "update"
-        for number in flat(found[value])
+        for number in flat_numbers(found[value])
     }
 
 
-def storage_bytes(tensor: torch.Tensor) -> int:
+def _copied(graph: TrainingGraph, found: dict[fx.Node, Storages], nodes: list[fx.Node]) -> dict[int, int]:
+    """Storage of a new value that is copied into the input it replaces -> position after which the copy is made."""
+    last = _last_positions(nodes[:-1], found)
+    placeholders = graph.placeholders
+    copied: dict[int, int] = {}
+    returned: set[int] = set()
+    for entry, value in zip(graph.outputs, graph.output_values, strict=True):
+        numbers = flat_numbers(found.get(value)) if isinstance(value, fx.Node) else []
+        if entry.kind is not OutputKind.UPDATE or entry.target is None:
+            returned.update(numbers)
+            continue
+        for number in numbers:
+            after = max(last[number], last.get(found[placeholders[entry.target]], 0))
+            copied[number] = max(after, copied.get(number, 0))
+    return {number: position for number, position in copied.items() if number not in returned}
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
     """Bytes of the storage that holds the tensor: up to its last element (an expanded tensor holds one row)."""
     if not all(isinstance(number, int) for number in (*tensor.shape, *tensor.stride())):
         raise ValueError(f"symbolic shape {tuple(tensor.shape)}: bytes are known only for fixed shapes")

@@ -79,11 +79,14 @@ class TrainingGraph:
     outputs: tuple[Output, ...]
     """Aligned with the flat output tuple."""
     gradients: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Parameter name -> name of the node that holds its final gradient, before clipping."""
+    """Parameter name -> name of the node that holds its final gradient, before clipping; perhaps in a narrower dtype
+    (`lean_gradients`), of which the update reads the widened value."""
     boundaries: dict[str, str] = dataclasses.field(default_factory=dict)
     """Module path (`path#2` for its second call) -> name of the node that is its output; in execution order."""
     made_by: str = "capture"
     seconds: float = 0.0
+    notes: list[str] = dataclasses.field(default_factory=list)
+    """What the pass at work wants the user to know; the pipeline takes them."""
 
     @property
     def graph(self) -> fx.Graph:

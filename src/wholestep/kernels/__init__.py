@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from wholestep.kernels import adamw, attention, clip, dropout, random_bits, sgd
+from wholestep.kernels import adamw, attention, clip, dropout, linear_cross_entropy, random_bits, sgd
 from wholestep.kernels.attention import decomposition
 
 IN_PLACE: dict[OpOverload, Callable[..., None]] = {
@@ -26,4 +26,6 @@ DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.ws.normal.default: random_bits.normal,
 }
 
-__all__ = ["DECOMPOSITIONS", "IN_PLACE", "adamw", "attention", "clip", "dropout", "random_bits", "sgd"]
+__all__ = [
+    "DECOMPOSITIONS", "IN_PLACE", "adamw", "attention", "clip", "dropout", "linear_cross_entropy", "random_bits", "sgd",
+]  # fmt: skip

@@ -1,10 +1,11 @@
 """ws::adamw: one functional multi-tensor node for Adam and AdamW over a parameter group.
 
-In: params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs (empty unless amsgrad), hyper = float64 [step, lr, beta1,
-beta2, eps, weight_decay] (step is 1 on the first update), scale (0-d clipping factor or None; below zero: nothing
-changes). Out: new params, exp_avgs, exp_avg_sqs and max_exp_avg_sqs, concatenated. `update_in_place` is its twin
-without copies. Why: one node keeps the graph small, every number that may change between steps is an input, and the
-update can be placed, donated or fused as a unit.
+In: params, grads (of their parameters' dtypes, or narrower ones that are widened as they are read), exp_avgs,
+exp_avg_sqs, max_exp_avg_sqs (empty unless amsgrad), hyper = float64 [step, lr, beta1, beta2, eps, weight_decay] (step
+is 1 on the first update), scale (0-d clipping factor or None; below zero: nothing changes). Out: new params, exp_avgs,
+exp_avg_sqs and max_exp_avg_sqs, concatenated. `update_in_place` is its twin without copies. Why: one node keeps the
+graph small, every number that may change between steps is an input, and the update can be placed, donated or fused as a
+unit.
 
 On CPU this is torch.optim's own code for the `implementation` asked ("single", "foreach", "fused"), hence bitwise
 torch's. On CUDA it is one Triton launch per dtype group in float32 math (float64 for float64 parameters), see
@@ -25,6 +26,7 @@ LIBRARY.define(
 )
 
 
+@torch.no_grad()
 def reference_in_place(
     params: list[Tensor],
     grads: list[Tensor],
@@ -47,14 +49,15 @@ def reference_in_place(
     device = params[0].device if implementation == "fused" else torch.device("cpu")
     steps = list(torch.full((len(params),), step - 1, dtype=torch.float32, device=device).unbind())
     update = torch_adamw if decoupled else torch_adam
-    with torch.no_grad():
+    for part in multi_tensor.parts_to_copy(params, grads, scale):
+        scaled = [multi_tensor.scaled_grad(g, p, scale) for g, p in zip(grads[part], params[part], strict=True)]
         update(
-            params,
-            multi_tensor.scaled_grads(grads, scale),
-            exp_avgs,
-            exp_avg_sqs,
-            max_exp_avg_sqs,
-            steps,
+            params[part],
+            scaled,
+            exp_avgs[part],
+            exp_avg_sqs[part],
+            max_exp_avg_sqs[part],
+            steps[part],
             amsgrad=amsgrad,
             beta1=beta1,
             beta2=beta2,

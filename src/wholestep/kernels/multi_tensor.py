@@ -24,8 +24,11 @@ IMPLEMENTATIONS = ("single", "foreach", "fused")
 BLOCK = 2048
 SKIP = -1.0
 """A `scale` below zero, which no clipping yields: the update leaves parameters and states as they are."""
-MAX_CACHED_TABLES = 64
-MAX_SPARE_BUFFERS = 64
+# Of gradients that torch's code is given as copies: a call costs some 50 us, as much as copying this on one CPU core.
+MAX_COPIED_BYTES = 1 << 20
+# A step may have one update per layer and group: hundreds of small tables, a few KiB each.
+MAX_CACHED_TABLES = 1024
+MAX_SPARE_BUFFERS = 1024
 
 
 def implementation_flags(implementation: str) -> dict[str, bool]:
@@ -40,9 +43,34 @@ def skipped(scale: Tensor | None) -> bool:
     return scale is not None and bool(scale < 0)
 
 
-def scaled_grads(grads: list[Tensor], scale: Tensor | None) -> list[Tensor]:
-    """grads * scale as clip_grad_norm_ does it, into new tensors of the same dtype; the list itself is always new."""
-    return list(grads) if scale is None else [(g * scale).to(g.dtype) for g in grads]
+def scaled_grad(grad: Tensor, param: Tensor, scale: Tensor | None) -> Tensor:
+    """grad * scale as clip_grad_norm_ does it, in the parameter's dtype; the gradient itself where nothing changes.
+
+    A gradient of a narrower dtype (lean_gradients) is widened first, as autograd would have left it.
+    """
+    wide = grad if widest(grad.dtype, param.dtype) is grad.dtype else grad.to(param.dtype)
+    return wide if scale is None else (wide * scale).to(wide.dtype)
+
+
+def widest(grad: torch.dtype, param: torch.dtype) -> torch.dtype:
+    """The dtype in which a gradient counts: its own, unless its parameter's is wider."""
+    return param if torch.finfo(param).bits > torch.finfo(grad).bits else grad
+
+
+def parts_to_copy(params: list[Tensor], grads: list[Tensor], scale: Tensor | None) -> list[slice]:
+    """The parts in which torch's code updates a list: whole; or, where gradients are first copied (scaled, widened), so
+    many at a time that the copies stay small."""
+    pairs = list(zip(params, grads, strict=True))
+    if scale is None and all(widest(g.dtype, p.dtype) is g.dtype for p, g in pairs):
+        return [slice(None)]
+    parts, begin, total = [], 0, 0
+    for i, (param, _) in enumerate(pairs):
+        size = param.numel() * param.element_size()
+        if i > begin and total + size > MAX_COPIED_BYTES:
+            parts.append(slice(begin, i))
+            begin, total = i, 0
+        total += size
+    return [*parts, slice(begin, len(pairs))]
 
 
 def check_lengths(params: list[Tensor], lists: dict[str, list[Tensor]], op: str) -> None:

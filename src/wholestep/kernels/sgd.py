@@ -1,10 +1,11 @@
 """ws::sgd: one functional multi-tensor node for SGD (momentum, dampening, Nesterov, weight decay) over a parameter
 group.
 
-In: params, grads, momentum_buffers (empty without momentum), hyper = float64 [lr, momentum, dampening, weight_decay],
-scale (0-d clipping factor or None; below zero: nothing changes). Out: new params and new buffers, concatenated.
-`update_in_place` is its twin without copies. The first step of torch (buffer = gradient) is a zero buffer with
-dampening 0, which the caller passes: there is no branch on the step here.
+In: params, grads (of their parameters' dtypes, or narrower ones that are widened as they are read), momentum_buffers
+(empty without momentum), hyper = float64 [lr, momentum, dampening, weight_decay], scale (0-d clipping factor or None;
+below zero: nothing changes). Out: new params and new buffers, concatenated. `update_in_place` is its twin without
+copies. The first step of torch (buffer = gradient) is a zero buffer with dampening 0, which the caller passes: there is
+no branch on the step here.
 
 On CPU this is torch.optim's own code for the `implementation` asked, hence bitwise torch's; on CUDA one Triton launch
 per dtype group.
@@ -23,6 +24,7 @@ LIBRARY.define(
 )
 
 
+@torch.no_grad()
 def reference_in_place(
     params: list[Tensor],
     grads: list[Tensor],
@@ -39,14 +41,15 @@ def reference_in_place(
     lr, momentum, dampening, weight_decay = hyper.tolist()
     if implementation == "fused" and momentum_buffers and _fused_is_broken(params):
         implementation = "single"
-    scaled = multi_tensor.scaled_grads(grads, scale)
-    if scale is None and nesterov and implementation == "foreach":
-        scaled = [g.clone() for g in grads]  # torch's foreach code adds the momentum into the gradients themselves
-    with torch.no_grad():
+    copies = scale is None and nesterov and implementation == "foreach"
+    for part in multi_tensor.parts_to_copy(params, grads, scale):
+        scaled = [multi_tensor.scaled_grad(g, p, scale) for g, p in zip(grads[part], params[part], strict=True)]
+        if copies:  # torch's foreach code adds the momentum into the gradients themselves
+            scaled = [new.clone() if new is old else new for new, old in zip(scaled, grads[part], strict=True)]
         torch_sgd(
-            params,
+            params[part],
             scaled,
-            list(momentum_buffers) if momentum_buffers else [None] * len(params),
+            list(momentum_buffers[part]) if momentum_buffers else [None] * len(scaled),
             weight_decay=weight_decay,
             momentum=momentum if momentum_buffers else 0.0,
             lr=lr,

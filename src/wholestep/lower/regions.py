@@ -23,8 +23,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from wholestep.graph.layers import layers_of
-from wholestep.graph.training_graph import module_of, phase_of
+from wholestep.graph.layers import Part, layers_of, part_of
+from wholestep.graph.training_graph import phase_of
 from wholestep.graph.views import is_cheap_view
 from wholestep.kernels import DECOMPOSITIONS
 from wholestep.lower.in_place import ImperativeGraph
@@ -132,7 +132,7 @@ def _assign(imperative: ImperativeGraph, layers: dict[fx.Node, str]) -> dict[fx.
     returned = {value for value in imperative.results if isinstance(value, fx.Node)}
     assigned: dict[fx.Node, int] = {}
     scalars: set[fx.Node] = set()
-    previous: tuple[str, str | None] | None = None
+    previous: Part | None = None
     number, last = 0, 2 * len(calls) + 1
     for node in calls:
         if _is_scalar(node) and all(entry.op == "placeholder" or entry in scalars for entry in node.all_input_nodes):
@@ -156,17 +156,11 @@ def _assign(imperative: ImperativeGraph, layers: dict[fx.Node, str]) -> dict[fx.
     return assigned
 
 
-def _key(node: fx.Node, layers: dict[fx.Node, str], previous: tuple[str, str | None] | None) -> tuple[str, str | None]:
-    """(phase, layer); a node that does not know its module, and a write of state, stay where they are.
-
-    Outside layers forward and backward are one: the loss and its gradient fuse.
-    """
-    phase = "update" if phase_of(node) == "update" else "step" if node not in layers else phase_of(node)
+def _key(node: fx.Node, layers: dict[fx.Node, str], previous: Part | None) -> Part:
+    """(phase, layer); a write of state stays where it is."""
     if previous is not None and node.target in _COPIES:
         return previous
-    if previous is not None and module_of(node) is None and _same_phase(previous[0], phase_of(node)):
-        return previous
-    return phase, layers.get(node)
+    return part_of(node, layers, previous)
 
 
 def _is_snapshot(node: fx.Node, returned: set[fx.Node]) -> bool:
@@ -175,10 +169,6 @@ def _is_snapshot(node: fx.Node, returned: set[fx.Node]) -> bool:
         return False
     source = node.args[0]
     return isinstance(source, fx.Node) and (source.op == "placeholder" or is_cheap_view(source))
-
-
-def _same_phase(key: str, phase: str) -> bool:
-    return key == phase or (key == "step" and phase != "update")
 
 
 def _is_direct(node: fx.Node) -> bool:

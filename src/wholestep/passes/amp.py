@@ -17,17 +17,20 @@ from __future__ import annotations
 
 import fnmatch
 import operator
+import warnings
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 from torch import fx
 
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, WholestepWarning
+from wholestep.graph.check import where
 from wholestep.graph.training_graph import Role, TrainingGraph, module_of, phase_of
 from wholestep.passes.fx_edit import sweep, tensor_of
 from wholestep.passes.pipeline import compiler_pass
-from wholestep.passes.precision_rules import Entry, Rule, entry_of, schema_name
+from wholestep.passes.precision_rules import Entry, Rule, entry_of
 
 aten = torch.ops.aten
 
@@ -75,7 +78,11 @@ class _Rewrite:
         self.paths: dict[str | None, torch.dtype] = {}
         self.captured = {node: node.meta.get("val") for node in graph.graph.nodes}
         self.casts: dict[tuple[fx.Node, torch.dtype, str | None], fx.Node] = {}
-        self.gradients = {name: key for key, name in graph.gradients.items()}
+        self.stayed: list[str] = []
+        """Operators that could not run in the types of their rule."""
+        self.gradients: dict[str, list[str]] = defaultdict(list)
+        for key, name in graph.gradients.items():
+            self.gradients[name].append(key)
         self._refuse_unknown_patterns()
 
     def run(self) -> TrainingGraph:
@@ -88,12 +95,19 @@ class _Rewrite:
         output.args = (tuple(values),)
         self._follow_boundaries()
         sweep(self.graph)
+        if self.stayed:
+            text = f"amp: {len(self.stayed)} operators stay as captured, the first is {self.stayed[0]}"
+            warnings.warn(text, WholestepWarning, stacklevel=3)
         return self.graph
 
     def _follow_boundaries(self) -> None:
         """The output of a module that is read only through its cast is, from now on, that cast."""
-        copies = {value.name: made.name for (value, _, _), made in self.casts.items() if not value.users}
-        self.graph.boundaries = {path: copies.get(name, name) for path, name in self.graph.boundaries.items()}
+        self.graph.graph.eliminate_dead_code()
+        alive = {node.name for node in self.graph.graph.nodes}
+        copies = {value.name: made.name for (value, _, _), made in self.casts.items()}
+        self.graph.boundaries = {
+            path: name if name in alive else copies.get(name, name) for path, name in self.graph.boundaries.items()
+        }
 
     # ---- one node ----
 
@@ -108,11 +122,12 @@ class _Rewrite:
         kept = (node.args, dict(node.kwargs))
         try:
             self._apply(node, entry, rule, low)
-            self._propagate(node)
-        except (RuntimeError, TypeError, ValueError, NotImplementedError, AssertionError):
+            self._propagate(node, changed=(node.args, dict(node.kwargs)) != kept)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError, AssertionError) as error:
+            self.stayed.append(f"{where(node)}: {(str(error).strip().splitlines() or [''])[0][:100]}")
             node.args, node.kwargs = kept  # type: ignore[assignment]
             self._apply(node, entry, "keep", low)
-            self._propagate(node)
+            self._propagate(node, changed=True)
 
     def _apply(self, node: fx.Node, entry: Entry, rule: Rule, low: torch.dtype) -> None:
         """Bring the arguments of a node to the types of its rule."""
@@ -174,10 +189,10 @@ class _Rewrite:
         if tensor is not None and tensor.dtype in (torch.bfloat16, torch.float16) and node.kwargs.get("dtype") is None:
             node.kwargs = {**node.kwargs, "dtype": torch.float32}
 
-    def _propagate(self, node: fx.Node) -> None:
+    def _propagate(self, node: fx.Node, *, changed: bool) -> None:
         """Compute the value of a node anew on fake tensors, unless nothing about its arguments changed."""
         sources = node.all_input_nodes
-        if all(s.meta.get("val") is self.captured.get(s, self) for s in sources) and schema_name(node.target) != "aten::sum":
+        if not changed and all(s.meta.get("val") is self.captured.get(s, self) for s in sources):
             return
         mode = next((t.fake_mode for s in sources if isinstance(t := tensor_of(s), torch.Tensor)), None)  # type: ignore[attr-defined]
         if mode is None or not callable(node.target):
@@ -213,7 +228,7 @@ class _Rewrite:
         source = tensor_of(args[0])
         assert source is not None
         with source.fake_mode:  # type: ignore[attr-defined]
-            node.meta["val"] = target(source, *args[1:], **kwargs)
+            node.meta["val"] = target(*fx.map_arg(args, lambda a: a.meta["val"]), **fx.map_arg(kwargs, lambda a: a.meta["val"]))
         return node
 
     def _restore_gradient(self, node: fx.Node) -> None:
@@ -222,7 +237,7 @@ class _Rewrite:
         if now is None or wanted is None or now.dtype == wanted:
             return
         made = self._cast(node, wanted, node.next, owner=node)
-        self.graph.gradients[self.gradients[node.name]] = made.name
+        self.graph.gradients.update(dict.fromkeys(self.gradients[node.name], made.name))
 
     def _captured_dtype(self, value: Any) -> torch.dtype | None:
         before = self.captured.get(value) if isinstance(value, fx.Node) else None
@@ -232,7 +247,7 @@ class _Rewrite:
 
     def _precision_of(self, path: str | None) -> torch.dtype:
         if path not in self.paths:
-            fitting = [name for pattern, name in self.modules.items() if path is not None and _fits(path, pattern)]
+            fitting = [name for pattern, name in self.modules.items() if _fits(path or "", pattern)]
             self.paths[path] = PRECISIONS[fitting[-1]] if fitting else self.default
         return self.paths[path]
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from wholestep.graph.check import check
+from wholestep.graph.plan import Plan
 from wholestep.graph.printer import dump as dump_graph
 from wholestep.graph.training_graph import TrainingGraph
 
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
     from wholestep.capture.trace import Capture
 
 Pass = Callable[[TrainingGraph], TrainingGraph]
-ApplyPass = Callable[[TrainingGraph, Any], TrainingGraph]
-"""The second argument is the plan; the runner hands it on without looking at it."""
+ApplyPass = Callable[[TrainingGraph, Plan], TrainingGraph]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,22 +47,33 @@ class Row:
 # fmt: off
 TABLE: tuple[Row, ...] = (
     Row("recognise_masks", "prepare", "first: it makes whole mask computations dead"),
+    Row("fuse_loss", "prepare", "before the folds, which would have to keep forward and backward of the loss alike"),
     Row("fold_constants", "prepare", "before the folds that look for plain numbers"),
     Row("fold_views", "prepare", "before fold_casts: a view between two casts hides that they cancel"),
     Row("fold_casts", "prepare", "before share_equal: a shorter chain is more often equal to another"),
     Row("share_equal", "prepare", "after all folds: equal values are then written in equal ways"),
+    Row("lean_gradients", "prepare", "before gradients are weighed: it halves them"),
+    Row("order_for_peak", "prepare", "after lean_gradients, whose narrow values it keeps waiting instead of wide ones"),
     Row("remove_dead", "prepare", "last: what the others left unread goes, so that the planner sees only what runs"),
+    Row("recompute", "apply", "first of those that follow a plan: after it nothing may merge equal values"),
+    Row("update_early", "apply", "after recompute, which reads parameters once more before they are replaced"),
 )
 # fmt: on
 
 
-def compiler_pass(*, numerics: str) -> Callable[[Callable[..., TrainingGraph]], Callable[..., TrainingGraph]]:
-    """Declares a pass and its tier: "bitwise" keeps every bit, "rounding" may change the last ones."""
+def compiler_pass(
+    *, numerics: str, for_updates: bool = False
+) -> Callable[[Callable[..., TrainingGraph]], Callable[..., TrainingGraph]]:
+    """Declares a pass and its tier: "bitwise" keeps every bit, "rounding" may change the last ones.
+
+    With `for_updates` it also rewrites the separate update graph of an accumulating step.
+    """
     if numerics not in ("bitwise", "rounding"):
         raise ValueError(f"numerics={numerics!r}: use 'bitwise' or 'rounding'")
 
     def declare(function: Callable[..., TrainingGraph]) -> Callable[..., TrainingGraph]:
         function.numerics = numerics  # type: ignore[attr-defined]
+        function.for_updates = for_updates  # type: ignore[attr-defined]
         return function
 
     return declare
@@ -83,6 +94,14 @@ class PassReport:
     nodes_before: int
     nodes_after: int
     seconds: float
+    notes: tuple[str, ...] = ()
+    """What the pass itself has to say."""
+
+    @property
+    def lines(self) -> list[str]:
+        """What is worth telling: a changed number of nodes, and the pass's own notes."""
+        changed = [str(self)] if self.nodes_before != self.nodes_after else []
+        return changed + [f"pass {self.name}: {note}" for note in self.notes]
 
     @property
     def effect(self) -> str:
@@ -129,9 +148,19 @@ class Pipeline:
         """A new pipeline with `one` right before the pass called `name`, in the same part."""
         return self._inserted(name, one, 0)
 
-    def bound(self, plan: Any) -> Pipeline:
-        """All passes as plain ones: those of the apply part close over `plan` and follow the others."""
-        return Pipeline([*self.passes, *(_closed_over(one, plan) for one in self.apply)])
+    def bound(self, plan: Plan | Callable[[TrainingGraph], Plan]) -> Pipeline:
+        """All passes as plain ones: those of the apply part close over `plan` and follow the others.
+
+        A function is asked for the plan once, with the graph as the prepare part left it.
+        """
+        made: list[Plan] = []
+
+        def plan_for(graph: TrainingGraph) -> Plan:
+            if not made:
+                made.append(plan if isinstance(plan, Plan) else plan(graph))
+            return made[0]
+
+        return Pipeline([*self.passes, *(_closed_over(one, plan_for) for one in self.apply)])
 
     def _inserted(self, name: str, one: Callable[..., TrainingGraph], offset: int) -> Pipeline:
         index, applies = self._find(name)
@@ -152,7 +181,7 @@ class Pipeline:
     def run(self, graph: TrainingGraph, *, dump: str | None = None) -> tuple[TrainingGraph, list[str]]:
         """All passes in order; the rewritten graph and one line per pass that changed something."""
         graph, reports = self.run_reporting(graph, dump=dump)
-        return graph, [str(r) for r in reports if r.nodes_before != r.nodes_after]
+        return graph, [line for report in reports for line in report.lines]
 
     def run_reporting(self, graph: TrainingGraph, *, dump: str | None = None) -> tuple[TrainingGraph, list[PassReport]]:
         """All passes in order, each checked, timed and (with `dump`) written out; what each did."""
@@ -165,23 +194,30 @@ class Pipeline:
             graph = one(graph)
             graph.made_by, graph.seconds = name_of(one), time.perf_counter() - began
             check(graph)
-            reports.append(PassReport(name_of(one), before, len(graph.graph.nodes), graph.seconds))
+            notes = tuple(graph.notes)
+            graph.notes.clear()
+            reports.append(PassReport(name_of(one), before, len(graph.graph.nodes), graph.seconds, notes))
             if dump is not None:
                 dump_graph(graph, dump, name_of(one), number, reports[-1].effect)
         return graph, reports
 
     def run_on(self, capture: Capture, *, dump: str | None = None) -> list[str]:
-        """Rewrite a capture's graph in place (its update graph has nothing to rewrite yet); the lines to report."""
+        """Rewrite a capture's graph in place, and its update's graph by the passes that know of it; the lines to report."""
         capture.graph, lines = self.run(capture.graph, dump=dump)
+        of_updates = [one for one in self.passes if getattr(one, "for_updates", False)]
+        if capture.update is not None and of_updates:
+            capture.update, more = Pipeline(of_updates).run(capture.update)
+            lines += more
         return lines
 
 
-def _closed_over(one: ApplyPass, plan: Any) -> Pass:
+def _closed_over(one: ApplyPass, plan_for: Callable[[TrainingGraph], Plan]) -> Pass:
     def carried_out(graph: TrainingGraph) -> TrainingGraph:
-        return one(graph, plan)
+        return one(graph, plan_for(graph))
 
     carried_out.__name__ = name_of(one)
     carried_out.numerics = getattr(one, "numerics", "rounding")  # type: ignore[attr-defined]
+    carried_out.for_updates = getattr(one, "for_updates", False)  # type: ignore[attr-defined]
     return carried_out
 
 

@@ -22,17 +22,13 @@ from wholestep.graph.plan import Plan
 from wholestep.graph.segments import backward_segments, may_recompute
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.graph.views import is_cheap_view
-from wholestep.passes.pipeline import Pass, compiler_pass
+from wholestep.passes.pipeline import compiler_pass
 
 
-def recompute(plan: Plan) -> Pass:
-    """The pass that carries out `plan.recompute`."""
-
-    @compiler_pass(numerics="bitwise")
-    def recompute(graph: TrainingGraph) -> TrainingGraph:
-        return _Rewrite(graph, plan.recompute).run() if plan.recompute else graph
-
-    return recompute
+@compiler_pass(numerics="bitwise")
+def recompute(graph: TrainingGraph, plan: Plan) -> TrainingGraph:
+    """saved(x) in the backward => f(kept) there, for every x in `plan.recompute`."""
+    return _Rewrite(graph, plan.recompute).run() if plan.recompute else graph
 
 
 class _Rewrite:

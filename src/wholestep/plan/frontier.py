@@ -83,7 +83,7 @@ def _decisions(planner: MemoryPlanner, most: int, targets: int) -> Iterable[Deci
 
 
 def _point(line: Timeline, plan: Plan, clock: Clock, problem: Problem, before: Point | None) -> Point:
-    seconds = sum(clock.work(work, line.sizes) for work in line.works)
+    seconds = clock.step(line.works, line.sizes)
     plan = dataclasses.replace(plan, predicted_bytes=line.peak_bytes, predicted_seconds=seconds)
     return Point(plan, line.peak_bytes, seconds, line.breakdown(), "")
 

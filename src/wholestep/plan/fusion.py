@@ -16,9 +16,9 @@ from torch import fx
 
 from wholestep.cost.flops import flops
 from wholestep.graph.keys import operator_name
-from wholestep.graph.layers import layers_of
-from wholestep.graph.liveness import flat, storages
-from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of
+from wholestep.graph.layers import parts_of
+from wholestep.graph.liveness import flat_numbers, storages
+from wholestep.graph.training_graph import TrainingGraph
 from wholestep.graph.views import is_cheap_view
 
 FUSABLE_KINDS = ("elementwise", "reduction", "movement")
@@ -57,15 +57,15 @@ def written_out(graph: TrainingGraph) -> tuple[list[Work], dict[fx.Node, Any]]:
     regions = _regions(graph)
     fusable = {n: is_fusable(n) for n in regions}
     readers = _readers(graph, numbers, regions)
-    lasting = {s for n, tree in numbers.items() if n.op != "call_function" for s in flat(tree)}
-    returned = {s for v in graph.output_values if isinstance(v, fx.Node) for s in flat(numbers[v])}
+    lasting = {s for n, tree in numbers.items() if n.op != "call_function" for s in flat_numbers(tree)}
+    returned = {s for v in graph.output_values if isinstance(v, fx.Node) for s in flat_numbers(numbers[v])}
     inside: dict[int, frozenset[int]] = {}
     """Storage that does not exist -> the storages its computation reads."""
     depth: dict[int, int] = {}
     found: list[Work] = []
     for node, region in regions.items():
-        makes = tuple(s for s in dict.fromkeys(flat(numbers[node])) if s not in lasting)
-        direct = {s for entry in node.all_input_nodes for s in flat(numbers.get(entry))}
+        makes = tuple(s for s in dict.fromkeys(flat_numbers(numbers[node])) if s not in lasting)
+        direct = {s for entry in node.all_input_nodes for s in flat_numbers(numbers.get(entry))}
         reads = frozenset(t for s in direct for t in inside.get(s, (s,)))
         operations = 1 + sum(depth.get(s, 0) for s in direct)
         users = {u for s in makes for u in readers.get(s, ())}
@@ -86,17 +86,10 @@ def written_out(graph: TrainingGraph) -> tuple[list[Work], dict[fx.Node, Any]]:
 
 def _regions(graph: TrainingGraph) -> dict[fx.Node, int]:
     """Operation (views and selections aside) -> number of the region it will be compiled in."""
-    layers = layers_of(graph.graph.nodes)
     found: dict[fx.Node, int] = {}
-    previous: tuple[str, str | None] | None = None
-    number = 0
-    for node in graph.operations():
-        phase = phase_of(node)
-        key = ("update" if phase == "update" else "step" if node not in layers else phase, layers.get(node))
-        stays = previous is not None and module_of(node) is None and previous[0] in (phase, "step") and phase != "update"
-        if not stays and key != previous:
-            number += 1
-            previous = key
+    previous, number = None, 0
+    for node, part in parts_of(graph.graph.nodes).items():
+        number, previous = (number if part == previous else number + 1), part
         if node.target is not operator.getitem and not is_cheap_view(node):
             found[node] = number
     return found
@@ -106,6 +99,6 @@ def _readers(graph: TrainingGraph, numbers: dict[fx.Node, Any], regions: dict[fx
     found: dict[int, list[fx.Node]] = {}
     for node in regions:
         for entry in node.all_input_nodes:
-            for storage in flat(numbers.get(entry)):
+            for storage in flat_numbers(numbers.get(entry)):
                 found.setdefault(storage, []).append(node)
     return found

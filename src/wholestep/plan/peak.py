@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from wholestep.graph.keys import operator_name
-from wholestep.graph.liveness import donated, flat, storage_bytes, with_tensors
+from wholestep.graph.liveness import donated, flat_numbers, tensor_bytes, with_tensors
 from wholestep.graph.training_graph import OutputKind, Role, TrainingGraph, phase_of
 from wholestep.plan.fusion import Work, written_out
 
@@ -88,7 +88,7 @@ def timeline(graph: TrainingGraph) -> Timeline:
         over = _written_over(work, new, dying[index], sizes, born, works) if work.fusable else 0
         alive.append(now - over + _scratch(work.node))
         now -= sum(sizes[s] for s in dying[index])
-    gradients = frozenset(s for name in graph.gradients.values() for s in flat(numbers[graph.node(name)]))
+    gradients = frozenset(s for name in graph.gradients.values() for s in flat_numbers(numbers[graph.node(name)]))
     return Timeline(tuple(works), tuple(alive), born, last, sizes, numbers, _lasting(graph), gradients)
 
 
@@ -102,14 +102,14 @@ def _lives(
     for index, work in enumerate(works):
         for storage, tensor in with_tensors(numbers[work.node], work.node.meta.get("val")):
             if storage in work.makes and storage not in kept and storage not in sizes:
-                sizes[storage] = -(-storage_bytes(tensor) // ROUNDING) * ROUNDING
+                sizes[storage] = -(-tensor_bytes(tensor) // ROUNDING) * ROUNDING
                 born[storage] = last[storage] = index
         for storage in work.reads:
             if storage in sizes:
                 last[storage] = index
     for value, entry in zip(graph.output_values, graph.outputs, strict=True):
         if isinstance(value, fx.Node) and entry.kind is not OutputKind.UPDATE:
-            last.update({s: len(works) - 1 for s in flat(numbers[value]) if s in sizes})
+            last.update({s: len(works) - 1 for s in flat_numbers(numbers[value]) if s in sizes})
     return sizes, born, last
 
 
@@ -139,5 +139,5 @@ def _lasting(graph: TrainingGraph) -> dict[str, int]:
     for entry, node in zip(graph.inputs, graph.placeholders, strict=True):
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
-            found[INPUTS.get(entry.role, "batch and numbers")] += -(-storage_bytes(value) // ROUNDING) * ROUNDING
+            found[INPUTS.get(entry.role, "batch and numbers")] += -(-tensor_bytes(value) // ROUNDING) * ROUNDING
     return dict(found)

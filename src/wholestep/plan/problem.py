@@ -20,7 +20,7 @@ from torch import fx
 
 from wholestep.graph.keys import value_keys
 from wholestep.graph.layers import layers_of
-from wholestep.graph.liveness import flat, storage_bytes, with_tensors
+from wholestep.graph.liveness import flat_numbers, tensor_bytes, with_tensors
 from wholestep.graph.segments import backward_segments, may_recompute
 from wholestep.graph.training_graph import TrainingGraph, phase_of
 from wholestep.graph.views import is_cheap_view
@@ -104,14 +104,14 @@ class _Builder:
             several = isinstance(node.meta.get("val"), list | tuple)
             if several or (node.target is operator.getitem and is_cheap_view(node.args[0])):  # type: ignore[arg-type]
                 continue
-            for storage in flat(self.numbers.get(node)):
+            for storage in flat_numbers(self.numbers.get(node)):
                 self.maker.setdefault(storage, node)
         for storage, node in self.maker.items():
             if node.op != "call_function":
                 continue
             key, unit = self.keys[node], self.keys[_operation(node)]
             value = self.values.setdefault(key, Value(key, unit))
-            size = next(storage_bytes(t) for s, t in with_tensors(self.numbers[node], node.meta["val"]) if s == storage)
+            size = next(tensor_bytes(t) for s, t in with_tensors(self.numbers[node], node.meta["val"]) if s == storage)
             value.bytes += size
             value.count += 1
 
@@ -125,9 +125,9 @@ class _Builder:
             unit = self.units.setdefault(self.keys[node], Unit(self.keys[node]))
             unit.allowed = unit.allowed and may_recompute(node)
             unit.stretches |= where[self.layers.get(node, "")]
-            made = [self.maker[s] for s in flat(self.numbers[node]) if s in self.maker]
+            made = [self.maker[s] for s in flat_numbers(self.numbers[node]) if s in self.maker]
             unit.seconds += self._seconds(node, made)
-            for storage in {s for entry in node.all_input_nodes for s in flat(self.numbers.get(entry))}:
+            for storage in {s for entry in node.all_input_nodes for s in flat_numbers(self.numbers.get(entry))}:
                 if storage not in self.maker:
                     continue
                 source = self.maker[storage]
@@ -147,7 +147,7 @@ class _Builder:
         for value in made:
             stored = any(not is_fusable(user) for user in _readers(value))
             self.values[self.keys[value]].stored |= stored
-            size = sum(storage_bytes(t) for _, t in with_tensors(self.numbers[value], value.meta["val"]))
+            size = sum(tensor_bytes(t) for _, t in with_tensors(self.numbers[value], value.meta["val"]))
             total += self.clock.moving(size * (2.0 if stored else 0.2))
         return total
 
@@ -157,7 +157,7 @@ class _Builder:
             ends[segment] = stretches[node]
         until: dict[int, int] = {s: ends.get(self.layers.get(node, "\0"), -1) for s, node in self.maker.items()}
         for segment, node in segments:
-            for storage in {s for entry in node.all_input_nodes for s in flat(self.numbers.get(entry))}:
+            for storage in {s for entry in node.all_input_nodes for s in flat_numbers(self.numbers.get(entry))}:
                 if storage not in self.maker:
                     continue
                 value = self.values[self.keys[self.maker[storage]]]
@@ -165,7 +165,7 @@ class _Builder:
                 value.near, value.far = value.near or near, value.far or not near
                 until[storage] = max(until[storage], stretches[node])
         for storage, node in self.maker.items():
-            size = next(storage_bytes(t) for s, t in with_tensors(self.numbers[node], node.meta["val"]) if s == storage)
+            size = next(tensor_bytes(t) for s, t in with_tensors(self.numbers[node], node.meta["val"]) if s == storage)
             for stretch in range(until[storage] + 1):
                 self.values[self.keys[node]].alive[stretch] += size
 

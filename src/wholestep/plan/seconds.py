@@ -7,7 +7,7 @@ H200 (docs/plan.md); on other cards they are an assumption, and times are labell
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -43,10 +43,19 @@ class Clock:
         """Of a fused operation that reads and writes so many bytes."""
         return num_bytes / (self.device.bandwidth * SHARE_OF_BANDWIDTH)
 
-    def work(self, work: Work, sizes: Mapping[int, int]) -> float:
-        if not work.fusable:
-            return self.library_call(work.node)
-        return self.moving(sum(sizes.get(s, 0) for s in (*work.reads, *work.makes)))
+    def step(self, works: Iterable[Work], sizes: Mapping[int, int]) -> float:
+        """Of a whole step. Fused operations of a region share what they read: each operand counts once."""
+        seconds = 0.0
+        seen: set[tuple[int, int]] = set()
+        for work in works:
+            if not work.fusable:
+                seconds += self.library_call(work.node)
+                continue
+            moved = sum(sizes.get(s, 0) for s in work.makes)
+            moved += sum(sizes.get(s, 0) for s in work.reads if (work.region, s) not in seen)
+            seen.update((work.region, s) for s in (*work.reads, *work.makes))
+            seconds += self.moving(moved)
+        return seconds
 
 
 def _shape(value: Any) -> Any:

@@ -190,7 +190,8 @@ class SideBySide:
         if subject.optimizer is None:
             return {n: p.grad for n, p in subject.trained.items() if p.grad is not None}
         if subject.accumulate == 1:
-            return dict(made.watched.values)
+            # a gradient may be kept narrower than its parameter, to be widened by the update
+            return {n: g.to(subject.parameters[n].dtype) for n, g in made.watched.values.items()}
         weight = binding.gradients.get(ACCUMULATED_WEIGHT)
         totals = {n: binding.gradients[n] for n in names}
         return {n: g.clone() if weight is None else (g / weight).to(g.dtype) for n, g in totals.items()}

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from wholestep.capture.batch import flatten, signature, split_batch
 from wholestep.capture.subject import Subject, make_subject
 from wholestep.errors import BadBatch, BadOption
+from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.passes.pipeline import Pipeline, default_pipeline
 from wholestep.verify.report import Report
@@ -37,6 +38,7 @@ def verify(
     precision: str = "fp32",
     clip_norm: float | None = None,
     accumulate: int = 1,
+    chunked_loss: bool | None = None,
     backend: str = "inductor",
     passes: Pipeline | Sequence[Callable[[TrainingGraph], TrainingGraph]] | None = None,
     seed: int | None = None,
@@ -45,7 +47,8 @@ def verify(
     """Compare losses, aux, gradients, buffers and updates of the captured step with eager PyTorch.
 
     Args:
-        model, loss_fn, optimizer, precision, clip_norm, accumulate, backend, passes: as for `wholestep.compile`.
+        model, loss_fn, optimizer, precision, clip_norm, accumulate, chunked_loss, backend, passes: as for
+            `wholestep.compile`; eager PyTorch always computes the loss from whole logits.
         batches: one batch, or a list of batches that is gone through again and again (a batch that is itself a list
         goes
             into a list of one).
@@ -60,8 +63,10 @@ def verify(
     for name, value, known in (("backend", backend, BACKENDS), ("precision", precision, PRECISIONS)):
         if value not in known:
             raise BadOption(f"{name}={value!r}", hint=f"use one of {', '.join(map(repr, known))}")
-    subject = make_subject(model, loss_fn, optimizer, precision=precision, accumulate=accumulate, clip_norm=clip_norm)
-    pipeline = passes if isinstance(passes, Pipeline) else default_pipeline(extra=passes or ())
+    subject = make_subject(
+        model, loss_fn, optimizer, precision=precision, accumulate=accumulate, clip_norm=clip_norm, chunked_loss=chunked_loss
+    )
+    pipeline = (passes if isinstance(passes, Pipeline) else default_pipeline(extra=passes or ())).bound(Plan())
     report = Report("not captured yet", backend)
     listed = batches if isinstance(batches, list) else [batches]
     if not listed:
