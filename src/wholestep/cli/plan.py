@@ -37,7 +37,9 @@ def command(
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time against memory here.")] = None,
     check_batch: Annotated[
         bool | None,
-        typer.Option("--check-batch/--no-check-batch", help="Capture again at the largest batch that was found; by itself where that is quick."),
+        typer.Option(
+            "--check-batch/--no-check-batch", help="Capture again at the largest batch found; by itself where that is quick."
+        ),
     ] = None,
     disable: options.Disable = None,
     json: options.Json = False,

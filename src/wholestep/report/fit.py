@@ -8,6 +8,7 @@ would, and what else would help.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,6 @@ from wholestep.cost.target import Target
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Role, TrainingGraph, tensors_in
 from wholestep.passes.pipeline import Pipeline, default_pipeline
-from wholestep.passes.recompute import recompute
 from wholestep.plan.frontier import TARGETS, Point, card_bytes, frontier
 from wholestep.plan.rebatch import rebatched
 from wholestep.train.dry_job import DryJob, make_dry_job
@@ -146,6 +146,8 @@ class CapturedStep:
 
     job: DryJob
     captured: Capture
+    passes: Pipeline
+    """Those of its apply part carry a plan out."""
     seconds: dict[str, float]
 
 
@@ -172,22 +174,27 @@ def captured_step(
     captured = dry_capture(
         job.model, job.loss_fn, job.optimizer, job.example, device="cuda" if on_gpu else "cpu", **job.compile_options
     )
-    (passes or default_pipeline()).run_on(captured)
-    return CapturedStep(job, captured, {"model": built - began, "capture": time.perf_counter() - built})
+    passes = passes or default_pipeline()
+    passes.run_on(captured)
+    return CapturedStep(job, captured, passes, {"model": built - began, "capture": time.perf_counter() - built})
 
 
 def _planned(question: Question, step: CapturedStep) -> _Planned:
     began = time.perf_counter()
-    points = plans_of(step.captured.graph, question.target.device)
+    points = plans_of(step.captured.graph, question.target.device, step.passes)
     if step.captured.update is not None:
         points = _with_state(points, step.captured.update)
     cards = [on_the_card(point.peak_bytes, question.target) for point in points]
     return _Planned(points, cards, time.perf_counter() - began)
 
 
-def plans_of(graph: TrainingGraph, device: Device, *, targets: int = TARGETS) -> list[Point]:
+def plans_of(graph: TrainingGraph, device: Device, passes: Pipeline, *, targets: int = TARGETS) -> list[Point]:
     """The plans worth having, from the fastest to the leanest."""
-    return frontier(graph, device, lambda copy, plan: recompute(plan)(copy), targets=targets)
+
+    def carried_out(copy: TrainingGraph, plan: Plan) -> TrainingGraph:
+        return functools.reduce(lambda made, one: one(made, plan), passes.apply, copy)
+
+    return frontier(graph, device, carried_out, targets=targets)
 
 
 def on_the_card(peak_bytes: int, target: Target) -> int:
@@ -219,7 +226,7 @@ def _largest(
 
     def least(wanted: int) -> int:
         tell(f"planning batch {wanted * parts}")
-        points = plans_of(rebatched(step.captured.graph, wanted / rows), question.target.device, targets=1)
+        points = plans_of(rebatched(step.captured.graph, wanted / rows), question.target.device, step.passes, targets=1)
         return on_the_card(min(point.peak_bytes for point in points) + state, question.target)
 
     found, known, certain = largest_fitting(least, {rows: min(planned.cards)}, question.budget_bytes)
@@ -246,6 +253,8 @@ def largest_fitting(least: Callable[[int], int], known: dict[int, int], budget: 
         if high - low <= 1:
             break
         guess = _on_the_line(known, budget)
+        if beyond and not low < guess < high and low:  # a corner lies between
+            guess = (low + high) // 2
         size = min(max(guess, low + 1), high - 1)
         known[size] = least(size)
     fitting = [size for size, count in known.items() if count <= budget]

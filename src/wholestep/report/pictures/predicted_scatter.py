@@ -40,8 +40,10 @@ def predicted_scatter(points: Sequence[Compared], *, title: str, unit: str) -> s
     across, up = drawing.scale(low, high, LEFT, end), drawing.scale(low, high, FLOOR, TOP)
     errors = sorted(abs(predicted / measured - 1) for _, predicted, measured, _ in points)
     misses = sum(not right for *_, right in points)
-    said = f"{len(points)} steps, {misses} wrong answers; error: median {_percent(errors[len(errors) // 2])}, largest {_percent(errors[-1])}"
-    body = [STYLE, rectangle(0, 0, drawing.WIDTH, HEIGHT, "page"), text(LEFT, 30, title, "ink title"), text(LEFT, 52, said, "faint")]
+    spread = f"median {_percent(errors[len(errors) // 2])}, largest {_percent(errors[-1])}"
+    said = f"{len(points)} steps, {misses} wrong answers; error: {spread}"
+    body = [STYLE, rectangle(0, 0, drawing.WIDTH, HEIGHT, "page")]
+    body += [text(LEFT, 30, title, "ink title"), text(LEFT, 52, said, "faint")]
     body += _ground(low, high, unit, across, up)
     for name, predicted, measured, right in points:
         x, y = across(math.log(predicted)), up(math.log(measured))
