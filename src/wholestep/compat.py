@@ -52,6 +52,22 @@ def to_fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     return mode.from_tensor(tensor.detach(), static_shapes=True)
 
 
+def stand_in(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A fake of the same shape, strides and dtype on `device`, for a tensor that has no data (device meta)."""
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def lacks_cpu_autocast(name: str) -> bool:
+    """Whether CPU autocast has no rule for an aten operator."""
+    return not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU")
+
+
+def below_cpu_autocast() -> Any:
+    """Context: CPU autocast is not asked again."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
+
+
 def new_symbol(mode: FakeTensorMode, name: str, hint: int) -> torch.SymInt:
     """One symbolic size, to be shared by every input dimension that means the same thing."""
     from torch._dynamo.source import ConstantSource
@@ -86,6 +102,17 @@ def fake_run(mode: FakeTensorMode) -> Iterator[None]:
     """The same surroundings as `trace`, without recording."""
     with mode, tracing(TracingContext(mode)), enable_python_dispatcher():
         yield
+
+
+@contextlib.contextmanager
+def no_python_code() -> Iterator[None]:
+    """Graph modules made inside get no Python code, which is a third of the time to make one; they must not be called."""
+    kept = fx.GraphModule.recompile
+    fx.GraphModule.recompile = lambda self: None
+    try:
+        yield
+    finally:
+        fx.GraphModule.recompile = kept
 
 
 def annotate(**facts: Any) -> Any:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from wholestep import compat
+from wholestep.capture.gpu_autocast import gpu_autocast
 from wholestep.capture.subject import Subject
 from wholestep.errors import BadLoss, BadOption, CaptureRefused, UnsupportedModel, UnsupportedOptimizer
 
@@ -32,7 +33,7 @@ def refuse_unsupported(subject: Subject) -> None:
     for path, module in subject.root.named_modules():
         _refuse_wrapper(path, module)
     for name, p in [*subject.parameters.items(), *subject.buffers.items()]:
-        _refuse_tensor(name, p)
+        _refuse_tensor(name, p, dry=subject.dry is not None)
     if subject.optimizer is not None:  # without one, the caller reduces p.grad before the update
         _refuse_world()
     if isinstance(subject.optimizer, torch.optim.LBFGS):
@@ -67,12 +68,12 @@ def _refuse_wrapper(path: str, module: nn.Module) -> None:
             )
 
 
-def _refuse_tensor(name: str, tensor: torch.Tensor) -> None:
+def _refuse_tensor(name: str, tensor: torch.Tensor, *, dry: bool) -> None:
     if type(tensor).__name__ == "DTensor" or type(getattr(tensor, "data", tensor)).__name__ == "DTensor":
         raise UnsupportedModel(f"{name} is a DTensor", hint="pass a model with plain parameters")
     if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
         raise UnsupportedModel(f"{name} has no shape yet (lazy module)", hint="run one forward on a real batch first")
-    if tensor.device.type == "meta":
+    if tensor.device.type == "meta" and not dry:
         raise UnsupportedModel(f"{name} is on the meta device", hint="materialise it with to_empty() and initialise it")
 
 
@@ -232,6 +233,16 @@ def _replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 def autocast_for(subject: Subject) -> Any:
     """The autocast context that `precision` asks for; weights are cast where used, not through autocast's cache."""
+    return _gpu_autocast(subject) if subject.dry == "cuda" and subject.precision != "fp32" else _plain_autocast(subject)
+
+
+@contextlib.contextmanager
+def _gpu_autocast(subject: Subject) -> Iterator[None]:
+    with gpu_autocast(), _plain_autocast(subject):
+        yield
+
+
+def _plain_autocast(subject: Subject) -> Any:
     if subject.precision == "fp32":
         return contextlib.nullcontext()
     dtype = torch.float16 if subject.precision == "fp16" else torch.bfloat16

@@ -45,6 +45,8 @@ class Subject:
     nonfinite: str = "allow"
     chunked_loss: bool | None = None
     """Cross-entropy over a linear layer's output in chunks of rows: None where the logits are large, or always, or never."""
+    dry: str | None = None
+    """Captured to be planned, not to run, for a "cuda" or a "cpu" device: tensors need no data (device meta)."""
     parameters: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -65,6 +67,8 @@ class Subject:
         ]
         self.aliases = {n: first[id(t)] for n, t in every}
         self.device = next((p.device for p in self.trained.values()), torch.device("cpu"))
+        if self.dry is not None and self.device.type == "meta":
+            self.device = torch.device("cpu")  # of the stand-ins; autograd cannot take fake CUDA tensors everywhere
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -86,6 +90,7 @@ def make_subject(
     clip_norm: float | None = None,
     nonfinite: str = "allow",
     chunked_loss: bool | None = None,
+    dry: str | None = None,
 ) -> Subject:
     """Check the arguments of `compile` that need no batch, and name every tensor."""
     root = _root_of(model)
@@ -115,7 +120,7 @@ def make_subject(
         raise BadOption(f"chunked_loss={chunked_loss!r}", hint="use None (by the size of the logits), True or False")
     scaled = precision == "fp16"
     nonfinite = "skip" if scaled else nonfinite
-    subject = Subject(model, root, loss_fn, optimizer, precision, accumulate, clip_norm, nonfinite, chunked_loss)
+    subject = Subject(model, root, loss_fn, optimizer, precision, accumulate, clip_norm, nonfinite, chunked_loss, dry)
     subject.refresh()
     _check_optimizer_members(subject)
     if scaled:

@@ -121,9 +121,9 @@ class Tracer:
         self.plans = optimizers.plan_updates(subject.optimizer, names) if self.captured_update else []  # type: ignore[arg-type]
         self.fakes: dict[Input, torch.Tensor] = {}
         for name, tensor in subject.parameters.items():
-            self.fakes[Input(Role.PARAMETER, name)] = compat.to_fake(self.mode, tensor)
+            self.fakes[Input(Role.PARAMETER, name)] = self.fake_of(tensor)
         for name, tensor in subject.buffers.items():
-            self.fakes[Input(Role.BUFFER, name)] = compat.to_fake(self.mode, tensor)
+            self.fakes[Input(Role.BUFFER, name)] = self.fake_of(tensor)
         self.batch_inputs = [Input(Role.BATCH, n) for n in batch_spec.names]
         for i, (entry, tensor) in enumerate(zip(self.batch_inputs, batch_tensors, strict=True)):
             self.fakes[entry] = self._fake_batch(tensor, dynamic[i] if dynamic else {})
@@ -131,9 +131,15 @@ class Tracer:
         self.used: list[str] = []
         self.settled: dict[str, Any] = {}
 
+    def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake that stands for a tensor; for one without data, on the device of the step."""
+        if self.subject.dry is not None and tensor.device.type == "meta":
+            return compat.stand_in(self.mode, tensor, self.subject.device)
+        return compat.to_fake(self.mode, tensor)
+
     def _fake_batch(self, tensor: torch.Tensor, dims: dict[int, str]) -> torch.Tensor:
         if not dims:
-            return compat.to_fake(self.mode, tensor).requires_grad_(tensor.requires_grad)
+            return self.fake_of(tensor).requires_grad_(tensor.requires_grad)
         sizes: list[Any] = list(tensor.shape)
         for dim, name in dims.items():
             if name not in self.symbols:

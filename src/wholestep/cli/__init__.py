@@ -16,10 +16,10 @@ from typing import Any, TextIO
 
 import typer
 
-from wholestep.cli import bench, compare, doctor, explain, failure, profile, show, train, verify
+from wholestep.cli import bench, compare, doctor, explain, failure, plan, profile, show, train, verify
 from wholestep.errors import WholestepError, WholestepWarning
 
-NOT_YET = ("plan", "tune", "search")
+NOT_YET = ("tune", "search")
 
 app = typer.Typer(
     add_completion=False,
@@ -47,8 +47,9 @@ def _stoppable(command: Callable[..., None]) -> Callable[..., None]:
 
 app.command("train", short_help="train a model; without arguments, a small one")(_stoppable(train.command))
 app.command("verify", short_help="compare the captured step with eager PyTorch")(_stoppable(verify.command))
+app.command("plan", short_help="will it fit? without a GPU, in seconds")(_stoppable(plan.command))
 app.command("show", short_help="print the graph of the whole step, as Python")(_stoppable(show.command))
-app.command("explain", short_help="what a run did")(_stoppable(explain.command))
+app.command("explain", short_help="what a run did, or what a plan says")(_stoppable(explain.command))
 app.command("profile", short_help="measure one step: a page with pictures, and what to do")(_stoppable(profile.command))
 app.command("bench", short_help="measure training steps of many domains")(_stoppable(bench.command))
 app.command("compare", short_help="what moved between two results of bench")(_stoppable(compare.command))
@@ -63,6 +64,7 @@ def root() -> None:
     Examples:
       wholestep train
       wholestep verify gpt-1m --steps 2
+      wholestep plan llama-1b --batch 8 --seq 2048 --device h200 --memory 26GiB
       wholestep show gpt-1m | less
 
     MODEL is a preset (`gpt-1m`), `hf:<model_type>`, a folder with a config.json, or `package.module:callable`, a function

@@ -1,4 +1,4 @@
-"""`wholestep explain`: what a run, or a checkpoint, is and how it went, in a page."""
+"""`wholestep explain`: what a run or a checkpoint is and how it went, or what a plan says, in a page."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 from wholestep.cli import options
 
 if TYPE_CHECKING:
+    from wholestep.graph.plan import Plan
     from wholestep.train.run_folder import RunFolder
 
 WIDTH = 100
@@ -20,17 +21,24 @@ MOST_NOTES = 3
 
 
 def command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, its run.json, or a checkpoint.")],
+    run: Annotated[Path, typer.Argument(metavar="PLAN|RUN", help="A run's folder, its run.json, a checkpoint, or a plan.toml.")],
     json: options.Json = False,
 ) -> None:
-    """Say what a run did: settings, what was captured, what fell back, losses so far.
+    """Say what a run did: settings, what was captured, what fell back, losses so far. Or what a plan decides, and why.
 
     \b
     Examples:
       wholestep explain runs/gpt-1m-shakespeare
       wholestep explain runs/gpt-1m-shakespeare/checkpoints/step-000800
       wholestep explain runs/gpt-1m-shakespeare --json
+      wholestep explain plan.toml
     """
+    if run.suffix == ".toml":
+        from wholestep.graph.plan_file import read_plan
+
+        plan = read_plan(run)
+        typer.echo(json_text.dumps(plan.to_json(), indent=1) if json else "\n".join(_plan_lines(run, plan)))
+        return
     facts = _alone(run)
     if facts is not None:
         typer.echo(json_text.dumps(facts, indent=1) if json else "\n".join(_checkpoint_lines(run, facts)))
@@ -39,6 +47,24 @@ def command(
 
     found = open_run(run)
     typer.echo(json_text.dumps(as_facts(found), indent=1) if json else "\n".join(lines_of(found)))
+
+
+def _plan_lines(path: Path, plan: Plan) -> list[str]:
+    """A plan for people."""
+    from wholestep.graph.bytes import show_bytes
+    from wholestep.report.fit_text import plan_words
+    from wholestep.report.pictures.drawing import show_ms
+
+    made = dict(plan.made_for)
+    main = {name: made.pop(name) for name in ("model", "batch", "seq", "precision", "device") if name in made}
+    lines = [f"plan        {path}: for {_joined(main) or 'anything'}"]
+    if plan.predicted_bytes is not None:
+        budget = "" if plan.budget_bytes is None else f", for a budget of {show_bytes(plan.budget_bytes)} of the card"
+        lines.append(f"memory      {show_bytes(plan.predicted_bytes)} allocated at the peak{budget} (predicted)")
+    if plan.predicted_seconds is not None:
+        lines.append(f"time        {show_ms(1e3 * plan.predicted_seconds)} per step (predicted)")
+    lines += [f"{'decisions' if i == 0 else '':12}{text}" for i, text in enumerate(plan_words(plan))]
+    return lines + _wrapped("made for", _joined(made), 8)
 
 
 def as_facts(run: RunFolder) -> dict[str, Any]:

@@ -49,17 +49,16 @@ def one_of(option: str, value: str | None, known: Sequence[str]) -> None:
         raise BadOption(f"{option} {value!r}", hint=(f"did you mean {close[0]}? " if close else "") + f"Use {' or '.join(known)}")
 
 
-def refuse_unbuilt(*, memory: str | None = None, plan: str | None = None, recipe: str | None = None) -> None:
-    """A budget that cannot be read is told as such; a good one, and a plan or recipe, has no planner to go to yet."""
+def refuse_unbuilt(*, memory: str | None = None, recipe: str | None = None) -> None:
+    """A budget that cannot be read is told as such; a good one, and a recipe, has nothing to go to yet."""
     from wholestep.graph.bytes import parse_bytes
 
     if memory is not None:
         if memory != "auto":
             parse_bytes(memory)
         raise NotBuiltYet(f"--memory {memory}: the memory planner is not part of this version", hint="leave --memory out")
-    for option, value in (("--plan", plan), ("--recipe", recipe)):
-        if value is not None:
-            raise NotBuiltYet(f"{option} {value}: plans and recipes are not part of this version", hint=f"leave {option} out")
+    if recipe is not None:
+        raise NotBuiltYet(f"--recipe {recipe}: recipes are not part of this version", hint="leave --recipe out")
 
 
 def checked(*, precision: str | None = None, backend: str | None = None) -> None:

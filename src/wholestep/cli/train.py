@@ -12,11 +12,12 @@ from wholestep.cli import options
 from wholestep.errors import BadOption
 
 if TYPE_CHECKING:
+    from wholestep.graph.plan import Plan
     from wholestep.train.job import Job
     from wholestep.train.run_folder import RunFolder
     from wholestep.train.running import Outcome
 
-ASKED = ("model", "sets", "data", "batch", "seq", "precision", "steps", "seed", "init", "backend", "disable")
+ASKED = ("model", "sets", "data", "batch", "seq", "precision", "steps", "seed", "init", "backend", "disable", "plan")
 """Kept in run.json and taken from there by --resume, unless it is given again."""
 MADE_OF = ("sets", "data", "batch", "seq", "precision", "steps", "init")
 """Those that `make_job` takes by the same name."""
@@ -44,7 +45,7 @@ def command(
         int | None, typer.Option(min=1, metavar="N", help="Steps between checkpoints; about ten over a run when not given.")
     ] = None,
     memory: options.Memory = None,
-    plan: Annotated[str | None, typer.Option(metavar="FILE", help="A plan; not part of this version.")] = None,
+    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="A plan that `wholestep plan --out FILE` wrote.")] = None,
     recipe: Annotated[str | None, typer.Option(metavar="FILE", help="A recipe; not part of this version.")] = None,
     backend: options.Backend = None,
     disable: options.Disable = None,
@@ -64,15 +65,17 @@ def command(
       wholestep train gpt-1m --data stdlib --steps 500 --set lr=0.002
       wholestep train hf:bert --set num_hidden_layers=2 --batch 4 --steps 20
       wholestep train my_package.training:setup --out runs/mine
+      wholestep train llama-1b --plan plan.toml
       wholestep train --resume --steps 2000
     """
-    options.refuse_unbuilt(memory=memory, plan=plan, recipe=recipe)
+    options.refuse_unbuilt(memory=memory, recipe=recipe)
     options.checked(precision=precision, backend=backend)
     options.one_of("--nonfinite", nonfinite, ("stop", "skip"))
     options.pipeline(disable)
     given = {
         "model": model, "sets": sets or None, "data": data, "batch": batch, "seq": seq, "precision": precision, "steps": steps,
         "seed": seed, "init": init or None, "backend": backend, "disable": disable or None,
+        "plan": None if plan is None else str(plan.absolute()),
     }  # fmt: skip
     outcome, request = run(
         given, out=out, resume=resume, nonfinite=nonfinite, save_every=save_every, dump=dump, quiet=quiet, to_stderr=json
@@ -101,6 +104,7 @@ def run(
     request = {name: _asked(name, given, folder) for name in ASKED}
     where = options.checked_dump(dump)
     passes = options.pipeline(request["disable"])
+    plan = _plan(request["plan"])
     from wholestep.api import compile as compile_step
     from wholestep.cli.display import make_display
     from wholestep.train.loop import train
@@ -108,14 +112,29 @@ def run(
     display = make_display(sys.stderr if to_stderr else sys.stdout, quiet=quiet)
     job = _job(request, given, folder)
     request["model"] = request["model"] or job.name
+    extra: dict[str, Any] = {} if passes is None else {"passes": passes}
+    if plan is not None:
+        from wholestep.train.plan_use import check_still_holds
+
+        check_still_holds(plan, job.settings)
+        extra["plan"] = plan
     if not quiet:
         display.say(f"{job.name}: {_parameters(job.model):,} parameters; data {job.batches.describe()}")
     outcome = train(
         job, compile_step=compile_step, out=out if folder is None else folder.path, resume=resume, nonfinite=nonfinite,  # type: ignore[arg-type]
         save_every=save_every, backend=request["backend"] or "inductor", dump=where, display=display, request=request,
-        compile_options={} if passes is None else {"passes": passes},
+        compile_options=extra,
     )  # fmt: skip
     return outcome, request
+
+
+def _plan(path: str | None) -> Plan | None:
+    """The plan in a file, read before a model is built."""
+    if path is None:
+        return None
+    from wholestep.graph.plan_file import read_plan
+
+    return read_plan(Path(path))
 
 
 def _job(request: dict[str, Any], given: dict[str, Any], folder: RunFolder | None) -> Job:

@@ -32,7 +32,7 @@ from wholestep.train.families import Family
 TOKENIZER_FILE = "tokenizer.json"
 _WRITES_FROM = 1024
 """Tokens the sample looks back on, for a model without a longest sequence."""
-_FORMS: dict[str, tuple[Form, int, int]] = {
+FORMS: dict[str, tuple[Form, int, int]] = {
     "next": (next_token_form, 1, 1), "causal": (labelled_form, 1, 0), "seq2seq": (continued_form, 2, 0),
 }  # fmt: skip
 """Task -> form of a batch, and the window as (sequences, and so many tokens more)."""
@@ -125,7 +125,7 @@ def _config_and_tokens(settings: Mapping[str, Any], family: Family, text: Text) 
 def _form(family: Family, tokens: Tokens, config: Any, seq: int, said: str) -> tuple[Form, int]:
     """The form of a batch, and the length of a window."""
     if family.task != "masked":
-        form, sequences, more = _FORMS[family.task]
+        form, sequences, more = FORMS[family.task]
         return form, sequences * seq + more
     mask = tokens.mask_id
     if mask is None:  # a tokenizer.json without one: the first id it leaves free

@@ -113,6 +113,26 @@ def make_job(
         init: read the weights that lie in the folder, rather than drawing new ones.
     """
     where = _device(device)
+    settings, family = resolve_settings(
+        model, sets=sets, data=data, batch=batch, seq=seq, precision=precision, steps=steps, seed=seed, where=where, init=init
+    )
+    return own_job(settings, where) if family is None else _job(settings, family, where)
+
+
+def resolve_settings(
+    model: str | None,
+    *,
+    sets: Sequence[str] = (),
+    data: str | None = None,
+    batch: int | None = None,
+    seq: int | None = None,
+    precision: str | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    where: torch.device,
+    init: bool = False,
+) -> tuple[dict[str, Any], Family | None]:
+    """The first half of `make_job`: (settings, the family; None for the user's own function). Reads no data, builds no model."""
     name = model or (DEFAULT_ON_GPU if where.type == "cuda" else DEFAULT_ON_CPU)
     for option, value in (("batch", batch), ("seq", seq), ("steps", steps)):
         if value is not None and value < 1:
@@ -128,10 +148,10 @@ def make_job(
     if init and (family_name is None or not os.path.isdir(family_name)):
         raise BadOption(f"--init reads weights from a folder, {name} is none", hint="name a folder with weights, or leave it out")
     if family_name is None:
-        return _own_job(_own_settings(name, asked, sizes, seed), where)
+        return _own_settings(name, asked, sizes, seed), None
     family = find_family(family_name, said=name)
     settings = _settings(name, family_name, family, defaults, asked, sizes, where) | {"seed": seed, "init": init}
-    return _job(settings, family, where)
+    return settings, family
 
 
 def make_job_again(settings: Mapping[str, Any], *, steps: int | None = None, device: str | None = None) -> Job:
@@ -141,7 +161,7 @@ def make_job_again(settings: Mapping[str, Any], *, steps: int | None = None, dev
     if "family" not in settings or "config" not in settings:
         raise BadOption("these are not the settings of a Job", hint="use what Job.settings holds")
     if settings["family"] is None:
-        return _own_job(settings, where)
+        return own_job(settings, where)
     job = _job(settings, find_family(settings["family"], said=settings["model"]), where)
     if job.settings["data_digest"] != settings["data_digest"]:
         raise BadOption(
@@ -257,12 +277,12 @@ def _job(settings: dict[str, Any], family: Family, device: torch.device) -> Job:
     )
     return Job(
         name=settings["model"], settings=settings | parts.found, model=parts.model, loss_fn=family.loss_fn,
-        optimizer=optimizer, scheduler=scheduler, batches=parts.batches, compile_options=_compile_options(settings),
+        optimizer=optimizer, scheduler=scheduler, batches=parts.batches, compile_options=compile_options_of(settings),
         held_out=parts.held_out, edge_batches=parts.edge_batches, write_sample=parts.write_sample,
     )  # fmt: skip
 
 
-def _compile_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+def compile_options_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: settings[key] for key in ("precision", "clip_norm", "accumulate")}
 
 
@@ -293,7 +313,7 @@ def _own_settings(name: str, asked: dict[str, Any], sizes: Mapping[str, Any], se
     }  # fmt: skip
 
 
-def _own_job(settings: dict[str, Any], device: torch.device) -> Job:
+def own_job(settings: dict[str, Any], device: torch.device) -> Job:
     """What the function returned, as a Job. It places its own model; batches follow the model."""
     name, seed = settings["model"], settings["seed"]
     torch.manual_seed(seed)
@@ -311,7 +331,7 @@ def _own_job(settings: dict[str, Any], device: torch.device) -> Job:
         batches = OneBatch(on_device(fourth, place), place)
     return Job(
         name=name, settings=settings, model=model, loss_fn=loss_fn, optimizer=optimizer, scheduler=None, batches=batches,
-        compile_options=_compile_options(settings),
+        compile_options=compile_options_of(settings),
     )  # fmt: skip
 
 

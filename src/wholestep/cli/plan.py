@@ -1,0 +1,144 @@
+"""`wholestep plan`: will it fit, how fast, and what has to be recomputed - answered without a GPU and without weights."""
+
+from __future__ import annotations
+
+import json as json_text
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from wholestep.cli import options
+from wholestep.errors import BadOption, NotBuiltYet
+
+if TYPE_CHECKING:
+    from wholestep.cost.target import Target
+    from wholestep.report.fit import Fit
+
+DEVICES_HELP = "h200|h100|a100-80gb|a100-40gb|l4|a10|t4|rtx4090|rtx3090|24GiB|this"
+
+
+def command(
+    model: options.Model,
+    sets: options.Sets = None,
+    batch: options.Batch = None,
+    seq: options.Seq = None,
+    device: Annotated[
+        str, typer.Option(metavar="NAME|BYTES|this", help=f"The card: {DEVICES_HELP}. An amount means a card of that memory.")
+    ] = "h200",
+    gpus: Annotated[int, typer.Option(min=1, metavar="N", help="Cards to spread over; 1 in this version.")] = 1,
+    memory: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="A budget such as 40GiB; the whole card when not given.")
+    ] = None,
+    precision: options.Precision = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan here, as TOML.")] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time against memory here.")] = None,
+    check_batch: Annotated[
+        bool | None,
+        typer.Option("--check-batch/--no-check-batch", help="Capture again at the largest batch; by itself where that is quick."),
+    ] = None,
+    disable: options.Disable = None,
+    json: options.Json = False,
+) -> None:
+    """Say whether a training step fits a card, how long it takes there, and what to recompute so that it does.
+
+    Needs no GPU and no memory for weights: the step is captured on tensors without data. Exit code 1 when it does not fit.
+
+    \b
+    Examples:
+      wholestep plan llama-1b --batch 8 --seq 2048 --device h200 --memory 26GiB
+      wholestep plan bert-large --batch 64 --device rtx4090 --out plan.toml
+      wholestep plan gpt2-medium --device 24GiB --svg frontier.svg
+      wholestep plan hf:llama --set num_hidden_layers=8 --batch 4 --seq 1024 --json
+    """
+    options.checked(precision=precision)
+    if gpus > 1:
+        raise NotBuiltYet(f"--gpus {gpus}: plans for several cards are not part of this version", hint="use --gpus 1")
+    for option, path in (("--out", out), ("--svg", svg)):
+        _check_writable(option, path)
+    passes = options.pipeline(disable)
+    from wholestep.cost.target import find_target
+
+    target = find_target(device)
+    budget = budget_of(memory, target)
+    from wholestep.report.fit import Question, will_it_fit
+
+    question = Question(
+        model=model, sets=tuple(sets or ()), batch=batch, seq=seq, precision=precision, target=target, budget_bytes=budget
+    )
+    fit = will_it_fit(question, passes=passes, check_batch=check_batch, tell=_tell)
+    _tell("")
+    _report(fit, out=out, svg=svg, json=json)
+    raise typer.Exit(0 if fit.fits else 1)
+
+
+def budget_of(memory: str | None, target: Target) -> int:
+    """The budget in bytes of the card: at most what it has."""
+    from wholestep.graph.bytes import parse_bytes, show_bytes
+
+    if memory is None or memory == "auto":
+        return target.device.memory_bytes
+    budget = parse_bytes(memory)
+    if budget > target.device.memory_bytes:
+        has = f"{target.device.title} has {show_bytes(target.device.memory_bytes)}"
+        raise BadOption(f"--memory {memory}: {has}", hint="leave --memory out for all of it, or name a larger --device")
+    return budget
+
+
+def _report(fit: Fit, *, out: Path | None, svg: Path | None, json: bool) -> None:
+    from wholestep.cli.summary import blocks_fit
+    from wholestep.report.fit_text import fit_json, fit_lines, verdict
+
+    if json:
+        typer.echo(json_text.dumps(fit_json(fit), indent=1, default=str))
+    else:
+        typer.echo("\n".join(fit_lines(fit, blocks=blocks_fit(sys.stdout))))
+    told = []
+    if out is not None and fit.fits:
+        from wholestep.graph.plan_file import write_plan
+
+        write_plan(fit.plan, out)
+        told.append(f"plan {out} written; use it with: wholestep train {fit.name} --plan {out}")
+    elif out is not None:
+        told.append(f"no plan written to {out}: none fits")
+    if svg is not None:
+        svg.write_text(picture_of(fit), encoding="utf-8")
+        told.append(f"picture {svg} written")
+    for text in told:
+        typer.echo(f"wholestep: {text}" if json else f"written   {text}", err=json)
+    if json and not fit.fits:
+        typer.echo(f"wholestep: {verdict(fit)}", err=True)
+
+
+def picture_of(fit: Fit) -> str:
+    """The staircase of a Fit."""
+    from wholestep.report.fit_text import GIB, plotted, verdict
+    from wholestep.report.pictures.frontier_staircase import frontier_staircase
+
+    times = fit.question.target.times
+    knees = [(x, y, point.change) for (x, y), point in zip(plotted(fit), fit.frontier)]
+    name, _, answer = verdict(fit).partition(": ")
+    subtitle = answer + (" (not calibrated)" if times == "not calibrated" and "not calibrated" not in answer else "")
+    return frontier_staircase(
+        knees, title=name, subtitle=subtitle, unit="x" if times == "relative" else "ms",
+        budget=fit.question.budget_bytes / GIB, chosen=fit.chosen,
+    )  # fmt: skip
+
+
+def _check_writable(option: str, path: Path | None) -> None:
+    """Before anything is captured for it."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise BadOption(f"{option} {path} is a folder", hint="name a file in it")
+    if not path.parent.is_dir():
+        raise BadOption(f"{option} {path}: there is no folder {path.parent}", hint="make it first, or name another")
+    if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        raise BadOption(f"{option} {path} cannot be written", hint="name a file in a folder of yours")
+
+
+def _tell(text: str) -> None:
+    if sys.stderr.isatty():
+        typer.echo(f"\r\x1b[K{text} ..." if text else "\r\x1b[K", err=True, nl=False)

@@ -1,0 +1,50 @@
+"""The card a plan is made for, from what is typed: a name of the table, an amount of memory, or `this`.
+
+In: `h200`, `24GiB`, `this`. Out: a Target: the device, and what its times are worth. A card of which only the memory is known
+has no speed: it takes the H200's ratios, and its times are shown relative to its fastest plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from wholestep.cost.devices import DEVICES, Device, find_device
+from wholestep.errors import BadOption
+from wholestep.graph.bytes import parse_bytes, show_bytes
+
+CALIBRATED = ("h200",)
+"""Cards on which predicted times were compared with measured ones."""
+_RATIOS_OF = "h200"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """A device, and how far its predicted times can be trusted."""
+
+    device: Device
+    times: str
+    """`calibrated`, `not calibrated` (from its data sheet), or `relative` (only its memory is known)."""
+
+    @property
+    def is_gpu(self) -> bool:
+        return not self.device.name.startswith("cpu")
+
+
+def find_target(text: str) -> Target:
+    """The target of that name; an error that names the nearest for anything else."""
+    name = text.strip()
+    if name.lower() in ("this", "cpu"):
+        from wholestep.cost.measure import measure_device, this_device
+
+        device = this_device() if name.lower() == "this" else measure_device("cpu")
+        return Target(device, "calibrated" if device.name in CALIBRATED else "not calibrated")
+    if re.match(r"[\d.]", name):
+        amount = parse_bytes(name)
+        title = f"a card of {show_bytes(amount)}"
+        return Target(dataclasses.replace(DEVICES[_RATIOS_OF], name=name, title=title, memory_bytes=amount), "relative")
+    try:
+        device = find_device(name)
+    except BadOption as error:
+        raise BadOption(f"--{error.what.replace('no device is called', 'device')} is not known", hint=error.hint) from None
+    return Target(device, "calibrated" if device.name in CALIBRATED else "not calibrated")

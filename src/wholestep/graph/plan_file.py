@@ -1,0 +1,101 @@
+"""Plans as files: TOML that a person can read, with the reason beside every decision.
+
+In and out: a Plan. Written by hand, since Python reads TOML but does not write it; every string is JSON's form of it, which is
+also a TOML string. Reading is strict: a field that is not known, or a file that is no plan, is one clear line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from wholestep.errors import BadOption, WholestepError
+from wholestep.graph.bytes import show_bytes
+from wholestep.graph.plan import FORMAT, Plan
+
+HEAD = """\
+# A plan of Wholestep for one training step. Use it with: wholestep train MODEL --plan FILE
+# It is refused where anything under [made_for] has changed. Lines may be edited: what is listed under `recompute` is not
+# kept for the backward pass but computed again there; taking a line out keeps that value, and costs its memory.
+"""
+
+
+def plan_text(plan: Plan) -> str:
+    """The file."""
+    lines = [HEAD, f"format = {FORMAT}"]
+    lines += [f"early_update = {_value(plan.early_update)}  # parameters are updated as soon as their gradients are final"]
+    if plan.chunked_loss is not None:
+        lines += [f"chunked_loss = {_value(plan.chunked_loss)}  # logits are made in chunks, never whole"]
+    for name, words in (("budget_bytes", "of the card"), ("predicted_bytes", "allocated, at the peak of the step")):
+        count = getattr(plan, name)
+        if count is not None:
+            lines.append(f"{name} = {count}  # {show_bytes(count)} {words}")
+    if plan.predicted_seconds is not None:
+        lines.append(f"predicted_seconds = {plan.predicted_seconds!r}  # of one step on the device under [made_for]")
+    lines += ["", "recompute = ["]
+    for name in plan.recompute:
+        why = _one_line(plan.reasons.get(name, ""))
+        lines.append(f"  {_value(name)}," + (f"  # {why}" if why else ""))
+    lines.append("]")
+    for table in ("reasons", "made_for"):
+        entries: Mapping[str, Any] = getattr(plan, table)
+        lines += ["", f"[{table}]"]
+        lines += [f"{_value(str(key))} = {_value(value)}" for key, value in entries.items() if value is not None]
+    return "\n".join(lines) + "\n"
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    try:
+        path.write_text(plan_text(plan), encoding="utf-8")
+    except OSError as error:
+        raise BadOption(f"{path}: {error.strerror or error}", hint="name a file that can be written") from error
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a file."""
+    try:
+        import tomllib
+    except ImportError as error:  # Python 3.10
+        raise WholestepError("a plan needs Python 3.11 or newer, which reads TOML") from error
+    if not path.is_file():
+        raise BadOption(f"there is no plan {path}", hint="write one with: wholestep plan MODEL --out FILE")
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
+        raise BadOption(f"{path} is no plan: {_one_line(str(error))}", hint="write one with: wholestep plan MODEL --out FILE") from error
+    try:
+        return _checked(Plan.from_json(table))
+    except BadOption as error:
+        raise BadOption(f"{path}: {error.what}", hint=error.hint) from None
+
+
+def _checked(plan: Plan) -> Plan:
+    """Types, since anyone may have edited the file."""
+    wanted: dict[str, tuple[type, ...]] = {
+        "early_update": (bool,), "chunked_loss": (bool, type(None)), "budget_bytes": (int, type(None)),
+        "predicted_bytes": (int, type(None)), "predicted_seconds": (float, int, type(None)), "reasons": (dict,), "made_for": (dict,),
+    }  # fmt: skip
+    for name, kinds in wanted.items():
+        if not isinstance(getattr(plan, name), kinds) or (bool not in kinds and isinstance(getattr(plan, name), bool)):
+            raise BadOption(f"{name} = {getattr(plan, name)!r}", hint=f"it must be {kinds[0].__name__}")
+    if not all(isinstance(name, str) for name in plan.recompute):
+        raise BadOption("recompute holds something that is not a name", hint='write names in quotes, such as "layers.*.mlp/gelu"')
+    return plan
+
+
+def _value(value: Any) -> str:
+    """A TOML value; JSON writes strings, numbers and booleans the same way."""
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_value(str(k))} = {_value(v)}" for k, v in value.items() if v is not None) + " }"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_value(entry) for entry in value if entry is not None) + "]"
+    if isinstance(value, (bool, int, float)):
+        return json.dumps(value)
+    # DEL is a control character to TOML and none to JSON
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
