@@ -27,7 +27,7 @@ from wholestep.train.dry_job import DryJob, make_dry_job
 from wholestep.train.plan_use import made_for
 
 MOST_BATCH = 1 << 20
-MOST_PLANNINGS = 4
+MOST_PLANNINGS = 6
 """Other batches that are planned to find the largest."""
 WORTH_CHECKING_SECONDS = 6.0
 """A capture that took less is made again to check the largest batch without being asked."""
@@ -171,11 +171,12 @@ def captured_step(
     )  # fmt: skip
     built = time.perf_counter()
     tell(f"capturing the step{f' at batch {batch}' if batch else ''}, without data")
-    captured = dry_capture(
-        job.model, job.loss_fn, job.optimizer, job.example, device="cuda" if on_gpu else "cpu", **job.compile_options
-    )
     passes = passes or default_pipeline()
-    passes.run_on(captured)
+    with compat.no_python_code(), no_collection():
+        captured = dry_capture(
+            job.model, job.loss_fn, job.optimizer, job.example, device="cuda" if on_gpu else "cpu", **job.compile_options
+        )
+        passes.run_on(captured)
     return CapturedStep(job, captured, passes, {"model": built - began, "capture": time.perf_counter() - built})
 
 
@@ -247,33 +248,35 @@ def largest_fitting(least: Callable[[int], int], known: dict[int, int], budget: 
     """
     known = dict(known)
     for _ in range(MOST_PLANNINGS):
-        fitting = [size for size, count in known.items() if count <= budget]
-        beyond = [size for size, count in known.items() if count > budget]
-        low, high = max(fitting, default=0), min(beyond, default=MOST_BATCH)
+        low, high = _bracket(known, budget)
         if high - low <= 1:
             break
-        guess = _on_the_line(known, budget)
-        if beyond and not low < guess < high and low:  # a corner lies between
-            guess = (low + high) // 2
-        size = min(max(guess, low + 1), high - 1)
+        size = min(max(_on_the_line(known, budget), low + 1), high - 1)
         known[size] = least(size)
-    fitting = [size for size, count in known.items() if count <= budget]
-    low = max(fitting, default=0)
-    certain = min((size for size, count in known.items() if count > budget), default=MOST_BATCH) - low <= 1
-    if certain or len(known) < 2:
-        return low, known, certain
-    high = min((size for size, count in known.items() if count > budget), default=MOST_BATCH)
-    return min(max(_on_the_line(known, budget), low), high - 1), known, False
+    low, high = _bracket(known, budget)
+    return low, known, high - low <= 1
+
+
+def _bracket(known: Mapping[int, int], budget: int) -> tuple[int, int]:
+    """(the most rows known to fit, the fewest known not to)."""
+    low = max((size for size, count in known.items() if count <= budget), default=0)
+    return low, min((size for size, count in known.items() if count > budget), default=MOST_BATCH)
 
 
 def _on_the_line(known: Mapping[int, int], budget: int) -> int:
-    """Where the line through the two points nearest to the budget meets it; with one point, half or twice its rows."""
-    nearest = sorted(known.items(), key=lambda item: abs(item[1] - budget))[:2]
-    (first, count) = nearest[0]
-    if len(nearest) == 1:
-        return first * 2 if count <= budget else first // 2
-    slope = (nearest[1][1] - count) / (nearest[1][0] - first)
-    return first * 4 if slope <= 0 else max(int(first + (budget - count) // slope), 0)
+    """Where the line through the two points around the budget (or nearest to it) meets it."""
+    low, high = _bracket(known, budget)
+    sizes = sorted(known)
+    if low and high < MOST_BATCH:
+        first, second = low, high
+    elif len(sizes) == 1:
+        return 2 * low if low else high // 2
+    else:
+        first, second = sizes[-2:] if low else sizes[:2]
+    slope = (known[second] - known[first]) / (second - first)
+    if slope <= 0:  # a flat stretch: something that does not grow with the batch is the largest
+        return 4 * second
+    return int(first + (budget - known[first]) // slope)
 
 
 def _state_bytes(update: TrainingGraph | None) -> int:
