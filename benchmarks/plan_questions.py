@@ -54,14 +54,14 @@ def as_question(asked: dict[str, Any]) -> Question:
 def answer(asked: dict[str, Any], step: CapturedStep) -> dict[str, Any]:
     """One question as a row; the cards share one capture."""
     began = time.perf_counter()
-    fit = will_it_fit(as_question(asked), step=step, check_batch=False)
+    fit = will_it_fit(as_question(asked), step=step, find_batch=False)
     facts = fit_json(fit)
     point = facts["frontier"][fit.shown]
     return asked | {
         "fits": fit.fits, "budget_bytes": facts["budget_bytes"],
         "card_bytes": point["card_bytes"], "peak_bytes": point["peak_bytes"],
         "breakdown": point["breakdown"], "seconds": point["seconds"], "times": facts["times"], "recompute": point["recompute"],
-        "largest_batch": facts["largest_batch"], "precision": facts["settings"]["precision"],
+        "precision": facts["settings"]["precision"],
         "frontier": [[p["card_bytes"], p["seconds"]] for p in facts["frontier"]],
         "seconds_to_capture": round(sum(step.seconds.values()), 1), "seconds_to_plan": round(time.perf_counter() - began, 1),
         "torch": torch.__version__,

@@ -104,6 +104,7 @@ def will_it_fit(
     *,
     step: CapturedStep | None = None,
     passes: Pipeline | None = None,
+    find_batch: bool = True,
     check_batch: bool | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Fit:
@@ -112,6 +113,7 @@ def will_it_fit(
     Args:
         step: what `captured_step` gave for the same model and sizes (several cards may be asked about one step).
         passes: instead of the default ones.
+        find_batch: look for the largest batch that fits.
         check_batch: capture again at the largest batch that was found; None does so where that is quick.
         tell: is told what is being done.
     """
@@ -123,7 +125,8 @@ def will_it_fit(
         quick = sum(step.seconds.values()) + planned.seconds < WORTH_CHECKING_SECONDS
         guessing = time.perf_counter()
         wanted = quick if check_batch is None else check_batch
-        largest = None if step.job.real else _largest(question, step, planned, passes, tell, check=wanted)
+        look = find_batch and not step.job.real
+        largest = _largest(question, step, planned, passes, tell, check=wanted) if look else None
     done = time.perf_counter()
     seconds = {**step.seconds, "plan": planned.seconds, "largest batch": done - guessing, "all": done - began}
     notes = list(step.captured.notes)

@@ -20,7 +20,7 @@ def frontier_plot(
         return []
     low = min(x for x, _ in points)
     high = max(x for x, _ in points)
-    room = (high - low) * 0.08
+    room = (high - low) * 0.08 or 0.01  # plans may be as large as each other
     left, right = low - room, high + room
     fastest, slowest = min(y for _, y in points), max(y for _, y in points)
     tread, riser, knee, mark, wall = ("─", "│", "●", "◆", "┊") if blocks else ("-", "|", "o", "*", ":")

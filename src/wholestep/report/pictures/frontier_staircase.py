@@ -13,10 +13,10 @@ from wholestep.report.loss_picture import ticks
 from wholestep.report.pictures import drawing
 from wholestep.report.pictures.drawing import dot, line, rectangle, text
 
-HEIGHT, TOP, LEFT, SIDE, ROW = 470, 78, 78, 392, 21
+HEIGHT, TOP, LEFT, SIDE, ROW = 470, 78, 78, 392, 33
 FLOOR = HEIGHT - 62
 CARDS_GB = (8, 12, 16, 24, 32, 40, 48, 80, 141)
-MOST_LABELS = 16
+MOST_LABELS = 14
 STYLE = """<style>
   .page { fill: #ffffff } .ink { fill: #1f2328 } .faint { fill: #59636e } .grid { stroke: #e3e7eb } .axis { stroke: #818b98 }
   .title { font-size: 17px; font-weight: 600 } .none { fill: #d1242f; opacity: 0.09 } .none-words { fill: #b42318 }
@@ -30,7 +30,7 @@ STYLE = """<style>
     .peer { stroke: #9aa4af } .card { stroke: #6b7682 }
   }
   text { font-family: system-ui, -apple-system, "Segoe UI", "DejaVu Sans", Arial, sans-serif; font-size: 12px }
-  .on-dot { font-size: 10px; font-weight: 600 }
+  .on-dot { font-size: 10px; font-weight: 600 } .small { font-size: 11px }
 </style>"""
 
 Knee = tuple[float, float, str]
@@ -136,8 +136,9 @@ def _marks(
         at = TOP + 10 + ROW * shown.index(number - 1)
         body += [text(across(x), up(y) + 3.5, str(number), "on-dot", "middle", hover=hover), dot(side, at - 4, 8, kind)]
         body.append(text(side, at - 0.5, str(number), "on-dot", "middle"))
-        told = f"{x:.1f} GiB  {words or 'everything is kept'}"
-        body.append(text(side + 15, at, drawing.fitted(told, SIDE - 48, character=6.1), "ink", hover=hover))
+        body.append(text(side + 15, at, f"{x:.1f} GiB, {y:.4g} {unit}", "ink"))
+        told = drawing.fitted(words or "everything is kept", SIDE - 48, character=5.9)
+        body.append(text(side + 15, at + 14, told, "small faint", hover=hover))
     for number, (name, gib, ms) in enumerate(peers):
         at = TOP + 10 + ROW * (len(shown) + number)
         body += [dot(across(gib), up(ms), 6, "peer", hover=f"{name}: {gib:.1f} GiB, {ms:.4g} ms"), dot(side, at - 4, 6, "peer")]
