@@ -19,7 +19,6 @@ from wholestep.cost.target import Target
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Role, TrainingGraph, tensors_in
 from wholestep.passes.pipeline import Pipeline, default_pipeline
-from wholestep.passes.recompute import recompute
 from wholestep.plan.frontier import Point, card_bytes, frontier
 from wholestep.train.dry_job import DryJob, make_dry_job
 from wholestep.train.plan_use import made_for
@@ -93,7 +92,8 @@ class Fit:
         point = self.frontier[self.shown]
         return dataclasses.replace(
             point.plan, budget_bytes=self.question.budget_bytes, predicted_bytes=point.peak_bytes,
-            predicted_seconds=None if self.question.target.times == "relative" else point.seconds, made_for=made_for(self.settings, self.question.target.device.name),
+            predicted_seconds=None if self.question.target.times == "relative" else point.seconds,
+            made_for=made_for(self.settings, self.question.target.device.name),
         )  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def _planned(question: Question, job: DryJob, passes: Pipeline | None, tell: Cal
 
 def plans_of(graph: TrainingGraph, device: Device) -> list[Point]:
     """The plans worth having, from the fastest to the leanest."""
-    return frontier(graph, device, lambda copy, plan: recompute(plan)(copy))
+    return frontier(graph, device, default_pipeline().carry_out)
 
 
 def on_the_card(peak_bytes: int, target: Target) -> int:
