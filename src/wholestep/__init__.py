@@ -20,6 +20,7 @@ _PUBLIC = {
     "default_passes": "wholestep.passes.pipeline",
     "save": "wholestep.train.checkpoint",
     "load": "wholestep.train.checkpoint",
+    "Plan": "wholestep.graph.plan",
     "Step": "wholestep.runtime.step",
     "TrainingGraph": "wholestep.graph.training_graph",
     "WholestepError": "wholestep.errors",
@@ -27,7 +28,7 @@ _PUBLIC = {
 }
 
 __all__ = [
-    "Step", "TrainingGraph", "WholestepError", "WholestepWarning", "compile", "default_passes", "load", "save", "verify",
+    "Plan", "Step", "TrainingGraph", "WholestepError", "WholestepWarning", "compile", "default_passes", "load", "save", "verify",
 ]  # fmt: skip
 
 

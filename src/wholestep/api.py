@@ -13,13 +13,14 @@ import torch
 from torch.optim import Optimizer
 
 from wholestep import compat
+from wholestep.budget import Budget, Fitting, check_within, make_budget
 from wholestep.capture import optimizers
 from wholestep.capture.batch import BatchSpec, flatten
 from wholestep.capture.cache import cached_climb
 from wholestep.capture.ladder import Climb
 from wholestep.capture.preflight import refuse_unsupported
 from wholestep.capture.subject import Subject, make_subject
-from wholestep.errors import BadBatch, BadOption, CaptureRefused, CompilerMissing, NotBuiltYet, WholestepWarning
+from wholestep.errors import BadBatch, BadOption, CaptureRefused, CompilerMissing, WholestepWarning
 from wholestep.graph.bytes import parse_bytes
 from wholestep.graph.plan import Plan
 from wholestep.graph.printer import dump_source
@@ -50,6 +51,7 @@ def compile(
     example_batch: Any,
     *,
     memory: str | int | None = None,
+    plan: Plan | None = None,
     precision: str = "fp32",
     accumulate: int = 1,
     clip_norm: float | None = None,
@@ -74,7 +76,9 @@ def compile(
         optimizer: what is differentiated is exactly its parameters; None fills `p.grad` and leaves the update to you.
         example_batch: one batch, as the loader gives it (with `accumulate=n`: one micro-batch, or n of them in a list,
             or a batch to be cut into n).
-        memory: a budget in bytes; not built yet.
+        memory: a budget in bytes of the card ("26GiB", "auto" for what is free): values of the forward pass are made again in
+            the backward pass where that is needed, as fast as possible; or an error names the smallest budget there is.
+        plan: decisions made earlier (`wholestep plan`), instead of a budget.
         precision: "fp32"; "bf16" (autocast); or "fp16" (autocast with dynamic loss scaling, as torch's GradScaler does it, on
             the device: a step whose gradients overflow changes nothing but the scale).
         accumulate: micro-batches per update.
@@ -95,7 +99,7 @@ def compile(
         seed: for dropout and random numbers; None takes torch's seed.
         verbose: progress on stderr; None shows it on a terminal.
     """
-    _check_options(memory, precision, backend, check)
+    _check_options(memory, plan, precision, backend, check, dynamic)
     if early_update and (clip_norm is not None or nonfinite == "skip"):
         option = f"clip_norm={clip_norm!r}" if clip_norm is not None else f"nonfinite={nonfinite!r}"
         hint = "all gradients are needed before the first update then: leave early_update out"
@@ -115,8 +119,13 @@ def compile(
     pipeline = passes if isinstance(passes, Pipeline) else default_pipeline(extra=passes or ())
     if early_update is False:
         pipeline = pipeline.without("update_early")
-    stages = _Stages(subject, pipeline, progress, dump, cache, cuda_graph)
-    first = check_first_step if check == "first" else None
+    first: Any = check_first_step if check == "first" else None
+    budget = None
+    if memory is not None:
+        budget = make_budget(memory, subject, flatten(example_batch)[0])
+        dynamic = False  # a plan is for one size; every size gets its own within the same budget
+        first = None if first is None else check_within(budget, first)
+    stages = _Stages(subject, pipeline, progress, dump, cache, cuda_graph, backend, plan or Plan(), budget)
     step = Step(subject, Settings(stages.capture, stages.lower, backend, dynamic, first), seed=seed)
     tensors, spec = flatten(_example_micro_batch(step, example_batch))
     step.variant_for(tensors, spec)
@@ -135,12 +144,24 @@ class _Stages:
     dump: str | None
     cache: bool
     cuda_graph: bool | None
+    backend: str
+    plan: Plan
+    budget: Budget | None
 
     def capture(self, subject: Subject, tensors: Sequence[torch.Tensor], spec: BatchSpec, dynamic: Any) -> Climb:
         with self.progress.stage("capturing the step"):
             climb = cached_climb(subject, tensors, spec, dynamic, enabled=self.cache)
-        if climb.capture is not None:
-            climb.capture.notes += self.pipeline.bound(Plan()).run_on(climb.capture, dump=self.dump)
+        if climb.capture is None:
+            if self.budget is not None:
+                text = f"memory={self.budget.said} is not honoured: the step was not captured, so it cannot be planned"
+                warnings.warn(text, WholestepWarning, stacklevel=2)
+        elif self.budget is not None:
+            with self.progress.stage("planning for the memory budget"):
+                fitting = Fitting(self.budget, self.pipeline, self.backend, self.subject.device)
+                climb.capture.notes += fitting.run_on(climb.capture, dump=self.dump)
+        else:
+            climb.capture.notes += self.pipeline.bound(self.plan).run_on(climb.capture, dump=self.dump)
+            climb.capture.plan = self.plan
         return climb
 
     def lower(self, graph: TrainingGraph, backend: str) -> Any:
@@ -165,7 +186,9 @@ class _Stages:
         except CompilerMissing:
             warnings.warn("no C++ compiler on PATH: the step runs interpreted", WholestepWarning, stacklevel=2)
             return lower_interpret(graph)
-        return runner if self.subject.device.type != "cpu" else faster_of(graph, runner, lower_interpret(graph))
+        if self.subject.device.type != "cpu" or self.budget is not None:  # what was planned for is what runs
+            return runner
+        return faster_of(graph, runner, lower_interpret(graph))
 
 
 def _example_micro_batch(step: Step, example: Any) -> Any:
@@ -176,13 +199,14 @@ def _example_micro_batch(step: Step, example: Any) -> Any:
         return example
 
 
-def _check_options(memory: Any, precision: str, backend: str, check: str) -> None:
-    if memory is not None:
-        if memory != "auto":
-            parse_bytes(memory)
-        raise NotBuiltYet(
-            f"memory={memory!r}: the memory planner is not part of this version", hint="leave memory out for now"
-        )
+def _check_options(memory: Any, plan: Any, precision: str, backend: str, check: str, dynamic: Any) -> None:
+    if memory is not None and memory != "auto":
+        parse_bytes(memory)
+    if plan is not None and not isinstance(plan, Plan):
+        raise BadOption(f"plan={plan!r}", hint="give a wholestep.Plan")
+    if memory is not None and (plan is not None or dynamic is True):
+        other = "plan=..." if plan is not None else "dynamic=True"
+        raise BadOption(f"memory={memory!r} together with {other}", hint="a budget makes its own plan for every size: give one")
     for name, value, known in (
         ("precision", precision, _PRECISIONS), ("backend", backend, _BACKENDS), ("check", check, _CHECKS),
     ):  # fmt: skip

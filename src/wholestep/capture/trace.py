@@ -30,6 +30,7 @@ from wholestep.capture.snapshot import Snapshot, frozen, leftover_fakes, same_co
 from wholestep.capture.subject import Subject
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT, Tracer
 from wholestep.errors import CaptureRefused
+from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Input, Output, Role, TrainingGraph
 
 
@@ -52,6 +53,8 @@ class Capture:
     fake_mode: Any = None
     rung: str = "whole step"
     from_cache: bool = False
+    plan: Plan | None = None
+    """What the passes carried out, where a plan was asked for."""
     settled: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Attributes that the first live forward will set, to values with which this capture holds all the same."""
 

@@ -77,6 +77,9 @@ class CudaGraphRunner:
             self.outputs = self._record(runner, pool)
 
     def _record(self, runner: Runner, pool: Any) -> list[Any]:
+        if pool is None:  # or direct runs' memory and the graph's would lie there side by side
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
         try:
             with _recording(self.graph, pool):
                 outputs = list(runner(self.static))

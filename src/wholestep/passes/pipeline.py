@@ -162,6 +162,12 @@ class Pipeline:
 
         return Pipeline([*self.passes, *(_closed_over(one, plan_for) for one in self.apply)])
 
+    def carry_out(self, graph: TrainingGraph, plan: Plan) -> TrainingGraph:
+        """Only the passes of the apply part, on a prepared graph."""
+        for one in self.apply:
+            graph = one(graph, plan)
+        return graph
+
     def _inserted(self, name: str, one: Callable[..., TrainingGraph], offset: int) -> Pipeline:
         index, applies = self._find(name)
         part: list[Any] = list(self.apply if applies else self.passes)

@@ -8,7 +8,6 @@ would, and what else would help.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -194,11 +193,7 @@ def _planned(question: Question, step: CapturedStep) -> _Planned:
 
 def plans_of(graph: TrainingGraph, device: Device, passes: Pipeline, *, targets: int = TARGETS) -> list[Point]:
     """The plans worth having, from the fastest to the leanest."""
-
-    def carried_out(copy: TrainingGraph, plan: Plan) -> TrainingGraph:
-        return functools.reduce(lambda made, one: one(made, plan), passes.apply, copy)
-
-    return frontier(graph, device, carried_out, targets=targets)
+    return frontier(graph, device, passes.carry_out, targets=targets)
 
 
 def on_the_card(peak_bytes: int, target: Target) -> int:

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Role, phase_of
 from wholestep.passes.precision_audit import summary
 
 if TYPE_CHECKING:
     from wholestep.runtime.step import Step
+
+
+def told(plan: Plan) -> str:
+    """The decisions of a plan in one line: the values that the backward pass makes again, largest reasons first."""
+    names = [key.replace("/", " ") for key in plan.reasons] or [key.replace("/", " ") for key in plan.recompute]
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"made again in the backward pass: {', '.join(names[:4])}{more}"
 
 
 def explain(step: Step) -> str:
@@ -23,6 +31,8 @@ def explain(step: Step) -> str:
         listed = ", ".join(f"{roles[r]} {r.value}" for r in Role if roles[r])
         lines.append(f"graph      {sum(phases.values())} operations ({counted}), captured in {step.seconds['capture']:.1f} s")
         lines.append(f"inputs     {listed}")
+        if step.plan is not None and step.plan.recompute:
+            lines.append(f"plan       {told(step.plan)}")
         precisions = summary(graph)
         if precisions is not None:
             lines.append(f"precision  {precisions}")

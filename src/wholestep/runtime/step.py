@@ -21,6 +21,7 @@ from wholestep.capture.ladder import Climb, Fall
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
 from wholestep.errors import BadBatch, WholestepError, WholestepWarning
+from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.runtime import shapes as shape_rules
 from wholestep.runtime.binding import StateMoved
@@ -293,6 +294,11 @@ class Step:
     def graph(self) -> TrainingGraph | None:
         """The captured graph in use."""
         return self._latest.capture.graph if self._latest else None
+
+    @property
+    def plan(self) -> Plan | None:
+        """What was decided about memory, for the captured graph in use."""
+        return self._latest.capture.plan if self._latest else None
 
     @property
     def update_graph(self) -> TrainingGraph | None:

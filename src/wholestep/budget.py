@@ -1,0 +1,207 @@
+"""`compile(memory=...)`: a budget in bytes of the card in, a step that stays within it out, or an error that says what would.
+
+The frontier of plans comes from the graph alone (`plan/`). The plan chosen from it is then checked against what the step
+really takes: on the device, by compiling its regions and running each distinct one on stand-ins (`report/memory`), which
+needs a layer's memory and not the step's. Where the two differ, all predictions are corrected by the ratio and the choice is
+made again, until the fastest plan that really fits is found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from wholestep.capture.subject import Subject
+from wholestep.capture.trace import Capture
+from wholestep.cost import Device, this_device
+from wholestep.errors import BadOption, BudgetTooSmall, CompilerMissing
+from wholestep.graph.bytes import parse_bytes, show_bytes
+from wholestep.graph.copies import copy_graph
+from wholestep.graph.liveness import tensor_bytes
+from wholestep.graph.plan import Plan
+from wholestep.graph.training_graph import Role, TrainingGraph
+from wholestep.passes.pipeline import Pipeline
+from wholestep.plan.frontier import CONTEXT_BYTES, SLACK, Point, frontier, round_up, too_small
+from wholestep.report.memory import measure_scratch, predict_compiled, predict_profile
+
+AUTO_MARGIN = 0.04
+"""Of the card, left free by `memory="auto"`."""
+MOST_TRIES = 4
+"""Plans that are compiled before the best of them is taken."""
+
+
+@dataclasses.dataclass(slots=True)
+class Budget:
+    """What a step may take, and what stands beside it."""
+
+    card_bytes: int
+    context_bytes: int
+    """Outside the allocator."""
+    others_bytes: int
+    """Allocated by this process, not part of the step."""
+    slack: float
+    said: str
+    """For people."""
+
+    def takes(self, peak_bytes: float) -> int:
+        """Card bytes of a step with this allocated peak."""
+        return int((peak_bytes + self.others_bytes) * (1 + self.slack)) + self.context_bytes
+
+
+def make_budget(memory: str | int, subject: Subject, batch: Any = ()) -> Budget:
+    """The budget as asked, or what is free on the card less a margin."""
+    on_gpu = subject.device.type == "cuda"
+    context = _context_bytes(subject.device) if on_gpu else 0
+    others = _others(subject, batch) if on_gpu else 0
+    slack = SLACK if on_gpu else 0.0
+    if memory != "auto":
+        wanted = parse_bytes(memory)
+        return Budget(wanted, context, others, slack, f"{show_bytes(wanted)}")
+    if not on_gpu:
+        raise BadOption("memory='auto' on a CPU", hint="name an amount, such as memory='8GiB', or leave it out")
+    free, total = torch.cuda.mem_get_info(subject.device)
+    margin = int(AUTO_MARGIN * total)
+    wanted = free + torch.cuda.memory_reserved(subject.device) + context - margin
+    return Budget(wanted, context, others, slack, f"{show_bytes(wanted)} (what is free, less a margin of {show_bytes(margin)})")
+
+
+def _context_bytes(device: torch.device) -> int:
+    """What the card shows beyond the allocator; other processes on it would be counted too, hence the limit."""
+    free, total = torch.cuda.mem_get_info(device)
+    found = total - free - torch.cuda.memory_reserved(device)
+    return found if 0 < found < 3 * CONTEXT_BYTES else CONTEXT_BYTES
+
+
+def _others(subject: Subject, batch: Any) -> int:
+    """Allocated bytes that are neither parameters, buffers, optimizer state nor the batch."""
+    tensors = [*subject.parameters.values(), *subject.buffers.values(), *batch]
+    if subject.optimizer is not None:
+        tensors += [t for state in subject.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.is_cuda}
+    return max(0, torch.cuda.memory_allocated(subject.device) - sum(storages.values()))
+
+
+class Fitting:
+    """Plans one captured step for a budget and carries the plan out."""
+
+    def __init__(self, budget: Budget, pipeline: Pipeline, backend: str, device: torch.device) -> None:
+        self.budget, self.pipeline, self.backend = budget, pipeline, backend
+        self.device: Device = this_device(device.type)
+        self.prepared: TrainingGraph | None = None
+        self.points: list[Point] = []
+        self.state_bytes = 0
+
+    def run_on(self, capture: Capture, *, dump: str | None = None) -> list[str]:
+        """Rewrite the capture's graph; the lines to report."""
+        self.state_bytes = _state_bytes(capture)
+        lines = self.pipeline.bound(self._first_plan).run_on(capture, dump=dump)
+        best = self._fit(capture)
+        capture.plan = best
+        return [*lines, *self._told(best)]
+
+    def _takes(self, peak_bytes: float) -> int:
+        return self.budget.takes(peak_bytes + self.state_bytes)
+
+    def _first_plan(self, graph: TrainingGraph) -> Plan:
+        try:
+            self.points = frontier(graph, self.device, self.pipeline.carry_out)
+        except ValueError as error:
+            raise BadOption(f"memory= with symbolic sizes: {error}", hint="use dynamic=False") from error
+        self.prepared = copy_graph(graph)
+        return self.points[self._choice(1.0, set())].plan
+
+    def _choice(self, ratio: float, failed: set[int]) -> int:
+        """The fastest point that fits when predictions are off by `ratio`; the leanest when none does."""
+        for index, point in enumerate(self.points):
+            if index not in failed and self._takes(ratio * point.peak_bytes) <= self.budget.card_bytes:
+                return index
+        return len(self.points) - 1
+
+    def _fit(self, capture: Capture) -> Plan:
+        """Measure, correct, choose again: ends at the fastest plan that was measured to fit."""
+        measured: dict[int, int] = {}
+        graphs: dict[int, TrainingGraph] = {}
+        index = self._choice(1.0, set())
+        graphs[index] = capture.graph
+        while True:
+            measured[index] = self.exact_peak(graphs[index])
+            failed = {i for i, peak in measured.items() if self._takes(peak) > self.budget.card_bytes}
+            fits = sorted(set(measured) - failed)
+            ratio = measured[index] / self.points[index].peak_bytes
+            following = self._choice(ratio, failed)
+            if following in measured or len(measured) >= MOST_TRIES or (fits and following > fits[0]):
+                following = fits[0] if fits else len(self.points) - 1
+                if following in measured:
+                    break
+            index = following
+            assert self.prepared is not None
+            graphs[index] = self.pipeline.carry_out(copy_graph(self.prepared), self.points[index].plan)
+        if not fits:
+            raise self._too_small(measured)
+        capture.graph = graphs[fits[0]]
+        predicted = measured[fits[0]] + self.state_bytes
+        return dataclasses.replace(
+            self.points[fits[0]].plan, budget_bytes=self.budget.card_bytes, predicted_bytes=predicted
+        )
+
+    def exact_peak(self, graph: TrainingGraph) -> int:
+        """Allocated bytes at the peak, by what was really measured of its parts."""
+        if self.backend == "inductor":
+            with contextlib.suppress(CompilerMissing):
+                return predict_compiled(graph).peak_bytes
+        return predict_profile(graph, scratch=measure_scratch(graph)).peak_bytes
+
+    def _too_small(self, measured: dict[int, int]) -> BudgetTooSmall:
+        least = len(self.points) - 1
+        return too_small(self.points[least], self._takes(measured[least]), self.budget.card_bytes)
+
+    def _told(self, plan: Plan) -> list[str]:
+        takes = self.budget.takes(plan.predicted_bytes or 0)
+        first = f"memory: {self.budget.said} of the card allowed, {show_bytes(round_up(takes))} predicted"
+        fastest = self.points[0].seconds
+        if not plan.recompute:
+            return [f"{first}; nothing is made again"]
+        cost = 100 * ((plan.predicted_seconds or fastest) / fastest - 1)
+        return [f"{first}; {len(plan.recompute)} values are made again in the backward pass, about +{cost:.1f} % time"]
+
+
+def _state_bytes(capture: Capture) -> int:
+    """With accumulation the optimizer's state is an input of the update's own graph, and lies there during micro-steps too."""
+    if capture.update is None:
+        return 0
+    inputs = zip(capture.update.inputs, capture.update.placeholders, strict=True)
+    return sum(tensor_bytes(node.meta["val"]) for entry, node in inputs if entry.role is Role.STATE)
+
+
+@contextlib.contextmanager
+def memory_cap(budget: Budget, device: torch.device) -> Iterator[None]:
+    """The allocator refuses to go beyond the budget while this is open: for the check against eager PyTorch."""
+    if device.type != "cuda":
+        yield
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (budget.card_bytes - budget.context_bytes) / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.empty_cache()
+
+
+def check_within(budget: Budget, check: Callable[..., Any]) -> Callable[..., Any]:
+    """The first step's check, as far as it fits: eager PyTorch may need more than the budget, copies of the state do too."""
+
+    def capped(step: Any, variant: Any, *rest: Any) -> Any:
+        device = variant.subject.device
+        if device.type != "cuda":
+            return check(step, variant, *rest)
+        with memory_cap(budget, device):
+            check(step, variant, *rest)
+        step._note("within a memory budget the first step is compared before it runs, not after")
+        return None
+
+    return capped

@@ -1,0 +1,89 @@
+"""compile(memory=...): budgets are kept, a smaller one never takes more, and one too small names the smallest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.passes.test_recompute import Small, batches, loss_fn
+
+import wholestep
+from wholestep.errors import BadOption, BudgetTooSmall
+from wholestep.report.memory import memory_profile
+
+
+def compiled(memory: Any, **options: Any) -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    model = Small(layers=4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batch = batches(1)[0]
+    step = wholestep.compile(
+        model, loss_fn, optimizer, batch, memory=memory, backend="interpret", cache=False, seed=3, **options
+    )
+    return step, model, optimizer
+
+
+def peak(step: Any, model: Any, optimizer: Any) -> int:
+    batch = batches(1)[0]
+    step(batch)
+    profile = memory_profile(step, model=model, optimizer=optimizer, batch=batch)
+    return profile.peak_bytes - profile.at_peak["other"]  # what earlier tests left
+
+
+@pytest.fixture(scope="module")
+def free() -> int:
+    return peak(*compiled(None))
+
+
+def test_budgets_are_kept_and_smaller_ones_never_take_more(free: int) -> None:
+    with pytest.raises(BudgetTooSmall) as refused:
+        compiled(free // 4)
+    least = refused.value.smallest_bytes
+    assert free // 4 < least < 0.8 * free
+    assert f"ask for {least / 2**20:.1f} MiB" in str(refused.value)
+    peaks = []
+    for share in (1.0, 0.66, 0.33, 0.0):
+        budget = int(least + share * (free * 1.02 - least))
+        peaks.append(peak(*compiled(budget)))
+        assert peaks[-1] <= budget
+    assert peaks == sorted(peaks, reverse=True) and peaks[-1] < 0.8 * peaks[0]
+
+
+def test_the_step_says_what_it_does_and_trains_the_same(free: int) -> None:
+    step, _, _ = compiled(int(0.8 * free))
+    assert step.plan.recompute and step.plan.budget_bytes == int(0.8 * free)
+    told = step.explain()
+    assert "memory: " in told and "made again in the backward pass" in told
+    plain, _, _ = compiled(None)
+    for batch in batches(3):
+        assert float(step(batch)) == float(plain(batch))
+
+
+def test_a_plan_is_carried_out_as_given(free: int) -> None:
+    step, model, optimizer = compiled(int(0.7 * free))
+    again, *rest = compiled(None, plan=step.plan)
+    assert peak(again, *rest) == peak(step, model, optimizer) and again.plan == step.plan
+
+
+def test_every_size_gets_its_own_plan(free: int) -> None:
+    step, _, _ = compiled(int(0.8 * free))
+    first = step.plan
+    half = {name: tensor[:2] for name, tensor in batches(1)[0].items()}
+    step(half)
+    assert step.plan is not first and not step.plan.recompute
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory": "12GBs"}, "is not an amount of memory"),
+        ({"memory": "auto"}, "memory='auto' on a CPU"),
+        ({"memory": "8MiB", "dynamic": True}, "together with dynamic=True"),
+        ({"memory": "8MiB", "plan": wholestep.Plan()}, "together with plan="),
+        ({"memory": None, "plan": {}}, "give a wholestep.Plan"),
+    ],
+)
+def test_what_cannot_be_asked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadOption, match=message):
+        compiled(**options)
