@@ -77,6 +77,18 @@ def test_the_fastest_plan_that_fits_is_chosen_and_written(call: Call, tmp_path: 
     assert json.loads(call("explain", "p.toml", "--json").out)["recompute"] == ["blocks.*.mlp/gelu_0"]
 
 
+def test_peers_are_drawn_beside_the_plans(call: Call, tmp_path: Path) -> None:
+    rows = [
+        {"model": "gpt", "system": "eager", "peak_reserved_gib": 0.6, "step_ms": {"median": 12.0}},
+        {"model": "bert", "system": "other", "peak_reserved_gib": 1, "step_ms": {"median": 1}},
+        {"name": "mine", "gib": 0.55, "ms": 11},
+    ]
+    (tmp_path / "r.json").write_text(json.dumps({"rows": rows}))
+    assert call("plan", *TINY, "--svg", "f.svg", "--peers", "r.json", "--no-check-batch").code == 0
+    picture = (tmp_path / "f.svg").read_text()
+    assert "eager: 0.6 GiB, 12 ms (measured)" in picture and "mine: " in picture and "other" not in picture
+
+
 def test_the_largest_batch_fits_and_one_more_does_not(call: Call) -> None:
     budget = json.loads(call("plan", *TINY, "--json", "--no-check-batch").out)["smallest_bytes"] + 3_000_000
     sizes = [*TINY[:-4], "--seq", "17", "--memory", str(budget), "--json"]
@@ -141,6 +153,7 @@ def test_nothing_is_allocated_for_the_weights(call: Call, monkeypatch: pytest.Mo
         ("gpt-1m --out nowhere/p.toml", "no folder nowhere"),
         ("gpt-1m --svg .", "is a folder"),
         ("gpt-1m --disable nothing", "no such pass"),
+        ("gpt-1m --peers nowhere.json", "nowhere.json"),
         ("gpt-1m --batch 3 --set accumulate=2", "cannot be cut"),
     ],
 )

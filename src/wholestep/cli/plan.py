@@ -16,6 +16,7 @@ from wholestep.errors import BadOption, NotBuiltYet
 if TYPE_CHECKING:
     from wholestep.cost.target import Target
     from wholestep.report.fit import Fit
+    from wholestep.report.pictures.frontier_staircase import Peer
 
 DEVICES_HELP = "h200|h100|a100-80gb|a100-40gb|l4|a10|t4|rtx4090|rtx3090|24GiB|this"
 
@@ -35,6 +36,9 @@ def command(
     precision: options.Precision = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan here, as TOML.")] = None,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time against memory here.")] = None,
+    peers: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measured rows to draw beside: JSON, [{name, gib, ms}] or benchmarks/results.")
+    ] = None,
     check_batch: Annotated[
         bool | None,
         typer.Option(
@@ -60,6 +64,7 @@ def command(
         raise NotBuiltYet(f"--gpus {gpus}: plans for several cards are not part of this version", hint="use --gpus 1")
     for option, path in (("--out", out), ("--svg", svg)):
         _check_writable(option, path)
+    measured = read_peers(peers, model)
     passes = options.pipeline(disable)
     from wholestep.cost.target import find_target
 
@@ -72,7 +77,7 @@ def command(
     )
     fit = will_it_fit(question, passes=passes, check_batch=check_batch, tell=_tell)
     _tell("")
-    _report(fit, out=out, svg=svg, json=json)
+    _report(fit, out=out, svg=svg, json=json, peers=measured)
     raise typer.Exit(0 if fit.fits else 1)
 
 
@@ -89,7 +94,7 @@ def budget_of(memory: str | None, target: Target) -> int:
     return budget
 
 
-def _report(fit: Fit, *, out: Path | None, svg: Path | None, json: bool) -> None:
+def _report(fit: Fit, *, out: Path | None, svg: Path | None, json: bool, peers: list[Peer]) -> None:
     from wholestep.cli.summary import blocks_fit
     from wholestep.report.fit_text import fit_json, fit_lines, verdict
 
@@ -106,7 +111,7 @@ def _report(fit: Fit, *, out: Path | None, svg: Path | None, json: bool) -> None
     elif out is not None:
         told.append(f"nothing to {out}: no plan fits")
     if svg is not None:
-        svg.write_text(picture_of(fit), encoding="utf-8")
+        svg.write_text(picture_of(fit, peers), encoding="utf-8")
         told.append(f"{svg}: time against memory")
     for text in told:
         typer.echo(f"wholestep: written {text}" if json else f"written   {text}", err=json)
@@ -114,8 +119,27 @@ def _report(fit: Fit, *, out: Path | None, svg: Path | None, json: bool) -> None
         typer.echo(f"wholestep: {verdict(fit)}", err=True)
 
 
-def picture_of(fit: Fit) -> str:
-    """The staircase of a Fit."""
+def read_peers(path: Path | None, model: str) -> list[Peer]:
+    """(name, GiB, ms) of measured steps; of a file with several models, the rows of this one."""
+    if path is None:
+        return []
+    try:
+        held = json_text.loads(path.read_text(encoding="utf-8"))
+        rows = held["rows"] if isinstance(held, dict) else held
+        found: dict[str, Peer] = {}
+        for row in rows:
+            if "system" not in row:
+                found[row["name"]] = (str(row["name"]), float(row["gib"]), float(row["ms"]))
+            elif model.startswith(row["model"]) and "step_ms" in row:
+                found[row["system"]] = (row["system"], float(row["peak_reserved_gib"]), float(row["step_ms"]["median"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise BadOption(f"--peers {path}: {' '.join(said.split())}", hint="give JSON: [{name, gib, ms}, ...]") from error
+    return list(found.values())
+
+
+def picture_of(fit: Fit, peers: list[Peer] | None = None) -> str:
+    """The staircase of a Fit; peers only where times are comparable."""
     from wholestep.report.fit_text import GIB, plotted, verdict
     from wholestep.report.pictures.frontier_staircase import frontier_staircase
 
@@ -125,7 +149,7 @@ def picture_of(fit: Fit) -> str:
     subtitle = answer + (" (not calibrated)" if times == "not calibrated" and "not calibrated" not in answer else "")
     return frontier_staircase(
         knees, title=name, subtitle=subtitle, unit="x" if times == "relative" else "ms",
-        budget=fit.question.budget_bytes / GIB, chosen=fit.chosen,
+        budget=fit.question.budget_bytes / GIB, chosen=fit.chosen, peers=() if times == "relative" else peers or (),
     )  # fmt: skip
 
 
