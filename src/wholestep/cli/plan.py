@@ -37,7 +37,7 @@ def command(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan here, as TOML.")] = None,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time against memory here.")] = None,
     peers: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Measured rows to draw beside: JSON, [{name, gib, ms}] or benchmarks/results.")
+        Path | None, typer.Option(metavar="FILE", help="Measured rows to draw beside, as JSON: [{name, gib, ms}].")
     ] = None,
     check_batch: Annotated[
         bool | None,
