@@ -40,7 +40,8 @@ def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 def _captured(device: str, *, precision: str = "bf16", on: str = "meta") -> Capture:
     with torch.device(on):
         model, batch = Small(), torch.empty(11, 7)
-    return dry_capture(model, loss_fn, torch.optim.AdamW(model.parameters()), batch, precision=precision, device=device, clip_norm=1.0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return dry_capture(model, loss_fn, optimizer, batch, precision=precision, device=device, clip_norm=1.0)
 
 
 def _dtypes(captured: Capture) -> dict[Any, torch.dtype]:

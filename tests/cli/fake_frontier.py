@@ -5,13 +5,14 @@ from __future__ import annotations
 from wholestep.cost.devices import Device
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
+from wholestep.passes.pipeline import Pipeline
 from wholestep.plan.frontier import Point
 from wholestep.report.memory.predict import predict_profile
 
 KINDS = ("weights", "optimizer state", "gradients", "saved activations", "temporaries", "workspace")
 
 
-def plans_of(graph: TrainingGraph, device: Device) -> list[Point]:
+def plans_of(graph: TrainingGraph, device: Device, passes: Pipeline, *, targets: int = 2) -> list[Point]:
     split = predict_profile(graph, rounding=512).at_peak
     kinds = {kind: split.get(kind, 0) for kind in KINDS}
     kinds["temporaries"] += sum(split.values()) - sum(kinds.values())

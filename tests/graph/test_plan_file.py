@@ -14,7 +14,7 @@ PLAN = Plan(
     recompute=("model.layers.*.mlp.act_fn/silu", 'odd "name"\\ with\ttab/é'),
     reasons={"model.layers.*.mlp.act_fn/silu": "frees 4.0 GiB\nmade from gate_proj"},
     early_update=True, chunked_loss=True, budget_bytes=26 * 2**30, predicted_bytes=20 * 2**30, predicted_seconds=0.4121,
-    made_for={"model": "llama-1b", "batch": 8, "config.tie_word_embeddings": True, "config.eps": 1e-5, "sizes": [1, 2], "none": None},
+    made_for={"model": "llama-1b", "batch": 8, "config.tied": True, "config.eps": 1e-5, "sizes": [1, 2], "none": None},
 )  # fmt: skip
 
 

@@ -37,7 +37,9 @@ def command(
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time against memory here.")] = None,
     check_batch: Annotated[
         bool | None,
-        typer.Option("--check-batch/--no-check-batch", help="Capture again at the largest batch; by itself where that is quick."),
+        typer.Option(
+            "--check-batch/--no-check-batch", help="Capture again at the largest batch found; by itself where that is quick."
+        ),
     ] = None,
     disable: options.Disable = None,
     json: options.Json = False,
@@ -100,14 +102,14 @@ def _report(fit: Fit, *, out: Path | None, svg: Path | None, json: bool) -> None
         from wholestep.graph.plan_file import write_plan
 
         write_plan(fit.plan, out)
-        told.append(f"plan {out} written; use it with: wholestep train {fit.name} --plan {out}")
+        told.append(f"{out}: the plan, for wholestep train {fit.name} --plan {out}")
     elif out is not None:
-        told.append(f"no plan written to {out}: none fits")
+        told.append(f"nothing to {out}: no plan fits")
     if svg is not None:
         svg.write_text(picture_of(fit), encoding="utf-8")
-        told.append(f"picture {svg} written")
+        told.append(f"{svg}: time against memory")
     for text in told:
-        typer.echo(f"wholestep: {text}" if json else f"written   {text}", err=json)
+        typer.echo(f"wholestep: written {text}" if json else f"written   {text}", err=json)
     if json and not fit.fits:
         typer.echo(f"wholestep: {verdict(fit)}", err=True)
 

@@ -64,7 +64,8 @@ def read_plan(path: Path) -> Plan:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
-        raise BadOption(f"{path} is no plan: {_one_line(str(error))}", hint="write one with: wholestep plan MODEL --out FILE") from error
+        hint = "write one with: wholestep plan MODEL --out FILE"
+        raise BadOption(f"{path} is no plan: {_one_line(str(error))}", hint=hint) from error
     try:
         return _checked(Plan.from_json(table))
     except BadOption as error:
@@ -75,7 +76,8 @@ def _checked(plan: Plan) -> Plan:
     """Types, since anyone may have edited the file."""
     wanted: dict[str, tuple[type, ...]] = {
         "early_update": (bool,), "chunked_loss": (bool, type(None)), "budget_bytes": (int, type(None)),
-        "predicted_bytes": (int, type(None)), "predicted_seconds": (float, int, type(None)), "reasons": (dict,), "made_for": (dict,),
+        "predicted_bytes": (int, type(None)), "predicted_seconds": (float, int, type(None)), "reasons": (dict,),
+        "made_for": (dict,),
     }  # fmt: skip
     for name, kinds in wanted.items():
         if not isinstance(getattr(plan, name), kinds) or (bool not in kinds and isinstance(getattr(plan, name), bool)):

@@ -8,25 +8,27 @@ would, and what else would help.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from wholestep import compat
 from wholestep.capture.dry import dry_capture, no_collection
+from wholestep.capture.trace import Capture
 from wholestep.cost.devices import DEVICES, Device
 from wholestep.cost.target import Target
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Role, TrainingGraph, tensors_in
 from wholestep.passes.pipeline import Pipeline, default_pipeline
-from wholestep.plan.frontier import Point, card_bytes, frontier
+from wholestep.plan.frontier import TARGETS, Point, card_bytes, frontier
+from wholestep.plan.rebatch import rebatched
 from wholestep.train.dry_job import DryJob, make_dry_job
 from wholestep.train.plan_use import made_for
 
-FIXED = ("weights", "buffers", "optimizer state", "gradients")
-"""Kinds of memory that do not grow with the batch."""
 MOST_BATCH = 1 << 20
-MOST_CHECKS = 2
+MOST_PLANNINGS = 6
+"""Other batches that are planned to find the largest."""
 WORTH_CHECKING_SECONDS = 6.0
 """A capture that took less is made again to check the largest batch without being asked."""
 CARDS = ("t4", "l4", "rtx4090", "a100-40gb", "a100-80gb", "h100", "h200")
@@ -54,8 +56,8 @@ class LargestBatch:
     batch: int
     """0 when not even one fits."""
     how: str
-    checked: bool
-    """The step was captured and planned at this batch, and at one more where that was in doubt."""
+    certain: bool
+    """One row more was planned and does not fit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,35 +102,37 @@ class Fit:
 def will_it_fit(
     question: Question,
     *,
+    step: CapturedStep | None = None,
     passes: Pipeline | None = None,
     check_batch: bool | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Fit:
-    """Answer the question. `check_batch`: capture again at the largest batch; None does so where that is quick."""
+    """Answer the question.
+
+    Args:
+        step: what `captured_step` gave for the same model and sizes (several cards may be asked about one step).
+        passes: instead of the default ones.
+        check_batch: capture again at the largest batch that was found; None does so where that is quick.
+        tell: is told what is being done.
+    """
     began = time.perf_counter()
-    tell("building the model")
     with compat.no_python_code(), no_collection():
-        return _answered(question, passes, check_batch, tell, began)
-
-
-def _answered(
-    question: Question, passes: Pipeline | None, check_batch: bool | None, tell: Callable[[str], None], began: float
-) -> Fit:
-    job = _job(question, question.batch)
-    built = time.perf_counter()
-    planned = _planned(question, job, passes, tell)
-    captured = time.perf_counter() - built
-    chosen = next((i for i, card in enumerate(planned.cards) if card <= question.budget_bytes), None)
-    wanted = captured < WORTH_CHECKING_SECONDS if check_batch is None else check_batch
-    largest = None if job.real else _largest(question, job, planned, passes, tell, check=wanted)
+        step = step or captured_step(question, passes=passes, tell=tell)
+        tell("planning")
+        planned = _planned(question, step)
+        quick = sum(step.seconds.values()) + planned.seconds < WORTH_CHECKING_SECONDS
+        guessing = time.perf_counter()
+        wanted = quick if check_batch is None else check_batch
+        largest = None if step.job.real else _largest(question, step, planned, passes, tell, check=wanted)
     done = time.perf_counter()
-    seconds = {"model": built - began, **planned.seconds, "largest batch": done - built - captured, "all": done - began}
-    notes = list(planned.notes)
-    if job.real:
+    seconds = {**step.seconds, "plan": planned.seconds, "largest batch": done - guessing, "all": done - began}
+    notes = list(step.captured.notes)
+    if step.job.real:
         notes.append("the model of your function was built for real; its batch cannot be changed from here")
     return Fit(
-        question=question, name=job.name, settings=job.settings, num_parameters=job.num_parameters,
-        num_operations=planned.num_operations, frontier=planned.frontier, cards=planned.cards, chosen=chosen, largest=largest,
+        question=question, name=step.job.name, settings=step.job.settings, num_parameters=step.job.num_parameters,
+        num_operations=sum(1 for _ in step.captured.graph.operations()), frontier=planned.frontier, cards=planned.cards,
+        chosen=next((i for i, card in enumerate(planned.cards) if card <= question.budget_bytes), None), largest=largest,
         notes=notes, seconds=seconds,
     )  # fmt: skip
 
@@ -137,43 +141,61 @@ def _answered(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Planned:
-    frontier: list[Point]
-    cards: list[int]
-    num_operations: int
-    notes: list[str]
+class CapturedStep:
+    """A step that was captured dry and went through the passes; it knows of no card."""
+
+    job: DryJob
+    captured: Capture
+    passes: Pipeline
+    """Those of its apply part carry a plan out."""
     seconds: dict[str, float]
 
 
-def _job(question: Question, batch: int | None) -> DryJob:
-    return make_dry_job(
-        question.model, sets=question.sets, batch=batch, seq=question.seq, precision=question.precision,
-        on_gpu=question.target.is_gpu,
-    )  # fmt: skip
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Planned:
+    frontier: list[Point]
+    cards: list[int]
+    seconds: float
 
 
-def _planned(question: Question, job: DryJob, passes: Pipeline | None, tell: Callable[[str], None]) -> _Planned:
+def captured_step(
+    question: Question, *, batch: int | None = None, passes: Pipeline | None = None, tell: Callable[[str], None] = lambda text: None
+) -> CapturedStep:
+    """The step of the question, or of the same with another `batch`; its card only says whether it is a GPU."""
     began = time.perf_counter()
-    tell("capturing the step without data")
-    captured = dry_capture(
-        job.model, job.loss_fn, job.optimizer, job.example, device="cuda" if question.target.is_gpu else "cpu",
-        **job.compile_options,
+    on_gpu = question.target.is_gpu
+    tell("building the model")
+    job = make_dry_job(
+        question.model, sets=question.sets, batch=batch or question.batch, seq=question.seq, precision=question.precision,
+        on_gpu=on_gpu,
     )  # fmt: skip
-    (passes or default_pipeline()).run_on(captured)
-    traced = time.perf_counter()
-    tell("planning")
-    device = question.target.device
-    points = plans_of(captured.graph, device)
-    if captured.update is not None:
-        points = _with_state(points, captured.update)
+    built = time.perf_counter()
+    tell(f"capturing the step{f' at batch {batch}' if batch else ''}, without data")
+    passes = passes or default_pipeline()
+    with compat.no_python_code(), no_collection():
+        captured = dry_capture(
+            job.model, job.loss_fn, job.optimizer, job.example, device="cuda" if on_gpu else "cpu", **job.compile_options
+        )
+        passes.run_on(captured)
+    return CapturedStep(job, captured, passes, {"model": built - began, "capture": time.perf_counter() - built})
+
+
+def _planned(question: Question, step: CapturedStep) -> _Planned:
+    began = time.perf_counter()
+    points = plans_of(step.captured.graph, question.target.device, step.passes)
+    if step.captured.update is not None:
+        points = _with_state(points, step.captured.update)
     cards = [on_the_card(point.peak_bytes, question.target) for point in points]
-    seconds = {"capture": traced - began, "plan": time.perf_counter() - traced}
-    return _Planned(points, cards, sum(1 for _ in captured.graph.operations()), list(captured.notes), seconds)
+    return _Planned(points, cards, time.perf_counter() - began)
 
 
-def plans_of(graph: TrainingGraph, device: Device) -> list[Point]:
+def plans_of(graph: TrainingGraph, device: Device, passes: Pipeline, *, targets: int = TARGETS) -> list[Point]:
     """The plans worth having, from the fastest to the leanest."""
-    return frontier(graph, device, default_pipeline().carry_out)
+
+    def carried_out(copy: TrainingGraph, plan: Plan) -> TrainingGraph:
+        return functools.reduce(lambda made, one: one(made, plan), passes.apply, copy)
+
+    return frontier(graph, device, carried_out, targets=targets)
 
 
 def on_the_card(peak_bytes: int, target: Target) -> int:
@@ -182,12 +204,7 @@ def on_the_card(peak_bytes: int, target: Target) -> int:
 
 
 def _with_state(points: Sequence[Point], update: TrainingGraph) -> list[Point]:
-    """With accumulation the optimizer's state is an input of the update's own graph; it lies there during micro-steps too."""
-    state = sum(
-        tensor.numel() * tensor.element_size()
-        for entry, node in zip(update.inputs, update.placeholders) if entry.role is Role.STATE
-        for tensor in tensors_in(node.meta["val"])
-    )  # fmt: skip
+    state = _state_bytes(update)
     return [
         dataclasses.replace(
             point, peak_bytes=point.peak_bytes + state,
@@ -201,58 +218,76 @@ def _with_state(points: Sequence[Point], update: TrainingGraph) -> list[Point]:
 
 
 def _largest(
-    question: Question, job: DryJob, planned: _Planned, passes: Pipeline | None, tell: Callable[[str], None], *, check: bool
+    question: Question, step: CapturedStep, planned: _Planned, passes: Pipeline | None, tell: Callable[[str], None], *, check: bool
 ) -> LargestBatch:
-    """The largest batch that fits: scaled from what was captured, then captured again and corrected where that is asked for."""
-    accumulate = job.settings["accumulate"]
-    rows = job.settings["batch"] // accumulate
-    known = {rows: planned}
-    batch = scaled_batch(planned, rows, question)
-    for _ in range(MOST_CHECKS if check else 0):
-        if batch in known or not 1 <= batch < MOST_BATCH:
+    """The largest batch whose leanest plan fits: planned with scaled sizes, and where asked captured again there."""
+    parts = step.job.settings["accumulate"]
+    rows = step.job.settings["batch"] // parts
+    state = _state_bytes(step.captured.update)
+
+    def least(wanted: int) -> int:
+        tell(f"planning batch {wanted * parts}")
+        points = plans_of(rebatched(step.captured.graph, wanted / rows), question.target.device, step.passes, targets=1)
+        return on_the_card(min(point.peak_bytes for point in points) + state, question.target)
+
+    found, known, certain = largest_fitting(least, {rows: min(planned.cards)}, question.budget_bytes)
+    tried = " and ".join(str(size * parts) for size in sorted(known) if size != rows)
+    how = f"captured at {rows * parts}" + (f", planned with sizes scaled to {tried}" if tried else "")
+    while check and found > rows:
+        there = min(_planned(question, captured_step(question, batch=found * parts, passes=passes, tell=tell)).cards)
+        if there <= question.budget_bytes:
+            return LargestBatch(batch=found * parts, how=f"{how}; captured again at {found * parts}: it fits", certain=certain)
+        found -= 1
+    return LargestBatch(batch=found * parts, how=how, certain=certain)
+
+
+def largest_fitting(least: Callable[[int], int], known: dict[int, int], budget: int) -> tuple[int, dict[int, int], bool]:
+    """(the most rows whose `least` bytes fit, what was asked for, whether one more row is known not to fit).
+
+    Bytes grow with the rows along a line with a few corners: two points tell where to look, a third mends it.
+    """
+    known = dict(known)
+    for _ in range(MOST_PLANNINGS):
+        low, high = _bracket(known, budget)
+        if high - low <= 1:
             break
-        tell(f"capturing again at batch {batch * accumulate}")
-        known[batch] = _planned(question, _job(question, batch * accumulate), passes, tell)
-        batch = _between(known, question)
-    fitting = [size for size, answer in known.items() if min(answer.cards) <= question.budget_bytes]
-    if check and fitting:
-        batch = batch if batch in fitting else max(fitting)
-    told = f"captured and planned at {' and '.join(str(size * accumulate) for size in sorted(known))}"
-    if not check or len(known) == 1:
-        told += ", scaled: activations grow with the batch, weights and optimizer state do not"
-    return LargestBatch(batch=batch * accumulate, how=told, checked=batch in known)
+        size = min(max(_on_the_line(known, budget), low + 1), high - 1)
+        known[size] = least(size)
+    low, high = _bracket(known, budget)
+    return low, known, high - low <= 1
 
 
-def scaled_batch(planned: Any, rows: int, question: Question) -> int:
-    """The largest number of rows for which any of the plans fits, when what is not fixed grows with the rows."""
+def _bracket(known: Mapping[int, int], budget: int) -> tuple[int, int]:
+    """(the most rows known to fit, the fewest known not to)."""
+    low = max((size for size, count in known.items() if count <= budget), default=0)
+    return low, min((size for size, count in known.items() if count > budget), default=MOST_BATCH)
 
-    def fits(batch: int) -> bool:
-        target, budget = question.target, question.budget_bytes
-        return any(on_the_card(_scaled(point, batch / rows), target) <= budget for point in planned.frontier)
 
-    if not fits(1):
+def _on_the_line(known: Mapping[int, int], budget: int) -> int:
+    """Where the line through the two points around the budget (or nearest to it) meets it."""
+    low, high = _bracket(known, budget)
+    sizes = sorted(known)
+    if low and high < MOST_BATCH:
+        first, second = low, high
+    elif len(sizes) == 1:
+        return 2 * low if low else high // 2
+    else:
+        first, second = sizes[-2:] if low else sizes[:2]
+    slope = (known[second] - known[first]) / (second - first)
+    if slope <= 0:  # a flat stretch: something that does not grow with the batch is the largest
+        return 4 * second
+    return int(first + (budget - known[first]) // slope)
+
+
+def _state_bytes(update: TrainingGraph | None) -> int:
+    """With accumulation the optimizer's state is an input of the update's own graph; it lies there during micro-steps too."""
+    if update is None:
         return 0
-    low, high = 1, 2
-    while high < MOST_BATCH and fits(high):
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def _scaled(point: Point, factor: float) -> int:
-    fixed = sum(count for kind, count in point.breakdown.items() if kind in FIXED)
-    return round(fixed + factor * (point.peak_bytes - fixed))
-
-
-def _between(known: Mapping[int, _Planned], question: Question) -> int:
-    """A better guess from two batches that were planned: their smallest plans lie on a line."""
-    (first, one), (second, other) = sorted(known.items())[-2:]
-    slope = (min(other.cards) - min(one.cards)) / (second - first)
-    if slope <= 0:
-        return second
-    return max(int(second + (question.budget_bytes - min(other.cards)) // slope), 0)
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for entry, node in zip(update.inputs, update.placeholders) if entry.role is Role.STATE
+        for tensor in tensors_in(node.meta["val"])
+    )  # fmt: skip
 
 
 # ---- what would help ----

@@ -67,7 +67,7 @@ def _title(fit: Fit) -> str:
 def _times(fit: Fit) -> str:
     device = fit.question.target.device
     return {
-        "calibrated": f"times are predicted for {device.title}, on which predictions were compared with measurements",
+        "calibrated": f"times are predicted; what kernels reach of the peaks was fitted to measurements on {device.title}",
         "not calibrated": f"times on {device.title} are not calibrated: they follow from its data sheet, not from measurements",
         "relative": "the speed of this card is not known: times are relative to its fastest plan",
     }[fit.question.target.times]
@@ -116,9 +116,8 @@ def _largest(fit: Fit) -> list[str]:
         return ["largest   batch: not known for a function of your own"]
     if fit.largest.batch == 0:
         return [f"largest   not even one row fits ({fit.largest.how})"]
-    doubt = "" if fit.largest.checked else "about "
-    more = "" if fit.largest.checked else "; --check-batch captures there"
-    return [f"largest   batch that fits: {doubt}{fit.largest.batch:,} ({fit.largest.how}{more})"]
+    doubt = "" if fit.largest.certain else "at least "
+    return [f"largest   batch that fits: {doubt}{fit.largest.batch:,} ({fit.largest.how})"]
 
 
 def _frontier(fit: Fit) -> list[str]:
@@ -155,6 +154,6 @@ def fit_json(fit: Fit) -> dict[str, Any]:
         "budget_bytes": fit.question.budget_bytes, "times": target.times, "fits": fit.fits, "chosen": fit.chosen,
         "smallest_bytes": min(fit.cards), "plan": fit.plan.to_json(), "frontier": points, "remedies": remedies(fit),
         "largest_batch": None if largest is None else
-        {"batch": largest.batch, "how": largest.how, "checked": largest.checked},
+        {"batch": largest.batch, "how": largest.how, "certain": largest.certain},
         "notes": list(fit.notes), "seconds": dict(fit.seconds),
     }  # fmt: skip

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from importlib import metadata
 from typing import Any
 
 import torch
 
-import wholestep
 from wholestep.cost.devices import DEVICES, detect
 from wholestep.errors import BadOption, WholestepWarning
 from wholestep.graph.bytes import parse_bytes
@@ -29,7 +29,7 @@ def made_for(settings: Mapping[str, Any], device: str) -> dict[str, Any]:
     table = {name: settings[name] for name in SIZES if settings.get(name) is not None}
     table |= {"device": device, "clips": settings.get("clip_norm") is not None}
     table |= {f"config.{name}": _plain(value) for name, value in sorted(config.items())}
-    return table | {"torch": torch.__version__, "wholestep": wholestep.__version__}
+    return table | {"torch": torch.__version__, "wholestep": _own_version()}
 
 
 def device_here() -> str:
@@ -53,6 +53,13 @@ def check_still_holds(plan: Plan, settings: Mapping[str, Any]) -> None:
         if version != here[name]:
             text = f"the plan was made with {name} {version}, this is {here[name]}: peak and time may differ a little"
             warnings.warn(text, WholestepWarning, stacklevel=2)
+
+
+def _own_version() -> str:
+    try:
+        return metadata.version("wholestep")
+    except metadata.PackageNotFoundError:  # run from its sources
+        return "unknown"
 
 
 def _only_memory(device: str) -> bool:

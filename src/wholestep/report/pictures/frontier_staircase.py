@@ -53,7 +53,8 @@ def frontier_staircase(
     across = drawing.scale(low, high, LEFT, drawing.WIDTH - SIDE)
     up = drawing.scale(max(bottom, 0.0), top, FLOOR, TOP)
     height = max(HEIGHT, TOP + ROW * (min(len(knees), MOST_LABELS) + len(peers)) + 60)
-    body = [STYLE, rectangle(0, 0, drawing.WIDTH, height, "page"), text(LEFT, 30, title, "ink title"), text(LEFT, 52, subtitle, "faint")]
+    body = [STYLE, rectangle(0, 0, drawing.WIDTH, height, "page")]
+    body += [text(LEFT, 30, title, "ink title"), text(LEFT, 52, subtitle, "faint")]
     body += _axes(low, high, max(bottom, 0.0), top, unit, across, up)
     body += _impossible(min(x for x, _, _ in knees), low, across)
     body += _verticals(low, high, budget, across)
