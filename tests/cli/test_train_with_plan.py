@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from tests.cli.calls import Call
 
-TINY = "gpt-1m --set layers=2 --set width=32 --set heads=2 --batch 3 --seq 17 --precision fp32".split()
+TINY = [
+    "gpt-1m", "--set", "layers=2", "--set", "width=32", "--set", "heads=2", "--batch", "3", "--seq", "17", "--precision", "fp32",
+]  # fmt: skip
 
 
 def _losses(call: Call, out: str, *more: str) -> list[float]:

@@ -63,5 +63,5 @@ def test_misses_are_drawn_and_named() -> None:
     picture = predicted_scatter(points, title="t", unit="GiB")
     said = _texts(picture)
     assert "3 steps, 1 wrong answers; error: median 4.8 %, largest 33.3 %" in said
-    assert picture.count('class="right"') == 2 and picture.count('class="miss"') == 2 and "b: 20.0, measured 30.0" in said
+    assert picture.count('class="right"') == 2 and picture.count('class="miss"') == 2 and "predicted 20.0, measured 30.0" in said
     assert "nothing was measured yet" in predicted_scatter([], title="t", unit="GiB")

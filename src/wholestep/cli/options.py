@@ -93,6 +93,9 @@ def pipeline(disable: Sequence[str] | None, dump: str | None = None) -> Pipeline
         def run(self, graph: Any, *, dump: str | None = dump) -> Any:
             return super().run(graph, dump=dump)
 
+        def bound(self, plan: Any) -> Pipeline:
+            return Dumping(super().bound(plan).passes)
+
     passes = default_pipeline()
     known = [*map(name_of, passes.passes), *map(name_of, passes.apply)]
     for name in disable or ():

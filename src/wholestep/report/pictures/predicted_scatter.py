@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from wholestep.report.loss_picture import log_ticks
+from wholestep.report.loss_picture import ticks
 from wholestep.report.pictures import drawing
 from wholestep.report.pictures.drawing import dot, line, rectangle, text
 
 HEIGHT, TOP, LEFT, SIDE, FLOOR = 720, 78, 88, 300, 650
 BAND = 0.10
-MOST_NAMES = 24
+MOST_NAMES = 15
 STYLE = """<style>
   .page { fill: #ffffff } .ink { fill: #1f2328 } .faint { fill: #59636e } .grid { stroke: #e3e7eb } .same { stroke: #818b98 }
   .band { fill: #0b5cad; opacity: 0.09 } .right { fill: #0b5cad; opacity: 0.75 } .miss { stroke: #c2410c; stroke-width: 2.4 }
@@ -64,7 +64,7 @@ def _ground(low: float, high: float, unit: str, across: drawing.Scale, up: drawi
     inside = [(min(max(x, low), high), min(max(y, low), high)) for x, y in corners]
     drawn = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in inside)
     body = [f'<polygon class="band" points="{drawn}"/>', line(across(low), up(low), across(high), up(high), "same")]
-    for value in log_ticks(math.exp(low), math.exp(high)):
+    for value in _round_numbers(math.exp(low), math.exp(high)):
         place = math.log(value)
         if low <= place <= high:
             body += [line(across(place), TOP, across(place), FLOOR, "grid"), line(LEFT, up(place), end, up(place), "grid")]
@@ -72,6 +72,14 @@ def _ground(low: float, high: float, unit: str, across: drawing.Scale, up: drawi
             body.append(text(LEFT - 8, up(place) + 4, f"{value:g}", "faint", "end"))
     body.append(text((LEFT + end) / 2, FLOOR + 42, f"predicted, {unit}", "ink", "middle"))
     return [*body, text(LEFT - 62, TOP - 10, f"measured, {unit}", "ink")]
+
+
+def _round_numbers(low: float, high: float) -> list[float]:
+    """Even steps over a narrow range; over a wide one 1, 2, 5 and their tens."""
+    if high < 4 * low:
+        return ticks(low, high, 8)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [m * 10.0**power for power in powers for m in (1, 2, 5)]
 
 
 def _cross(x: float, y: float) -> list[str]:
@@ -82,6 +90,7 @@ def _misses(points: Sequence[Compared], x: float) -> list[str]:
     wrong = [point for point in points if not point[3]]
     body = [text(x, TOP + 10, "wrong answers:" if wrong else "no wrong answer", "miss-words" if wrong else "ink")]
     for number, (name, predicted, measured, _) in enumerate(wrong[:MOST_NAMES]):
-        words = f"{name}: {predicted:.1f}, measured {measured:.1f}"
-        body.append(text(x, TOP + 32 + 20 * number, drawing.fitted(words, SIDE - 40, character=6.1), "faint", hover=words))
+        y = TOP + 34 + 36 * number
+        body.append(text(x, y, drawing.fitted(name, SIDE - 40), "ink"))
+        body.append(text(x, y + 15, f"predicted {predicted:.1f}, measured {measured:.1f}", "faint"))
     return body

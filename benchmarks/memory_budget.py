@@ -1,0 +1,170 @@
+"""What a memory budget costs: BERT-large, GPT-2-medium and a 1.2B Llama on one GPU, within budgets, beside peers; a process each.
+
+A row is MODEL:SYSTEM[:BUDGET][:BATCH][:LAYERS], for example `llama:eager`, `llama:compile`, `llama:wholestep:26GiB`,
+`gpt2:wholestep:14GiB:32`, `bert:wholestep:6GiB::4`. Same weights, data, seed and precision as in h200.py. Every row has the
+allocated and reserved peak, the bytes the card shows, the time of a step, and the losses. `hard` behind a budget
+(`22GiB!`) also sets the allocator's limit to it, as on a smaller card. Rows are written as they are made and skipped when
+present.
+
+    python benchmarks/memory_budget.py --rows llama:compile,llama:wholestep,llama:wholestep:26GiB --out FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
+import h200  # noqa: E402
+
+STEPS, TIMED = 24, 8
+
+
+def parse(text: str) -> dict[str, Any]:
+    model, system, budget, batch, layers = [*text.split(":"), "", "", ""][:5]
+    return {
+        "row": text, "model": model, "system": system, "budget": budget.rstrip("!") or None, "hard": budget.endswith("!"),
+        "batch": int(batch or h200.SHAPES[model][0]), "layers": int(layers or h200.LAYERS[model]),
+    }  # fmt: skip
+
+
+def child(row: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    from wholestep.errors import BudgetTooSmall
+    from wholestep.graph.bytes import parse_bytes
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    total = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    with torch.device(device):
+        model = h200.build(row["model"], row["layers"]).train()
+    context = total - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved() if device == "cuda" else 0
+    if row["hard"]:
+        torch.cuda.set_per_process_memory_fraction((parse_bytes(row["budget"]) - context) / total)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    source = torch.Generator().manual_seed(0)
+    shape = (row["batch"], h200.SHAPES[row["model"]][1])
+    ids = [torch.randint(0, model.config.vocab_size, shape, generator=source).to(device) for _ in range(4)]
+    batches = [{"input_ids": i, "labels": i} for i in ids]
+    began = time.perf_counter()
+    found: dict[str, Any] = {"context_gib": context / 2**30}
+    try:
+        step, told = make_step(row, model, optimizer, batches[0], device)
+    except BudgetTooSmall as refused:
+        return found | {"refused": str(refused), "smallest_gib": refused.smallest_bytes / 2**30}
+    losses = [float(step(batches[0]))]
+    found["first_step_seconds"] = time.perf_counter() - began
+    return found | told | measured(row, step, batches, losses)
+
+
+def make_step(row: dict[str, Any], model: Any, optimizer: Any, batch: Any, device: str) -> tuple[Any, dict[str, Any]]:
+    if row["system"] != "wholestep":
+        return h200.torch_step(row["system"], model, optimizer, device), {}
+    import wholestep
+
+    step = wholestep.compile(model, h200.plain_loss, optimizer, batch, precision="bf16", memory=row["budget"])
+    told: dict[str, Any] = {"explain": step.explain(), "notes": step.notes}
+    if step.plan is not None:
+        told |= {"plan": step.plan.to_json()}
+    return step, told
+
+
+def measured(row: dict[str, Any], step: Any, batches: list[Any], losses: list[float]) -> dict[str, Any]:
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        cards = []
+    times: list[float] = []
+    kept: list[Any] = []
+    for index in range(1, STEPS):
+        times += h200.timed_steps(step, batches, 1, index, kept)
+        if on_gpu:
+            free, total = torch.cuda.mem_get_info()
+            cards.append((total - free) / 2**30)
+    losses += [float(loss) for loss in kept]
+    median = statistics.median(times[-TIMED:])
+    found: dict[str, Any] = {
+        "step_ms": median, "step_ms_all": times, "losses": losses, "sequences_per_second": 1e3 * row["batch"] / median,
+    }
+    if on_gpu:
+        found |= {
+            "peak_allocated_gib": torch.cuda.max_memory_allocated() / 2**30, "peak_card_gib": max(cards), "card_gib": cards[-1],
+            "peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+        }  # fmt: skip
+    if row["system"] == "wholestep":
+        found["explain_after"] = step.explain()
+    return found
+
+
+def run_child(row: dict[str, Any], limit: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {
+            "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton",
+            "WHOLESTEP_CACHE_DIR": f"{folder}/wholestep", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error",
+        }  # fmt: skip
+        command = [sys.executable, __file__, "--child", json.dumps(row)]
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit, check=False)
+        except subprocess.TimeoutExpired:
+            return {"error": f"took more than {limit:.0f} s"}
+    answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not answers:
+        return {"error": (done.stderr.strip() or "no output")[-3000:]}
+    return json.loads(answers[-1])
+
+
+def print_row(row: dict[str, Any]) -> None:
+    if "error" in row:
+        print(f"{row['row']:<28} failed: {row['error'].splitlines()[-1][:300]}", flush=True)
+    elif "refused" in row:
+        print(f"{row['row']:<28} refused: {row['refused']}", flush=True)
+    else:
+        memory = "  ".join(f"{row.get(f'{name}_gib', 0):6.2f} {name}" for name in ("peak_allocated", "peak_reserved", "peak_card"))
+        speed = f"{row['step_ms']:8.1f} ms  {row['sequences_per_second']:7.1f}/s"
+        print(f"{row['row']:<28} {speed}  {memory}  first {row['first_step_seconds']:.0f} s  loss {row['losses'][-1]:.4f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", default="")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "memory_budget.json")
+    parser.add_argument("--limit", type=float, default=500.0, help="seconds for all rows")
+    parser.add_argument("--retry", action="store_true", help="make rows that failed again")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print("\n" + json.dumps(child(json.loads(options.child)), default=str), flush=True)
+        return
+    deadline = time.monotonic() + options.limit
+    rows: list[dict[str, Any]] = json.loads(options.out.read_text("utf-8"))["rows"] if options.out.exists() else []
+    rows = [row for row in rows if not (options.retry and "error" in row)]
+    for text in filter(None, options.rows.split(",")):
+        if text in [row["row"] for row in rows]:
+            continue
+        left = deadline - time.monotonic()
+        if left < 15:
+            print(f"out of time before {text}; the same command goes on from here", flush=True)
+            break
+        row = parse(text)
+        rows.append(row | run_child(row, left))
+        print_row(rows[-1])
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps({"machine": h200.facts(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
