@@ -72,15 +72,9 @@ def is_recomputed(node: fx.Node) -> bool:
 
 
 def number_format(call: Call) -> str:
-<<<<<<< HEAD
-    """The format an operator computes in: that of its first floating-point tensor that is more than one number."""
-    tensors = [*call.inputs, *call.outputs]
-    for tensor in sorted(tensors, key=lambda tensor: tensor.dim() == 0):  # stable: lone numbers last
-=======
     """The format an operator computes in: that of its first floating-point tensor that is no single number (a loss's gradient)."""
     tensors = (*call.inputs, *call.outputs)
     for tensor in sorted(tensors, key=lambda tensor: tensor.dim() == 0):
->>>>>>> main
         if tensor.dtype in _FORMATS:
             return _FORMATS[tensor.dtype]
         if tensor.dtype.is_floating_point:
