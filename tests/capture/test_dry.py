@@ -107,6 +107,21 @@ def test_what_cannot_be_captured_is_one_error() -> None:
         dry_capture(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), batch)
 
 
+def test_a_model_that_looks_at_values_is_one_error() -> None:
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * float(x.max().item())
+
+    with torch.device("meta"):
+        model, batch = Looking(), torch.empty(2, 3)
+    with pytest.raises(UnsupportedModel, match="planned"):
+        dry_capture(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), batch)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_the_dry_graph_is_the_one_a_gpu_gets(precision: str) -> None:

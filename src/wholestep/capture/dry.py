@@ -17,7 +17,7 @@ from wholestep.capture.batch import flatten
 from wholestep.capture.preflight import refuse_unsupported
 from wholestep.capture.subject import make_subject
 from wholestep.capture.trace import Capture, capture
-from wholestep.errors import CaptureRefused, UnsupportedModel
+from wholestep.errors import CaptureRefused, UnsupportedModel, WholestepError
 
 
 def dry_capture(
@@ -45,6 +45,14 @@ def dry_capture(
             f"the whole step cannot be captured, so it cannot be planned: {refused.reason}", where=refused.where,
             hint="`wholestep show` and `wholestep train` take the next rung",
         ) from refused  # fmt: skip
+    except WholestepError:
+        raise
+    except Exception as error:  # a model may do anything; some of it does not work on tensors without data
+        said = (str(error).strip().splitlines() or [""])[0][:200]
+        raise UnsupportedModel(
+            f"the step cannot be captured without data: {type(error).__name__}: {said}",
+            hint="`wholestep train` tries the next rung; a model of your own is planned with its values",
+        ) from error
 
 
 @contextlib.contextmanager
