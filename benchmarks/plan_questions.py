@@ -34,7 +34,7 @@ SIZES = {
     "bert-large": ((16, 512), (32, 512), (64, 512)),
 }
 """Model -> (batch, sequence length)."""
-CARDS = ("h200", "a100-80gb", "a100-40gb", "rtx4090")
+CARDS = ("h200", "a100-40gb", "rtx4090", "16GiB")
 """10 sizes on 4 cards: 40 questions. A card of a smaller size is asked of an H200 as a budget when it is measured."""
 
 
@@ -98,7 +98,7 @@ def scatter(predicted: list[dict[str, Any]], measured: list[dict[str, Any]]) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--only", help="one model")
+    parser.add_argument("--only", help="one model, or one card")
     parser.add_argument("--measured", type=Path, help="measured rows; draws the scatter and answers nothing")
     parser.add_argument("--svg", type=Path, default=RESULTS.with_suffix(".svg"))
     given = parser.parse_args()
@@ -109,10 +109,11 @@ def main() -> None:
         given.svg.write_text(scatter(rows, read_rows(given.measured)), encoding="utf-8")
         print(f"{given.svg} written")
         return
-    known = {key(row): row for row in rows}
+    wanted = {key(asked) for asked in questions()}
+    known = {key(row): row for row in rows if key(row) in wanted}
     step, of = None, None
     for asked in questions():
-        if given.only in (None, asked["model"]):
+        if given.only in (None, asked["model"], asked["device"]):
             if key(asked)[:3] != of:
                 step, of = captured_step(as_question(asked)), key(asked)[:3]
             row = known[key(asked)] = answer(asked, step)

@@ -162,6 +162,7 @@ def test_nothing_is_allocated_for_the_weights(call: Call, monkeypatch: pytest.Mo
         ("gpt-1m --memory 500GiB", "has 140 GiB"),
         ("gpt-1m --batch 0", "--batch"),
         ("gpt-1m --seq 100000", "at most 64 tokens"),
+        ("gpt-10m --device t4", "no units for bf16"),
         ("gpt-1m --gpus 2", "not part of this version"),
         ("gpt-1m --gpus 0", "--gpus"),
         ("gpt-1m --precision fp16", "bf16"),

@@ -17,6 +17,7 @@ from wholestep.capture.dry import dry_capture, no_collection
 from wholestep.capture.trace import Capture
 from wholestep.cost.devices import DEVICES, Device
 from wholestep.cost.target import Target
+from wholestep.errors import BadOption
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Role, TrainingGraph, tensors_in
 from wholestep.passes.pipeline import Pipeline, default_pipeline
@@ -171,6 +172,9 @@ def captured_step(
         question.model, sets=question.sets, batch=batch or question.batch, seq=question.seq, precision=question.precision,
         on_gpu=on_gpu,
     )  # fmt: skip
+    precision, device = job.settings["precision"], question.target.device
+    if precision not in device.peaks:
+        raise BadOption(f"{device.title} has no units for {precision}", hint=f"use --precision fp32; it has {', '.join(device.peaks)}")
     built = time.perf_counter()
     tell(f"capturing the step{f' at batch {batch}' if batch else ''}, without data")
     passes = passes or default_pipeline()
