@@ -27,10 +27,12 @@ from wholestep.train.dry_job import DryJob, make_dry_job
 from wholestep.train.plan_use import made_for
 
 MOST_BATCH = 1 << 20
-MOST_PLANNINGS = 6
+MOST_PLANNINGS = 5
 """Other batches that are planned to find the largest."""
 WORTH_CHECKING_SECONDS = 6.0
 """A capture that took less is made again to check the largest batch without being asked."""
+LARGE, LEAST_TARGETS = 5000, 7
+"""Beyond so many nodes fewer plans are made: each is carried out and counted, a second or two for a Llama of 8B."""
 CARDS = ("t4", "l4", "rtx4090", "a100-40gb", "a100-80gb", "h100", "h200")
 """Cards that are named as alternatives, smallest first."""
 
@@ -174,7 +176,8 @@ def captured_step(
     )  # fmt: skip
     precision, device = job.settings["precision"], question.target.device
     if precision not in device.peaks:
-        raise BadOption(f"{device.title} has no units for {precision}", hint=f"use --precision fp32; it has {', '.join(device.peaks)}")
+        has = ", ".join(device.peaks)
+        raise BadOption(f"{device.title} has no units for {precision}", hint=f"use --precision fp32; it has {has}")
     built = time.perf_counter()
     tell(f"capturing the step{f' at batch {batch}' if batch else ''}, without data")
     passes = passes or default_pipeline()
@@ -188,7 +191,9 @@ def captured_step(
 
 def _planned(question: Question, step: CapturedStep) -> _Planned:
     began = time.perf_counter()
-    points = plans_of(step.captured.graph, question.target.device, step.passes)
+    nodes = len(step.captured.graph.graph.nodes)
+    targets = min(max(TARGETS * LARGE // nodes, LEAST_TARGETS), TARGETS)
+    points = plans_of(step.captured.graph, question.target.device, step.passes, targets=targets)
     if step.captured.update is not None:
         points = _with_state(points, step.captured.update)
     cards = [on_the_card(point.peak_bytes, question.target) for point in points]
