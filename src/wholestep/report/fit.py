@@ -31,7 +31,7 @@ MOST_PLANNINGS = 5
 """Other batches that are planned to find the largest."""
 WORTH_CHECKING_SECONDS = 6.0
 """A capture that took less is made again to check the largest batch without being asked."""
-LARGE, LEAST_TARGETS = 5000, 7
+LARGE, LEAST_TARGETS = 3500, 7
 """Beyond so many nodes fewer plans are made: each is carried out and counted, a second or two for a Llama of 8B."""
 CARDS = ("t4", "l4", "rtx4090", "a100-40gb", "a100-80gb", "h100", "h200")
 """Cards that are named as alternatives, smallest first."""
