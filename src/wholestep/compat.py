@@ -182,3 +182,20 @@ def in_function_transform() -> bool:
 def in_function_mode(kind: type) -> bool:
     """Whether a TorchFunctionMode of this class is in force."""
     return any(isinstance(mode, kind) for mode in torch.overrides._get_current_function_mode_stack())
+
+
+def grow_segments() -> bool:
+    """From now on CUDA's allocator extends its segments instead of adding new ones, so what it reserves is what is used.
+
+    False where this torch cannot change that any more.
+    """
+    for holder in (torch.cuda.memory, getattr(torch, "_C", None)):
+        setter = getattr(holder, "_set_allocator_settings", None) or getattr(holder, "_accelerator_setAllocatorSettings", None)
+        if setter is None:
+            continue
+        try:
+            setter("expandable_segments:True")
+            return True
+        except (RuntimeError, ValueError):
+            continue
+    return False

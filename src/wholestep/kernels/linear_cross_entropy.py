@@ -23,8 +23,11 @@ from torch import Tensor
 from wholestep.kernels.linear_cross_entropy_rows import Rule, process_rows
 from wholestep.kernels.weight_gradient import add_product
 
-CHUNK_BYTES = 256 * 2**20
-"""Of float32 logits in one chunk: 512 rows of a 128k vocabulary, enough for the matrix products to run at full speed."""
+CHUNK_BYTES = 2**30
+"""Of logits in one chunk, were they float32: 2048 rows of a 128k vocabulary. With 512 rows the weight's gradient, 1 GiB in
+float32, was read and written 32 times in a step of 16k tokens, which took longer than the products."""
+ROW_BYTES = 128
+"""Rows of logits on a GPU begin at multiples of this: over 50257 classes of two bytes cuBLAS has only slow kernels otherwise."""
 ROW_MULTIPLE = 128
 REDUCTIONS = ("mean", "sum")
 
@@ -50,6 +53,15 @@ def chunk_rows(rows: int | torch.SymInt, vocabulary: int) -> int:
         return most
     chunks = max(-(-rows // most), 1)
     return max(-(-rows // (chunks * ROW_MULTIPLE)), 1) * ROW_MULTIPLE
+
+
+def make_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias, in rows that matrix products read and write at full speed."""
+    classes, multiple = weight.shape[0], max(ROW_BYTES // x.element_size(), 1)
+    if not x.is_cuda or classes % multiple == 0:
+        return F.linear(x, weight, bias)
+    out = x.new_empty(x.shape[0], -(-classes // multiple) * multiple)[:, :classes]
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -147,7 +159,7 @@ def linear_cross_entropy(
     rule = Rule(ignore_index, label_smoothing, z_loss, softcap)
     losses, lse = (torch.empty(x.shape[0], dtype=compute_dtype(x.dtype), device=x.device) for _ in range(2))
     for rows in _chunks(x.shape[0], chunk):
-        process_rows(F.linear(x[rows], weight, bias), target[rows], rule, losses=losses[rows], lse=lse[rows])
+        process_rows(make_logits(x[rows], weight, bias), target[rows], rule, losses=losses[rows], lse=lse[rows])
     return _reduced(losses, target, rule, reduction), lse
 
 
@@ -173,7 +185,7 @@ def linear_cross_entropy_backward(
     gradients = _Gradients(x, weight, bias, wanted, 0 < x.shape[0] <= chunk)
     for rows in _chunks(x.shape[0], chunk):  # no name holds a chunk: it is gone before the next one is made
         gradients.add(
-            rows, process_rows(F.linear(x[rows], weight, bias), target[rows], rule, lse=lse[rows], scale=scale)
+            rows, process_rows(make_logits(x[rows], weight, bias), target[rows], rule, lse=lse[rows], scale=scale)
         )
     return gradients.results()
 
@@ -203,7 +215,7 @@ def linear_cross_entropy_and_gradients(
         gradients.add(
             rows,
             process_rows(
-                F.linear(x[rows], weight, bias), target[rows], rule, losses=losses[rows], lse=lse[rows], scale=scale
+                make_logits(x[rows], weight, bias), target[rows], rule, losses=losses[rows], lse=lse[rows], scale=scale
             ),
         )
     return _reduced(losses, target, rule, reduction), *gradients.results()

@@ -56,27 +56,32 @@ def peak_for_card(budget_bytes: int, slack: float = SLACK) -> int:
     return int((budget_bytes - CONTEXT_BYTES) / (1 + slack))
 
 
-def frontier(graph: TrainingGraph, device: Device, apply: Apply, *, targets: int = TARGETS) -> list[Point]:
-    """The plans worth having, from the fastest to the leanest. The graph is left as it is."""
+def frontier(
+    graph: TrainingGraph, device: Device, apply: Apply, *, targets: int = TARGETS, wanted: Sequence[int] = ()
+) -> list[Point]:
+    """The plans worth having, from the fastest to the leanest. The graph is left as it is.
+
+    `wanted`: peaks for which the fastest plan is to be among them.
+    """
     clock = Clock(device)
     planned = apply(copy_graph(graph), Plan())
     whole = timeline(planned)
     problem = make_problem(planned, whole, clock)
     planner = MemoryPlanner(problem)
     points = [_point(whole, Plan(), clock, problem, None)]
-    for decision in _decisions(planner, whole.peak_bytes, targets):
+    for decision in _decisions(planner, whole.peak_bytes, targets, wanted):
         plan = Plan(recompute=decision.again, reasons=_reasons(decision, problem))
         line = timeline(apply(copy_graph(graph), plan))
         points.append(_point(line, plan, clock, problem, points[-1]))
     return _worthwhile(points, problem)
 
 
-def _decisions(planner: MemoryPlanner, most: int, targets: int) -> Iterable[Decision]:
+def _decisions(planner: MemoryPlanner, most: int, targets: int, wanted: Sequence[int]) -> Iterable[Decision]:
     least = planner.least()
     seen: set[tuple[str, ...]] = {()}
-    for step in range(1, targets + 1):
-        target = most + (least.bytes - most) * step / targets
-        decision = planner.within(target * 1.0005) if step < targets else least
+    steps = [most + (least.bytes - most) * step / targets for step in range(1, targets)]
+    for target in sorted([*steps, *(float(peak) for peak in wanted if peak < most)], reverse=True) + [least.bytes]:
+        decision = least if target == least.bytes else planner.within(target)
         if decision is not None and decision.again not in seen:
             seen.add(decision.again)
             yield decision
