@@ -135,7 +135,8 @@ def print_row(row: dict[str, Any]) -> None:
     else:
         memory = "  ".join(f"{row.get(f'{name}_gib', 0):6.2f} {name}" for name in ("peak_allocated", "peak_reserved", "peak_card"))
         speed = f"{row['step_ms']:8.1f} ms  {row['sequences_per_second']:7.1f}/s"
-        print(f"{row['row']:<28} {speed}  {memory}  first {row['first_step_seconds']:.0f} s  loss {row['losses'][-1]:.4f}", flush=True)
+        ends = f"first {row['first_step_seconds']:.0f} s  loss {row['losses'][-1]:.4f}"
+        print(f"{row['row']:<28} {speed}  {memory}  {ends}", flush=True)
 
 
 def main() -> None:

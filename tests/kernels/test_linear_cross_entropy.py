@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wholestep.kernels import weight_gradient
+from wholestep.kernels import linear_cross_entropy, weight_gradient
 from wholestep.kernels.linear_cross_entropy import CHUNK_BYTES, chunk_rows
 
 ROWS, WIDTH, CLASSES = 13, 6, 11
@@ -252,6 +252,19 @@ def test_chunks_are_small_and_equal(rows: int, vocabulary: int) -> None:
     assert rows < 128 * chunks + 1 or chunks == 1 or chunk - 128 < rows / chunks
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_classes_that_do_not_exist_change_nothing(dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are filled up on a GPU; here they are made to be."""
+    tensors = made(dtype)
+    plain = gradients(chunked, tensors, chunk=chunk)
+    monkeypatch.setattr(linear_cross_entropy, "wants_whole_rows", lambda weight: True)
+    filled = gradients(chunked, tensors, chunk=chunk)
+    assert CLASSES % (128 // tensors[0].element_size())
+    for ours, theirs in zip(filled, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+
+
 def test_slices_of_a_product_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_gradient, "SLICE_BYTES", 3 * 4 * WIDTH)
     left, right = torch.randn(5, CLASSES).bfloat16(), torch.randn(5, WIDTH).bfloat16()
@@ -313,10 +326,11 @@ def test_triton_body_under_its_interpreter() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"smoothing": 0.1, "z": 1e-4, "cap": 30.0, "reduction": "sum"}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_cuda_at_a_large_vocabulary(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """1000 x 128256: losses and gradients against float32 eager, and the peak stays below one float32 logits tensor."""
+@pytest.mark.parametrize("classes", [128256, 50257])
+def test_cuda_at_a_large_vocabulary(classes: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """1000 x 128256 and an odd vocabulary: losses and gradients against float32 eager, and the peak stays below one float32 logits tensor."""
     torch.manual_seed(0)
-    rows, classes, width = 1000, 128256, 256
+    rows, width = 1000, 256
     x = torch.randn(rows, width, device="cuda", dtype=dtype, requires_grad=True)
     weight = (0.1 * torch.randn(classes, width, device="cuda")).to(dtype).requires_grad_()
     target = torch.randint(0, classes, (rows,), device="cuda")

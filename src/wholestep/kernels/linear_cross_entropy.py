@@ -27,7 +27,8 @@ CHUNK_BYTES = 2**30
 """Of logits in one chunk, were they float32: 2048 rows of a 128k vocabulary. With 512 rows the weight's gradient, 1 GiB in
 float32, was read and written 32 times in a step of 16k tokens, which took longer than the products."""
 ROW_BYTES = 128
-"""Rows of logits on a GPU begin at multiples of this: over 50257 classes of two bytes cuBLAS has only slow kernels otherwise."""
+"""On a GPU a row of logits fills a multiple of this, with classes that do not exist: for 50257 classes of two bytes cuBLAS has
+only kernels that are four times slower."""
 ROW_MULTIPLE = 128
 REDUCTIONS = ("mean", "sum")
 
@@ -53,15 +54,6 @@ def chunk_rows(rows: int | torch.SymInt, vocabulary: int) -> int:
         return most
     chunks = max(-(-rows // most), 1)
     return max(-(-rows // (chunks * ROW_MULTIPLE)), 1) * ROW_MULTIPLE
-
-
-def make_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x @ weight.T + bias, in rows that matrix products read and write at full speed."""
-    classes, multiple = weight.shape[0], max(ROW_BYTES // x.element_size(), 1)
-    if not x.is_cuda or classes % multiple == 0:
-        return F.linear(x, weight, bias)
-    out = x.new_empty(x.shape[0], -(-classes // multiple) * multiple)[:, :classes]
-    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -105,11 +97,40 @@ def _row_scale(grad: Tensor, target: Tensor, rule: Rule, reduction: str, dtype: 
     return scale if reduction == "sum" else scale / (target != rule.ignore_index).sum()
 
 
+def wants_whole_rows(weight: Tensor) -> bool:
+    return weight.is_cuda
+
+
+class _Head:
+    """Weight and bias, with classes that do not exist where that makes the products fast.
+
+    Their weights are zero: so are their logits, which nobody reads as logits and which add nothing as gradients.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.classes, multiple = weight.shape[0], max(ROW_BYTES // weight.element_size(), 1)
+        missing = -self.classes % multiple if wants_whole_rows(weight) else 0
+        self.weight = F.pad(weight, (0, 0, 0, missing)) if missing else weight
+        self.bias = F.pad(bias, (0, missing)) if missing and bias is not None else bias
+
+    def gradient_of_logits(self, x: Tensor, target: Tensor, rule: Rule, **options: Tensor) -> Tensor:
+        """Makes the logits of some rows and overwrites them: `process_rows`, and the zeros behind them."""
+        whole = F.linear(x, self.weight, self.bias)
+        logits = whole[:, : self.classes]
+        made = process_rows(logits, target, rule, **options)
+        if whole.shape[1] == self.classes:
+            return made
+        if made.data_ptr() != whole.data_ptr():
+            logits.copy_(made)
+        return whole
+
+
 class _Gradients:
     """The three gradients while chunks are added to them."""
 
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool], one_chunk: bool) -> None:
-        self.x, self.weight, self.one_chunk = x, weight, one_chunk
+    def __init__(self, x: Tensor, head: _Head, wanted: list[bool], one_chunk: bool) -> None:
+        weight, bias = head.weight, head.bias
+        self.x, self.weight, self.one_chunk, self.classes = x, weight, one_chunk, head.classes
         dtype = weight.dtype if one_chunk else compute_dtype(weight.dtype)
         self.dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if wanted[0] else None
         make = torch.empty if one_chunk else torch.zeros
@@ -131,8 +152,8 @@ class _Gradients:
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
         """In the dtype of what they are gradients of; those not wanted are empty."""
         none = torch.empty(0, dtype=self.x.dtype, device=self.x.device)
-        dweight = none if self.dweight is None else self.dweight.to(self.weight.dtype)
-        dbias = torch.empty_like(none) if self.dbias is None else self.dbias.to(self.weight.dtype)
+        dweight = none if self.dweight is None else self.dweight[: self.classes].to(self.weight.dtype)
+        dbias = torch.empty_like(none) if self.dbias is None else self.dbias[: self.classes].to(self.weight.dtype)
         return torch.empty_like(none) if self.dx is None else self.dx, dweight, dbias
 
 
@@ -158,8 +179,9 @@ def linear_cross_entropy(
     x, weight = _dense(x, weight)
     rule = Rule(ignore_index, label_smoothing, z_loss, softcap)
     losses, lse = (torch.empty(x.shape[0], dtype=compute_dtype(x.dtype), device=x.device) for _ in range(2))
+    head = _Head(weight, bias)
     for rows in _chunks(x.shape[0], chunk):
-        process_rows(make_logits(x[rows], weight, bias), target[rows], rule, losses=losses[rows], lse=lse[rows])
+        head.gradient_of_logits(x[rows], target[rows], rule, losses=losses[rows], lse=lse[rows])
     return _reduced(losses, target, rule, reduction), lse
 
 
@@ -182,11 +204,10 @@ def linear_cross_entropy_backward(
     x, weight = _dense(x, weight)
     rule = Rule(ignore_index, label_smoothing, z_loss, softcap)
     scale = _row_scale(grad, target, rule, reduction, lse.dtype)
-    gradients = _Gradients(x, weight, bias, wanted, 0 < x.shape[0] <= chunk)
+    head = _Head(weight, bias)
+    gradients = _Gradients(x, head, wanted, 0 < x.shape[0] <= chunk)
     for rows in _chunks(x.shape[0], chunk):  # no name holds a chunk: it is gone before the next one is made
-        gradients.add(
-            rows, process_rows(make_logits(x[rows], weight, bias), target[rows], rule, lse=lse[rows], scale=scale)
-        )
+        gradients.add(rows, head.gradient_of_logits(x[rows], target[rows], rule, lse=lse[rows], scale=scale))
     return gradients.results()
 
 
@@ -210,13 +231,12 @@ def linear_cross_entropy_and_gradients(
     rule = Rule(ignore_index, label_smoothing, z_loss, softcap)
     losses, lse = (torch.empty(x.shape[0], dtype=compute_dtype(x.dtype), device=x.device) for _ in range(2))
     scale = _row_scale(grad, target, rule, reduction, lse.dtype)
-    gradients = _Gradients(x, weight, bias, wanted, 0 < x.shape[0] <= chunk)
+    head = _Head(weight, bias)
+    gradients = _Gradients(x, head, wanted, 0 < x.shape[0] <= chunk)
     for rows in _chunks(x.shape[0], chunk):
         gradients.add(
             rows,
-            process_rows(
-                make_logits(x[rows], weight, bias), target[rows], rule, losses=losses[rows], lse=lse[rows], scale=scale
-            ),
+            head.gradient_of_logits(x[rows], target[rows], rule, losses=losses[rows], lse=lse[rows], scale=scale),
         )
     return _reduced(losses, target, rule, reduction), *gradients.results()
 

@@ -26,6 +26,25 @@ def _capped(raw, cap, CAP: tl.constexpr):
     return raw
 
 
+@triton.jit
+def _joined(top, total, value):
+    """Running maximum and sum of exponentials, with one more block."""
+    highest = tl.maximum(top, tl.max(value, 0))
+    shift = tl.where(highest == -float("inf"), 0.0, highest)
+    return highest, total * tl.exp(top - shift) + tl.sum(tl.exp(value - shift), 0)
+
+
+@triton.jit
+def _gradient(value, columns, target, lse, weight, smooth, smoothing, cap, SMOOTH: tl.constexpr, CAP: tl.constexpr):
+    grad = tl.exp(value - lse) * weight
+    if SMOOTH:
+        grad -= smooth
+    grad = tl.where(columns == target, grad - (1.0 - smoothing), grad)
+    if CAP:
+        grad *= 1.0 - (value / cap) * (value / cap)
+    return grad
+
+
 @triton.jit(do_not_specialize=["ignore_index"])
 def _rows_kernel(
     logits, stride, target_ptr, lse_ptr, loss_ptr, scale_ptr, vocabulary, ignore_index, smoothing, z_loss, cap,
@@ -38,23 +57,25 @@ def _rows_kernel(
     used = target != ignore_index
     known = (target >= 0) & (target < vocabulary)
     smooth = smoothing / vocabulary
+    whole = vocabulary // BLOCK * BLOCK  # blocks without a mask are read 16 bytes at a time, whatever the vocabulary
     if FORWARD:
         # read before the reductions below, whose barriers keep it before the first write of any warp
         picked = _capped(tl.load(logits + target, mask=known, other=float("nan")).to(tl.float32), cap, CAP)
         top = -float("inf")
         total = 0.0
         plain = 0.0
-        for start in range(0, vocabulary, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
+        for start in range(0, whole, BLOCK):
+            value = _capped(tl.load(logits + start + tl.arange(0, BLOCK)).to(tl.float32), cap, CAP)
+            if SMOOTH:
+                plain += tl.sum(value, 0)
+            top, total = _joined(top, total, value)
+        if whole < vocabulary:
+            columns = whole + tl.arange(0, BLOCK)
             inside = columns < vocabulary
             value = _capped(tl.load(logits + columns, mask=inside, other=0.0).to(tl.float32), cap, CAP)
             if SMOOTH:
                 plain += tl.sum(tl.where(inside, value, 0.0), 0)
-            value = tl.where(inside, value, -float("inf"))
-            highest = tl.maximum(top, tl.max(value, 0))
-            shift = tl.where(highest == -float("inf"), 0.0, highest)
-            total = total * tl.exp(top - shift) + tl.sum(tl.exp(value - shift), 0)
-            top = highest
+            top, total = _joined(top, total, tl.where(inside, value, -float("inf")))
         lse = top + tl.log(total)
         loss = lse - (1.0 - smoothing) * picked
         if SMOOTH:
@@ -71,18 +92,17 @@ def _rows_kernel(
         weight = 1.0
         if Z:
             weight = 1.0 + 2.0 * z_loss * lse
-        for start in range(0, vocabulary, BLOCK):
+        for start in range(0, whole, BLOCK):
             columns = start + tl.arange(0, BLOCK)
+            value = _capped(tl.load(logits + columns).to(tl.float32), cap, CAP)
+            grad = _gradient(value, columns, target, lse, weight, smooth, smoothing, cap, SMOOTH, CAP)
+            tl.store(logits + columns, tl.where(used, grad * scale, 0.0).to(logits.dtype.element_ty))
+        if whole < vocabulary:
+            columns = whole + tl.arange(0, BLOCK)
             inside = columns < vocabulary
             value = _capped(tl.load(logits + columns, mask=inside, other=0.0).to(tl.float32), cap, CAP)
-            grad = tl.exp(value - lse) * weight
-            if SMOOTH:
-                grad -= smooth
-            grad = tl.where(columns == target, grad - (1.0 - smoothing), grad)
-            if CAP:
-                grad *= 1.0 - (value / cap) * (value / cap)
-            grad = tl.where(used, grad * scale, 0.0)
-            tl.store(logits + columns, grad.to(logits.dtype.element_ty), mask=inside)
+            grad = _gradient(value, columns, target, lse, weight, smooth, smoothing, cap, SMOOTH, CAP)
+            tl.store(logits + columns, tl.where(used, grad * scale, 0.0).to(logits.dtype.element_ty), mask=inside)
 
 
 def launch(

@@ -26,8 +26,8 @@ Apply = Callable[[TrainingGraph, Plan], TrainingGraph]
 TARGETS = 14
 CONTEXT_BYTES = 560 << 20
 """What a CUDA context, its kernels and the libraries' handles take; outside the allocator."""
-SLACK = 0.02
-"""What the allocator reserves beyond what is allocated at the peak."""
+SLACK = 0.015
+"""What the allocator reserves beyond what is allocated at the peak, when its segments grow."""
 WORTH = 0.002
 """A point must be leaner than the one before by this share of the memory."""
 
