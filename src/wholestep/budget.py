@@ -196,12 +196,13 @@ def memory_cap(budget: Budget, device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
+    before = torch.cuda.get_per_process_memory_fraction(device)
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (budget.card_bytes - budget.context_bytes) / total), device)
+    torch.cuda.set_per_process_memory_fraction(min(before, (budget.card_bytes - budget.context_bytes) / total), device)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(before, device)
         torch.cuda.empty_cache()
 
 

@@ -328,7 +328,7 @@ def test_triton_body_under_its_interpreter() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("classes", [128256, 50257])
 def test_cuda_at_a_large_vocabulary(classes: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """1000 x 128256 and an odd vocabulary: losses and gradients against float32 eager, and the peak stays below one float32 logits tensor."""
+    """Losses and gradients against float32 eager, an odd vocabulary too; the peak stays below one float32 logits tensor."""
     torch.manual_seed(0)
     rows, width = 1000, 256
     x = torch.randn(rows, width, device="cuda", dtype=dtype, requires_grad=True)

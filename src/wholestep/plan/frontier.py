@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
+from wholestep import compat
 from wholestep.cost import Device
 from wholestep.errors import BudgetTooSmall
 from wholestep.graph.bytes import show_bytes
@@ -64,15 +65,14 @@ def frontier(
     `wanted`: peaks for which the fastest plan is to be among them.
     """
     clock = Clock(device)
-    planned = apply(copy_graph(graph), Plan())
-    whole = timeline(planned)
-    problem = make_problem(planned, whole, clock)
-    planner = MemoryPlanner(problem)
-    points = [_point(whole, Plan(), clock, problem, None)]
-    for decision in _decisions(planner, whole.peak_bytes, targets, wanted):
-        plan = Plan(recompute=decision.again, reasons=_reasons(decision, problem))
-        line = timeline(apply(copy_graph(graph), plan))
-        points.append(_point(line, plan, clock, problem, points[-1]))
+    with compat.no_python_code():  # none of these graphs will run
+        planned = apply(copy_graph(graph), Plan())
+        whole = timeline(planned)
+        problem = make_problem(planned, whole, clock)
+        points = [_point(whole, Plan(), clock)]
+        for decision in _decisions(MemoryPlanner(problem), whole.peak_bytes, targets, wanted):
+            plan = Plan(recompute=decision.again, reasons=_reasons(decision, problem))
+            points.append(_point(timeline(apply(copy_graph(graph), plan)), plan, clock))
     return _worthwhile(points, problem)
 
 
@@ -87,7 +87,7 @@ def _decisions(planner: MemoryPlanner, most: int, targets: int, wanted: Sequence
             yield decision
 
 
-def _point(line: Timeline, plan: Plan, clock: Clock, problem: Problem, before: Point | None) -> Point:
+def _point(line: Timeline, plan: Plan, clock: Clock) -> Point:
     seconds = clock.step(line.works, line.sizes)
     plan = dataclasses.replace(plan, predicted_bytes=line.peak_bytes, predicted_seconds=seconds)
     return Point(plan, line.peak_bytes, seconds, line.breakdown(), "")
