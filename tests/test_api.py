@@ -16,6 +16,7 @@ import wholestep
 from wholestep.errors import (
     BadLoss,
     BadOption,
+    BudgetTooSmall,
     NotBuiltYet,
     UnsupportedModel,
     UnsupportedOptimizer,
@@ -39,8 +40,8 @@ def compiled(
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[WholestepError], str]] = {
-    "memory": ({"memory": "40GiB"}, NotBuiltYet, r"memory='40GiB': the memory planner.*leave memory out"),
-    "memory in bytes": ({"memory": 10**9}, NotBuiltYet, "memory=1000000000"),
+    "memory": ({"memory": "40GBs"}, BadOption, r"'40GBs' is not an amount of memory.*write it as 12GiB"),
+    "too little memory": ({"memory": 100}, BudgetTooSmall, r"memory=100 B is not enough.*ask for"),
     "fp16": ({"precision": "fp16", "accumulate": 2}, NotBuiltYet, r"accumulate=2.*use precision='bf16'"),
     "precision": ({"precision": "fp8"}, BadOption, r"precision='fp8'\. use one of 'fp32', 'bf16'"),
     "backend": ({"backend": "xla"}, BadOption, r"backend='xla'\. use one of 'inductor', 'interpret'"),

@@ -269,13 +269,13 @@ def test_the_wish_and_the_size_decide(wish: bool | None, limit: int, expected: b
 
 
 def test_large_logits_are_chunked_by_default_and_told() -> None:
-    """On tensors without data: 2048 tokens over 128256 classes are 1 GiB."""
+    """On tensors without data: 8192 tokens over 128256 classes are 4 GiB."""
     with torch.device("meta"):
         model = nn.Linear(4, 128256, bias=False)
     model = model.to_empty(device="cpu")
     subject = make_subject(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), torch.optim.SGD(model.parameters(), lr=0.1))
-    made = capture(subject, *flatten((torch.zeros(2048, 4), torch.zeros(2048, dtype=torch.int64))))
-    assert "loss: linear + cross-entropy in 4 chunks of 512 rows, logits never whole (0.979 GiB)" in made.notes
+    made = capture(subject, *flatten((torch.zeros(8192, 4), torch.zeros(8192, dtype=torch.int64))))
+    assert "loss: linear + cross-entropy in 4 chunks of 2048 rows, logits never whole (3.91 GiB)" in made.notes
     assert not logits_nodes(made.graph, 2048, 128256)
 
 

@@ -140,7 +140,9 @@ def test_the_tier_of_numerics_is_declared() -> None:
 
 
 def test_default_passes_and_extra_ones() -> None:
-    assert names(default_pipeline()) == ["recognise_masks", "fuse_loss"]
+    whole = default_pipeline()
+    assert [*names(whole), *map(name_of, whole.apply)] == [row.name for row in TABLE]
+    assert names(whole)[0] == "recognise_masks" and name_of(whole.apply[0]) == "recompute"
     assert names(default_pipeline(extra=[first]))[-1] == "first"
 
 

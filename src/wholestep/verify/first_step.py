@@ -123,7 +123,7 @@ class _FirstStep:
             scale = float(self.subject.loss_scale.numbers[0])
             raise NotImplementedError(f"gradients overflow at the loss scale {scale:g}")
         scale_now = self.subject.loss_scale.on(self.subject.device)[0]
-        return {n: g / scale_now for n, g in gradients.items()}
+        return {n: g.float() / scale_now for n, g in gradients.items()}  # in fp16 they would vanish
 
     def _reference(self, **options: Any) -> Reference:
         capture = self.variant.capture
