@@ -18,7 +18,7 @@ from wholestep.graph.copies import copy_graph
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.plan.memory import Decision, MemoryPlanner
-from wholestep.plan.peak import Timeline, timeline
+from wholestep.plan.peak import WORKSPACE, Timeline, timeline
 from wholestep.plan.problem import Problem, make_problem
 from wholestep.plan.seconds import Clock
 
@@ -65,14 +65,16 @@ def frontier(
     `wanted`: peaks for which the fastest plan is to be among them.
     """
     clock = Clock(device)
+    workspace = WORKSPACE if device.link_bandwidth else 0  # a CPU's libraries hold none
     with compat.no_python_code():  # none of these graphs will run
         planned = apply(copy_graph(graph), Plan())
-        whole = timeline(planned)
+        whole = timeline(planned, workspace=workspace)
         problem = make_problem(planned, whole, clock)
         points = [_point(whole, Plan(), clock)]
         for decision in _decisions(MemoryPlanner(problem), whole.peak_bytes, targets, wanted):
             plan = Plan(recompute=decision.again, reasons=_reasons(decision, problem))
-            points.append(_point(timeline(apply(copy_graph(graph), plan)), plan, clock))
+            line = timeline(apply(copy_graph(graph), plan), workspace=workspace)
+            points.append(_point(line, plan, clock))
     return _worthwhile(points, problem)
 
 

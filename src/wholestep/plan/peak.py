@@ -44,6 +44,7 @@ class Timeline:
     lasting: Mapping[str, int]
     """weights, optimizer state, batch, ...: bytes held from step to step."""
     gradients: frozenset[int]
+    workspace: int = WORKSPACE
 
     @property
     def peak_at(self) -> int:
@@ -51,11 +52,11 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> int:
-        return sum(self.lasting.values()) + WORKSPACE + (self.alive[self.peak_at] if self.alive else 0)
+        return sum(self.lasting.values()) + self.workspace + (self.alive[self.peak_at] if self.alive else 0)
 
     def breakdown(self) -> dict[str, int]:
         """What fills the memory at the peak; sums to `peak_bytes`."""
-        found = dict(self.lasting) | {"workspace": WORKSPACE}
+        found = dict(self.lasting) | {"workspace": self.workspace}
         at = self.peak_at
         for storage, size in self.sizes.items():
             if self.born[storage] <= at <= self.last[storage]:
@@ -72,8 +73,8 @@ class Timeline:
         return "saved activations" if made == "forward" and read == "backward" and at != self.born[storage] else "temporaries"
 
 
-def timeline(graph: TrainingGraph) -> Timeline:
-    """The memory of one step, fixed sizes."""
+def timeline(graph: TrainingGraph, *, workspace: int = WORKSPACE) -> Timeline:
+    """The memory of one step, fixed sizes; `workspace` is what libraries hold on the device."""
     works, numbers = written_out(graph)
     kept = donated(graph, numbers)
     sizes, born, last = _lives(graph, works, numbers, kept)
@@ -89,7 +90,7 @@ def timeline(graph: TrainingGraph) -> Timeline:
         alive.append(now - over + _scratch(work.node))
         now -= sum(sizes[s] for s in dying[index])
     gradients = frozenset(s for name in graph.gradients.values() for s in flat_numbers(numbers[graph.node(name)]))
-    return Timeline(tuple(works), tuple(alive), born, last, sizes, numbers, _lasting(graph), gradients)
+    return Timeline(tuple(works), tuple(alive), born, last, sizes, numbers, _lasting(graph), gradients, workspace)
 
 
 def _lives(
