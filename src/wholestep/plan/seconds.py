@@ -16,7 +16,7 @@ from torch import fx
 from wholestep.cost import Device, bound, cost_of
 from wholestep.plan.fusion import Work
 
-SHARE_OF_PEAK = {"matmul": 0.72, "attention": 0.45, "convolution": 0.5}
+SHARE_OF_PEAK = {"matmul": 0.72, "attention": 0.25, "convolution": 0.5}
 SHARE_OF_BANDWIDTH = 0.8
 LAUNCH_SECONDS = 2.5e-6
 CALIBRATED = ("h200",)
