@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from tests.passes.test_recompute import Small, batches, loss_fn
 
 import wholestep
 from wholestep.errors import BadOption, BudgetTooSmall
+from wholestep.passes.pipeline import Pipeline, default_pipeline, name_of
+from wholestep.passes.update_early import update_early
 from wholestep.report.memory import memory_profile
 
 
@@ -87,3 +90,33 @@ def test_every_size_gets_its_own_plan(free: int) -> None:
 def test_what_cannot_be_asked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(BadOption, match=message):
         compiled(**options)
+
+
+def test_a_plan_sets_the_precision_of_modules() -> None:
+    batch = batches(1)[0]
+    plain, _, _ = compiled(None, precision="bf16")
+    mixed, _, _ = compiled(None, precision="bf16", plan=wholestep.Plan(precision={"head": "fp32", "blocks.1": "fp32"}))
+    dtypes: dict[str, set[str]] = {}
+    for node in mixed.graph.operations():
+        if "mm" in str(node.target):
+            dtypes.setdefault(node.meta["custom"]["module"].split(".qkv")[0], set()).add(str(node.meta["val"].dtype))
+    assert dtypes["head"] == {"torch.float32"} and dtypes["blocks.1"] == {"torch.float32"}
+    assert dtypes["blocks.0"] == {"torch.bfloat16"} == dtypes["blocks.2"]
+    assert float(mixed(batch)) == pytest.approx(float(plain(batch)), rel=2e-2)
+    with pytest.raises(BadOption, match="precision='fp16'"):
+        compiled(None, precision="fp16", plan=wholestep.Plan(precision={"head": "fp32"}))
+
+
+def early() -> Pipeline:
+    """Updates of any size move, also those of a tiny model."""
+    whole = default_pipeline()
+    small: Any = functools.partial(update_early, min_bytes=1)
+    return Pipeline(whole.passes, [small if name_of(one) == "update_early" else one for one in whole.apply])
+
+
+def test_a_plan_decides_about_early_updates() -> None:
+    def updates(plan: wholestep.Plan | None) -> int:
+        step, _, _ = compiled(None, plan=plan, passes=early())
+        return sum(str(node.target).startswith("ws.adamw") for node in step.graph.operations())
+
+    assert updates(None) == updates(wholestep.Plan()) > 1 == updates(wholestep.Plan(early_update=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ from wholestep.lower import (
     lower_interpret,
     warm_up,
 )
+from wholestep.passes.amp import amp
 from wholestep.passes.pipeline import Pipeline, default_pipeline
 from wholestep.runtime.progress import Progress
 from wholestep.runtime.step import Settings, Step
@@ -100,13 +102,15 @@ def compile(
         verbose: progress on stderr; None shows it on a terminal.
     """
     _check_options(memory, plan, precision, backend, check, dynamic)
+    if plan is not None and chunked_loss is None:
+        chunked_loss = plan.chunked_loss
     if early_update and (clip_norm is not None or nonfinite == "skip"):
         option = f"clip_norm={clip_norm!r}" if clip_norm is not None else f"nonfinite={nonfinite!r}"
         hint = "all gradients are needed before the first update then: leave early_update out"
         raise BadOption(f"early_update=True with {option}", hint=hint)
     subject = make_subject(
-        model, loss_fn, optimizer, precision=precision, accumulate=accumulate, clip_norm=clip_norm, nonfinite=nonfinite,
-        chunked_loss=chunked_loss,
+        model, loss_fn, optimizer, precision="fp32" if plan is not None and plan.precision else precision, accumulate=accumulate,
+        clip_norm=clip_norm, nonfinite=nonfinite, chunked_loss=chunked_loss,
     )  # fmt: skip
     with contextlib.suppress(CaptureRefused):  # a refusal is for the ladder to tell; an error is better early
         refuse_unsupported(subject)
@@ -117,6 +121,9 @@ def compile(
         warm_up(subject.device.type)
     _warn_about_optimizer(optimizer, clip_norm)
     pipeline = passes if isinstance(passes, Pipeline) else default_pipeline(extra=passes or ())
+    if plan is not None and plan.precision:
+        # told apart by module only once the graph is there: captured in fp32, then mixed by the pass
+        pipeline = pipeline.insert_before("fold_constants", functools.partial(amp, precision=precision, modules=plan.precision))
     if early_update is False:
         pipeline = pipeline.without("update_early")
     first: Any = check_first_step if check == "first" else None
@@ -204,6 +211,8 @@ def _check_options(memory: Any, plan: Any, precision: str, backend: str, check: 
         parse_bytes(memory)
     if plan is not None and not isinstance(plan, Plan):
         raise BadOption(f"plan={plan!r}", hint="give a wholestep.Plan")
+    if plan is not None and plan.precision and precision == "fp16":
+        raise BadOption("a plan with precisions of modules and precision='fp16'", hint="use precision='bf16'")
     if memory is not None and (plan is not None or dynamic is True):
         other = "plan=..." if plan is not None else "dynamic=True"
         raise BadOption(f"memory={memory!r} together with {other}", hint="a budget makes its own plan for every size: give one")

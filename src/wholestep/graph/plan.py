@@ -25,8 +25,10 @@ class Plan:
     """Values of the forward pass that are not kept for the backward pass but made again there."""
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Value -> why: bytes freed, what it is made from, what that costs."""
-    early_update: bool = False
-    """Parameters are updated as soon as their gradients are final."""
+    early_update: bool | None = None
+    """Parameters are updated as soon as their gradients are final: None wherever that is exact, False never."""
+    precision: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Module path or pattern (`lm_head`, `*.attn`) -> fp32, bf16 or fp16, where it is not what the whole step has."""
     chunked_loss: bool | None = None
     """Logits are made in chunks and never whole; None leaves it to their size."""
     budget_bytes: int | None = None

@@ -25,7 +25,8 @@ HEAD = """\
 def plan_text(plan: Plan) -> str:
     """The file."""
     lines = [HEAD, f"format = {FORMAT}"]
-    lines += [f"early_update = {_value(plan.early_update)}  # parameters are updated as soon as their gradients are final"]
+    if plan.early_update is not None:
+        lines += [f"early_update = {_value(plan.early_update)}  # parameters are updated as soon as their gradients are final"]
     if plan.chunked_loss is not None:
         lines += [f"chunked_loss = {_value(plan.chunked_loss)}  # logits are made in chunks, never whole"]
     for name, words in (("budget_bytes", "of the card"), ("predicted_bytes", "allocated, at the peak of the step")):
@@ -39,8 +40,10 @@ def plan_text(plan: Plan) -> str:
         why = _one_line(plan.reasons.get(name, ""))
         lines.append(f"  {_value(name)}," + (f"  # {why}" if why else ""))
     lines.append("]")
-    for table in ("reasons", "made_for"):
+    for table in ("precision", "reasons", "made_for"):
         entries: Mapping[str, Any] = getattr(plan, table)
+        if table == "precision" and not entries:
+            continue
         lines += ["", f"[{table}]"]
         lines += [f"{_value(str(key))} = {_value(value)}" for key, value in entries.items() if value is not None]
     return "\n".join(lines) + "\n"
@@ -75,7 +78,8 @@ def read_plan(path: Path) -> Plan:
 def _checked(plan: Plan) -> Plan:
     """Types, since anyone may have edited the file."""
     wanted: dict[str, tuple[type, ...]] = {
-        "early_update": (bool,), "chunked_loss": (bool, type(None)), "budget_bytes": (int, type(None)),
+        "early_update": (bool, type(None)), "precision": (dict,), "chunked_loss": (bool, type(None)),
+        "budget_bytes": (int, type(None)),
         "predicted_bytes": (int, type(None)), "predicted_seconds": (float, int, type(None)), "reasons": (dict,),
         "made_for": (dict,),
     }  # fmt: skip

@@ -40,6 +40,8 @@ MIN_BYTES = 8 << 20
 @compiler_pass(numerics="bitwise", for_updates=True)
 def update_early(graph: TrainingGraph, plan: Plan | None = None, *, min_bytes: int = MIN_BYTES) -> TrainingGraph:
     """adamw(all parameters) => adamw(layer 11), adamw(layer 10), ..., each behind the backward of its layer."""
+    if plan is not None and plan.early_update is False:
+        return graph
     changed = _accumulate_early(graph)
     nodes = list(graph.graph.nodes)
     updates = [node for node in nodes if node.target in IN_PLACE]
