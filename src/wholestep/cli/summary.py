@@ -81,7 +81,7 @@ def next_commands(outcome: Outcome, request: Mapping[str, Any]) -> list[str]:
 def verify_command(request: Mapping[str, Any]) -> str:
     """`wholestep verify` of what was trained."""
     words = ["wholestep", "verify", str(request.get("model"))]
-    for option in ("data", "batch", "seq", "precision"):
+    for option in ("data", "batch", "seq", "precision", "memory", "plan"):
         if request.get(option) is not None:
             words += [f"--{option}", str(request[option])]
     for text in request.get("sets") or ():
