@@ -114,7 +114,14 @@ def _losses(outcome: Outcome) -> list[str]:
     lines = [f"loss      {outcome.first_loss:.4f} -> {outcome.final_loss:.4f}{held}"]
     if outcome.skipped:
         lines.append(f"skipped   {outcome.skipped} of {outcome.steps} steps, whose gradients were not finite")
+    if outcome.skipped_by_scale:
+        lines.append(f"fp16      {by_loss_scaling(outcome.skipped_by_scale)}")
     return lines
+
+
+def by_loss_scaling(count: int) -> str:
+    """`3 steps skipped by loss scaling`."""
+    return f"{count} step{'' if count == 1 else 's'} skipped by loss scaling"
 
 
 def _sample(outcome: Outcome) -> list[str]:
