@@ -15,7 +15,7 @@ STAGES = ("captured", "prepared", "planned", "lowered")
 def command(
     model: options.Model,
     stage: Annotated[
-        str, typer.Option(metavar="|".join(STAGES), help="captured; prepared, by passes; planned, for a budget; lowered, as it will run.")
+        str, typer.Option(metavar="|".join(STAGES), help="As captured; after the passes; for a budget; as it will run.")
     ] = "captured",
     sets: options.Sets = None,
     data: options.Data = None,

@@ -48,8 +48,8 @@ def command(
     chosen: dict[str, Any] = {k: v for k, v in job.compile_options.items() if k in ("precision", "clip_norm", "accumulate")}
     report = verify(
         job.model, job.loss_fn, job.optimizer, [job.batches.batch(number) for number in range(steps)], steps=steps,
-        edge_batches=job.edge_batches, memory=memory, plan=options.fitting_plan(planned, job.settings), backend=backend or "inductor",
-        passes=passes, seed=job.settings.get("seed", 0), **chosen,
+        edge_batches=job.edge_batches, memory=memory, plan=options.fitting_plan(planned, job.settings),
+        backend=backend or "inductor", passes=passes, seed=job.settings.get("seed", 0), **chosen,
     )  # fmt: skip
     typer.echo(report.to_json() if json else str(report))
     raise typer.Exit(0 if report.ok else 1)

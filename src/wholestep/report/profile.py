@@ -304,8 +304,8 @@ class _Session:
             waterfall=tuple(falls), floor_ms=floor, unattributed=foreign / step,
             shares={"gpu_busy": busy, "data_wait": wait_share, "between_calls": max(step - spent, 0.0) / step},
             utilisation=self._utilisation(costs, step, device), memory=memory, eager_memory=eager, predicted_memory=predicted,
-            budget_bytes=_budget_of(variant), predictions=tuple(_predictions(memory, predicted, floor, 1e3 * step)), verified=checked,
-            actions=(), environment=_environment(self.place), notes=tuple(dict.fromkeys(self.notes)),
+            budget_bytes=_budget_of(variant), predictions=tuple(_predictions(memory, predicted, floor, 1e3 * step)),
+            verified=checked, actions=(), environment=_environment(self.place), notes=tuple(dict.fromkeys(self.notes)),
         )  # fmt: skip
 
     def _graph_floor(self, costs: tuple[NodeCost, ...] | None, device: Device) -> float | None:

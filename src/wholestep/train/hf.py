@@ -125,7 +125,7 @@ class Trainer(transformers.Trainer):
             self.step = self._compiled(model, batch)
         loss = self.step(batch)
         if batch["scale"] is not None:
-            loss = loss / batch["scale"]
+            loss = loss[1]["unscaled"]
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0 and torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -135,6 +135,9 @@ class Trainer(transformers.Trainer):
         if self.compile_step is None:
             raise WholestepError("this Trainer was not given a compiler", hint="take it from wholestep.hf.Trainer")
         options = {"seed": self.args.seed, **self.step_options}
+        if options.get("memory") is not None and not (self.optimizer is not None and self.optimizer.state):
+            text = f"memory={options['memory']!r} is kept by forward and backward; the state of the Trainer's optimizer, made at"
+            warnings.warn(f"{text} its first update, comes on top", WholestepWarning, stacklevel=2)
         # Not cached between processes: the loss belongs to this Trainer, and so would its dataset to the key.
         step = self.compile_step(model, self._captured_loss, None, batch, cache=False, **options)
         step.count = self.state.global_step * self.args.gradient_accumulation_steps
@@ -168,12 +171,12 @@ class Trainer(transformers.Trainer):
             self._divisors[count] = torch.tensor(count, device=self.args.device)
         return self._divisors[count]
 
-    def _captured_loss(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    def _captured_loss(self, model: nn.Module, batch: dict[str, Any]) -> Any:
         """The Trainer's own loss. A method, so that what `compute_loss` reads of the Trainer is watched for changes."""
         inputs = dict(batch["inputs"])  # compute_loss may take the labels out
         loss = self.compute_loss(model, inputs, num_items_in_batch=batch["num_items"])
         loss = loss if batch["divisor"] is None else loss / batch["divisor"]
-        return loss if batch["scale"] is None else loss * batch["scale"]
+        return loss if batch["scale"] is None else (loss * batch["scale"], {"unscaled": loss.detach()})
 
     # ---- checkpoints: the Step's place in its random numbers goes where the Trainer puts those of the generators ----
 
