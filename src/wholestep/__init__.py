@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "compile": "wholestep.api",
-    "verify": "wholestep.verify.verify",
+    "verify": "wholestep.api",
     "default_passes": "wholestep.passes.pipeline",
     "save": "wholestep.train.checkpoint",
     "load": "wholestep.train.checkpoint",

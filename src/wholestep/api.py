@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from wholestep import compat
-from wholestep.budget import Budget, Fitting, check_within, make_budget
+from wholestep.budget import Budget, Fitting, check_within, make_budget, plans_within
 from wholestep.capture import optimizers
 from wholestep.capture.batch import BatchSpec, flatten
 from wholestep.capture.cache import cached_climb
@@ -40,6 +40,8 @@ from wholestep.passes.pipeline import Pipeline, default_pipeline
 from wholestep.runtime.progress import Progress
 from wholestep.runtime.step import Settings, Step
 from wholestep.verify.first_step import check_first_step
+from wholestep.verify.report import Report
+from wholestep.verify.verify import verify as verify_step
 
 _BACKENDS = ("inductor", "interpret")
 _PRECISIONS = ("fp32", "bf16", "fp16")
@@ -198,6 +200,48 @@ class _Stages:
         return faster_of(graph, runner, lower_interpret(graph))
 
 
+def verify(
+    model: Any,
+    loss_fn: Callable[[Any, Any], Any] | None,
+    optimizer: Optimizer | None,
+    batches: Any,
+    *,
+    steps: int = 5,
+    edge_batches: Sequence[Any] = (),
+    memory: str | int | None = None,
+    plan: Plan | None = None,
+    precision: str = "fp32",
+    clip_norm: float | None = None,
+    accumulate: int = 1,
+    chunked_loss: bool | None = None,
+    backend: str = "inductor",
+    passes: Pipeline | Sequence[Callable[[TrainingGraph], TrainingGraph]] | None = None,
+    seed: int | None = None,
+    eval_too: bool = True,
+) -> Report:
+    """Train a few steps beside eager PyTorch, and compare losses, aux, gradients, buffers and updates.
+
+    Args:
+        model, loss_fn, optimizer, memory, plan, precision, clip_norm, accumulate, chunked_loss, backend, passes: as for
+            `compile`; the step is planned for the budget as `compile` would, and the references beside it take what they need.
+        batches, steps, edge_batches, seed, eval_too: see `wholestep.verify.verify.verify`.
+
+    Model, optimizer and random generators are as before when it returns.
+    """
+    _check_options(memory, plan, precision, backend, "off", None)
+    planner: Any = plan
+    if memory is not None:
+        subject = make_subject(model, loss_fn, optimizer, precision=precision, accumulate=accumulate, clip_norm=clip_norm)
+        pipeline = passes if isinstance(passes, Pipeline) else default_pipeline(extra=passes or ())
+        budget = make_budget(memory, subject, flatten([batches, list(edge_batches)])[0])
+        planner = plans_within(budget, pipeline, backend, subject.device)
+    return verify_step(
+        model, loss_fn, optimizer, batches, steps=steps, edge_batches=edge_batches, plan=planner, precision=precision,
+        clip_norm=clip_norm, accumulate=accumulate, chunked_loss=chunked_loss, backend=backend, passes=passes, seed=seed,
+        eval_too=eval_too,
+    )  # fmt: skip
+
+
 def _example_micro_batch(step: Step, example: Any) -> Any:
     """The first micro-batch; an example that cannot be cut is one already."""
     try:
@@ -234,4 +278,4 @@ def _warn_about_optimizer(optimizer: Optimizer | None, clip_norm: float | None) 
         )
 
 
-__all__ = ["compile"]
+__all__ = ["compile", "verify"]

@@ -184,6 +184,17 @@ class Fitting:
         return [f"{first}; {len(plan.recompute)} values are made again in the backward pass, about +{cost:.1f} % time"]
 
 
+def plans_within(budget: Budget, pipeline: Pipeline, backend: str, device: torch.device) -> Callable[[Capture], Plan]:
+    """For `verify`: the plan that `compile` would choose for a captured step, said in its notes."""
+
+    def planned(capture: Capture) -> Plan:
+        capture.notes += Fitting(budget, pipeline, backend, device).run_on(capture)[-1:]
+        assert capture.plan is not None
+        return capture.plan
+
+    return planned
+
+
 def _state_bytes(capture: Capture) -> int:
     """With accumulation the optimizer's state is an input of the update's own graph, and lies there during micro-steps too."""
     if capture.update is None:

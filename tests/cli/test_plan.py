@@ -165,7 +165,7 @@ def test_nothing_is_allocated_for_the_weights(call: Call, monkeypatch: pytest.Mo
         ("gpt-10m --device t4", "no units for bf16"),
         ("gpt-1m --gpus 2", "not part of this version"),
         ("gpt-1m --gpus 0", "--gpus"),
-        ("gpt-1m --precision fp16", "bf16"),
+        ("gpt-1m --precision fp8", "bf16"),
         ("gpt-1m --precision bf61", "did you mean bf16?"),
         ("gpt-1m --set layer=2", "did you mean layers?"),
         ("gpt-1m --out nowhere/p.toml", "no folder nowhere"),

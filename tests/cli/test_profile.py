@@ -48,7 +48,7 @@ def test_json_and_the_default_name(call: Call, tmp_path: Path) -> None:
         (f"{MODEL} --system eagre", "did you mean eager?"),
         (f"{MODEL} --backend quick", "--backend"),
         (f"{MODEL} --steps 0", "--steps"),
-        (f"{MODEL} --precision fp16", "bf16"),
+        (f"{MODEL} --precision fp8", "bf16"),
         (f"{MODEL} --out r.json", ".html"),
         (f"{MODEL} --out nowhere/r.html", "no folder nowhere"),
         (f"{MODEL} --disable nothing", "no such pass"),

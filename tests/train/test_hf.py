@@ -235,7 +235,7 @@ def test_torch_compile_is_refused_and_checkpointing_told(tmp_path: Path) -> None
         ("args", "n_gpu", 2, "DataParallel"),
         ("args", "optim", "adalomo", "adalomo"),
         ("args", "device", torch.device("mps"), "mps"),
-        ("accelerator", "mixed_precision", "fp16", "bf16=True"),
+        ("accelerator", "mixed_precision", "fp8", "bf16=True or fp16=True"),
     ],
 )
 def test_what_is_refused_is_named(place: str, name: str, value: Any, told: str) -> None:

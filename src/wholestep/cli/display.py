@@ -87,6 +87,9 @@ class Lines(Quiet):
         graph = step.graph
         what = f"{step.rung}, {len(list(graph.operations()))} operations" if graph is not None else step.rung
         self.say(f"compiled in {duration(seconds)}: {what}")
+        for note in step.notes:
+            if note.startswith("memory: "):  # what a budget came to
+                self.say(note)
 
     def started(self, *, at: int, steps: int, unit: str) -> None:
         super().started(at=at, steps=steps, unit=unit)

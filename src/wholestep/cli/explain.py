@@ -76,7 +76,8 @@ def as_facts(run: RunFolder) -> dict[str, Any]:
         "folder": str(run.path),
         "losses": losses_of(rows),
         "held_out_losses": losses_of(rows, "held_out_loss"),
-        "skipped": sum(1 for row in rows if row.get("skipped")),
+        "skipped": sum(1 for row in rows if row.get("skipped") and not row.get("by_loss_scale")),
+        "skipped_by_scale": sum(1 for row in rows if row.get("by_loss_scale")),
         "last": next((row for row in reversed(rows) if "loss" in row), None),
         "checkpoints": sorted(path.name for path in run.checkpoints.glob("step-*")),
     }
@@ -85,7 +86,7 @@ def as_facts(run: RunFolder) -> dict[str, Any]:
 def lines_of(run: RunFolder) -> list[str]:
     """A page for people."""
     from wholestep.cli.display import duration, rate
-    from wholestep.cli.summary import blocks_fit, title_of
+    from wholestep.cli.summary import blocks_fit, by_loss_scaling, title_of
     from wholestep.graph.bytes import show_bytes
     from wholestep.report.terminal_picture import sparkline
 
@@ -116,6 +117,8 @@ def lines_of(run: RunFolder) -> list[str]:
         lines.append(f"speed       {rate(speed[1])} {unit}/s, {memory}, {duration(last['seconds'])} of training")
     if facts["skipped"]:
         lines.append(f"skipped     {facts['skipped']} steps, whose gradients were not finite")
+    if facts["skipped_by_scale"]:
+        lines.append(f"fp16        {by_loss_scaling(facts['skipped_by_scale'])}")
     if (facts.get("result") or {}).get("trouble"):
         lines += _wrapped("trouble", facts["result"]["trouble"], 3)
     kept = facts["checkpoints"]

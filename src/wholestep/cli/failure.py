@@ -51,7 +51,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def out_of_memory(error: BaseException) -> str:
     """What to print after `wholestep: `, several lines where the step was captured before memory ran out."""
     said = " ".join(f"{type(error).__name__}: {error}".split())[:160].rstrip(".")
-    first = f"out of memory. Use a smaller --batch or --seq, or --precision bf16 ({said})"
+    first = f"out of memory. Use a smaller --batch or --seq, --precision bf16, or a budget with --memory ({said})"
     graph = _graph_in(error)
     if graph is None:
         return first

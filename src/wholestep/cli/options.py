@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +12,7 @@ import typer
 from wholestep.errors import BadOption, NotBuiltYet
 
 if TYPE_CHECKING:
+    from wholestep.graph.plan import Plan
     from wholestep.passes.pipeline import Pipeline
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -29,8 +30,9 @@ Precision = Annotated[
     str | None, typer.Option(metavar="|".join(PRECISIONS), help="Arithmetic of forward and backward.")
 ]
 Memory = Annotated[
-    str | None, typer.Option(metavar="BYTES", help="A budget such as 12GiB; not part of this version.")
+    str | None, typer.Option(metavar="BYTES|auto", help="A budget of the card, such as 12GiB; auto is what is free.")
 ]
+PlanFile = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="A plan that `wholestep plan --out FILE` wrote.")]
 Backend = Annotated[
     str | None, typer.Option(metavar="|".join(BACKENDS), help="Compile (inductor, the default), or run operator by operator.")
 ]
@@ -49,14 +51,8 @@ def one_of(option: str, value: str | None, known: Sequence[str]) -> None:
         raise BadOption(f"{option} {value!r}", hint=(f"did you mean {close[0]}? " if close else "") + f"Use {' or '.join(known)}")
 
 
-def refuse_unbuilt(*, memory: str | None = None, recipe: str | None = None) -> None:
-    """A budget that cannot be read is told as such; a good one, and a recipe, has nothing to go to yet."""
-    from wholestep.graph.bytes import parse_bytes
-
-    if memory is not None:
-        if memory != "auto":
-            parse_bytes(memory)
-        raise NotBuiltYet(f"--memory {memory}: the memory planner is not part of this version", hint="leave --memory out")
+def refuse_unbuilt(*, recipe: str | None = None) -> None:
+    """A recipe has nothing to go to yet."""
     if recipe is not None:
         raise NotBuiltYet(f"--recipe {recipe}: recipes are not part of this version", hint="leave --recipe out")
 
@@ -65,8 +61,44 @@ def checked(*, precision: str | None = None, backend: str | None = None) -> None
     """The values of options that several commands have."""
     one_of("--precision", precision, PRECISIONS)
     one_of("--backend", backend, BACKENDS)
-    if precision == "fp16":
-        raise NotBuiltYet("--precision fp16 is not part of this version of the command line", hint="use --precision bf16")
+
+
+def checked_memory(memory: str | None, plan: Path | None = None) -> None:
+    """A budget is read before a model is built for it; a plan has been made for one already."""
+    from wholestep.graph.bytes import parse_bytes
+
+    if memory is None:
+        return
+    if plan is not None:
+        raise BadOption(f"--memory {memory} together with --plan {plan}", hint="a budget makes its own plan: give one of them")
+    if memory != "auto":
+        parse_bytes(memory)
+    elif not _has_gpu():
+        raise BadOption("--memory auto: there is no GPU here", hint="name an amount, such as --memory 8GiB, or leave it out")
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def read_plan(path: str | Path | None) -> Plan | None:
+    """The plan in a file, read before a model is built."""
+    if path is None:
+        return None
+    from wholestep.graph.plan_file import read_plan
+
+    return read_plan(Path(path))
+
+
+def fitting_plan(plan: Plan | None, settings: Mapping[str, Any]) -> Plan | None:
+    """The same plan, when it was made for this."""
+    if plan is not None:
+        from wholestep.train.plan_use import check_still_holds
+
+        check_still_holds(plan, settings)
+    return plan
 
 
 def checked_dump(dump: str | None) -> str | None:

@@ -29,6 +29,7 @@ def command(
     batch: options.Batch = None,
     seq: options.Seq = None,
     precision: options.Precision = None,
+    memory: options.Memory = None,
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps to sample after warm-up.")] = 20,
     system: Annotated[
         str, typer.Option(metavar="|".join(SYSTEMS), help="Whose step: Wholestep's, or a peer's.")
@@ -55,12 +56,16 @@ def command(
       wholestep profile gpt-1m
       wholestep profile bert-large --batch 16 --out report.html --open
       wholestep profile gpt-1m --system eager --json
+      wholestep profile bert-large --batch 16 --memory 12GiB
       wholestep profile hf:bert --set num_hidden_layers=2 --batch 2 --seq 64
     """
     # before torch is imported: its allocator tells about blocks older than a recording, which the memory profile accounts for
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     options.checked(precision=precision, backend=backend)
+    options.checked_memory(memory)
     options.one_of("--system", system, SYSTEMS)
+    if memory is not None and system != "wholestep":
+        raise BadOption(f"--memory {memory} with --system {system}", hint="only Wholestep's own step is planned for a budget")
     passes = options.pipeline(disable)
     page = checked_page(out, model)
     from wholestep.api import compile as compile_step
@@ -71,7 +76,7 @@ def command(
     job = make_job(model, sets=sets or (), data=data, batch=batch, seq=seq, precision=precision, seed=seed or 0)
     profile = profile_job(
         job, compile_step=compile_step, system=system, backend=backend or "inductor", steps=steps, memory=not no_memory,
-        verified=not no_verify, passes=passes, tell=_tell,
+        budget=memory, verified=not no_verify, passes=passes, tell=_tell,
     )  # fmt: skip
     _tell("")
     facts = profile.to_json()

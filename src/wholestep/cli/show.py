@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from wholestep.cli import options
-from wholestep.errors import NotBuiltYet
+from wholestep.errors import BadOption
 
 STAGES = ("captured", "prepared", "planned", "lowered")
 
@@ -15,13 +15,15 @@ STAGES = ("captured", "prepared", "planned", "lowered")
 def command(
     model: options.Model,
     stage: Annotated[
-        str, typer.Option(metavar="|".join(STAGES), help="captured; prepared, after the passes; lowered, as it will run.")
+        str, typer.Option(metavar="|".join(STAGES), help="As captured; after the passes; for a budget; as it will run.")
     ] = "captured",
     sets: options.Sets = None,
     data: options.Data = None,
     batch: options.Batch = None,
     seq: options.Seq = None,
     precision: options.Precision = None,
+    memory: options.Memory = None,
+    plan: options.PlanFile = None,
     disable: options.Disable = None,
     dump: options.Dump = None,
 ) -> None:
@@ -31,23 +33,29 @@ def command(
     Examples:
       wholestep show gpt-1m | less
       wholestep show hf:bert --set num_hidden_layers=1 --stage prepared
+      wholestep show gpt-1m --batch 4 --stage planned --memory 40MiB
       wholestep show my_package.training:setup --stage lowered
     """
     options.one_of("--stage", stage, STAGES)
     options.checked(precision=precision)
-    if stage == "planned":
-        raise NotBuiltYet("--stage planned: the planner is not part of this version", hint="use captured, prepared or lowered")
+    options.checked_memory(memory, plan)
+    if (memory or plan) and stage in ("captured", "prepared"):
+        given = f"--memory {memory}" if memory else f"--plan {plan}"
+        raise BadOption(f"{given} with --stage {stage}, which comes before it", hint="use --stage planned or lowered")
+    planned = options.read_plan(plan)
     passes = options.pipeline(disable)
     folder = options.checked_dump(dump)
     from wholestep.api import compile as compile_step
     from wholestep.graph.printer import to_python
-    from wholestep.passes.pipeline import Pipeline
+    from wholestep.passes.pipeline import Pipeline, default_pipeline
     from wholestep.train.job import make_job
 
     job = make_job(model, sets=sets or (), data=data, batch=batch, seq=seq, precision=precision)
+    everything = passes or default_pipeline()
+    run = {"captured": Pipeline([]), "prepared": Pipeline(everything.passes), "planned": everything, "lowered": everything}
     step = compile_step(
         job.model, job.loss_fn, job.optimizer, job.batches.batch(0), backend="interpret", check="off", dump=folder, verbose=False,
-        passes=Pipeline([]) if stage == "captured" else passes, **job.compile_options,
+        passes=run[stage], memory=memory, plan=options.fitting_plan(planned, job.settings), **job.compile_options,
     )  # fmt: skip
     if step.graph is None:
         typer.echo("nothing was captured: " + "; ".join(map(str, step.falls)), err=True)

@@ -81,7 +81,7 @@ def next_commands(outcome: Outcome, request: Mapping[str, Any]) -> list[str]:
 def verify_command(request: Mapping[str, Any]) -> str:
     """`wholestep verify` of what was trained."""
     words = ["wholestep", "verify", str(request.get("model"))]
-    for option in ("data", "batch", "seq", "precision"):
+    for option in ("data", "batch", "seq", "precision", "memory", "plan"):
         if request.get(option) is not None:
             words += [f"--{option}", str(request[option])]
     for text in request.get("sets") or ():
@@ -114,7 +114,14 @@ def _losses(outcome: Outcome) -> list[str]:
     lines = [f"loss      {outcome.first_loss:.4f} -> {outcome.final_loss:.4f}{held}"]
     if outcome.skipped:
         lines.append(f"skipped   {outcome.skipped} of {outcome.steps} steps, whose gradients were not finite")
+    if outcome.skipped_by_scale:
+        lines.append(f"fp16      {by_loss_scaling(outcome.skipped_by_scale)}")
     return lines
+
+
+def by_loss_scaling(count: int) -> str:
+    """`3 steps skipped by loss scaling`."""
+    return f"{count} step{'' if count == 1 else 's'} skipped by loss scaling"
 
 
 def _sample(outcome: Outcome) -> list[str]:

@@ -12,12 +12,11 @@ from wholestep.cli import options
 from wholestep.errors import BadOption
 
 if TYPE_CHECKING:
-    from wholestep.graph.plan import Plan
     from wholestep.train.job import Job
     from wholestep.train.run_folder import RunFolder
     from wholestep.train.running import Outcome
 
-ASKED = ("model", "sets", "data", "batch", "seq", "precision", "steps", "seed", "init", "backend", "disable", "plan")
+ASKED = ("model", "sets", "data", "batch", "seq", "precision", "steps", "seed", "init", "backend", "disable", "memory", "plan")
 """Kept in run.json and taken from there by --resume, unless it is given again."""
 MADE_OF = ("sets", "data", "batch", "seq", "precision", "steps", "init")
 """Those that `make_job` takes by the same name."""
@@ -45,7 +44,7 @@ def command(
         int | None, typer.Option(min=1, metavar="N", help="Steps between checkpoints; about ten over a run when not given.")
     ] = None,
     memory: options.Memory = None,
-    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="A plan that `wholestep plan --out FILE` wrote.")] = None,
+    plan: options.PlanFile = None,
     recipe: Annotated[str | None, typer.Option(metavar="FILE", help="A recipe; not part of this version.")] = None,
     backend: options.Backend = None,
     disable: options.Disable = None,
@@ -65,17 +64,19 @@ def command(
       wholestep train gpt-1m --data stdlib --steps 500 --set lr=0.002
       wholestep train hf:bert --set num_hidden_layers=2 --batch 4 --steps 20
       wholestep train my_package.training:setup --out runs/mine
+      wholestep train llama-1b --memory 26GiB
       wholestep train llama-1b --plan plan.toml
       wholestep train --resume --steps 2000
     """
-    options.refuse_unbuilt(memory=memory, recipe=recipe)
+    options.refuse_unbuilt(recipe=recipe)
     options.checked(precision=precision, backend=backend)
+    options.checked_memory(memory, plan)
     options.one_of("--nonfinite", nonfinite, ("stop", "skip"))
     options.pipeline(disable)
     given = {
         "model": model, "sets": sets or None, "data": data, "batch": batch, "seq": seq, "precision": precision, "steps": steps,
         "seed": seed, "init": init or None, "backend": backend, "disable": disable or None,
-        "plan": None if plan is None else str(plan.absolute()),
+        "memory": memory, "plan": None if plan is None else str(plan.absolute()),
     }  # fmt: skip
     outcome, request = run(
         given, out=out, resume=resume, nonfinite=nonfinite, save_every=save_every, dump=dump, quiet=quiet, to_stderr=json
@@ -102,9 +103,11 @@ def run(
     if folder is None and out is not None:
         new_run_is_possible(out)  # before a model is built
     request = {name: _asked(name, given, folder) for name in ASKED}
+    for name, other in (("memory", "plan"), ("plan", "memory")):  # what is given now replaces the other one of the run
+        request[other] = None if given.get(name) is not None else request[other]
     where = options.checked_dump(dump)
     passes = options.pipeline(request["disable"])
-    plan = _plan(request["plan"])
+    plan = options.read_plan(request["plan"])
     from wholestep.api import compile as compile_step
     from wholestep.cli.display import make_display
     from wholestep.train.loop import train
@@ -113,11 +116,7 @@ def run(
     job = _job(request, given, folder)
     request["model"] = request["model"] or job.name
     extra: dict[str, Any] = {} if passes is None else {"passes": passes}
-    if plan is not None:
-        from wholestep.train.plan_use import check_still_holds
-
-        check_still_holds(plan, job.settings)
-        extra["plan"] = plan
+    extra |= {"plan": options.fitting_plan(plan, job.settings), "memory": request["memory"]}
     if not quiet:
         display.say(f"{job.name}: {_parameters(job.model):,} parameters; data {job.batches.describe()}")
     outcome = train(
@@ -126,15 +125,6 @@ def run(
         compile_options=extra,
     )  # fmt: skip
     return outcome, request
-
-
-def _plan(path: str | None) -> Plan | None:
-    """The plan in a file, read before a model is built."""
-    if path is None:
-        return None
-    from wholestep.graph.plan_file import read_plan
-
-    return read_plan(Path(path))
 
 
 def _job(request: dict[str, Any], given: dict[str, Any], folder: RunFolder | None) -> Job:

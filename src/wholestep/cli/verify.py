@@ -18,6 +18,7 @@ def command(
     steps: Annotated[int, typer.Option(min=1, metavar="K", help="How many steps to compare.")] = 5,
     precision: options.Precision = None,
     memory: options.Memory = None,
+    plan: options.PlanFile = None,
     backend: options.Backend = None,
     disable: options.Disable = None,
     dump: options.Dump = None,
@@ -33,20 +34,22 @@ def command(
     Examples:
       wholestep verify gpt-1m --steps 2
       wholestep verify hf:bert --set num_hidden_layers=2 --batch 2 --seq 32
+      wholestep verify gpt-1m --precision fp16 --memory 1GiB --steps 1
       wholestep verify my_package.training:setup --backend interpret --json
     """
-    options.refuse_unbuilt(memory=memory)
     options.checked(precision=precision, backend=backend)
+    options.checked_memory(memory, plan)
+    planned = options.read_plan(plan)
     passes = options.pipeline(disable, options.checked_dump(dump))
+    from wholestep.api import verify
     from wholestep.train.job import make_job
-    from wholestep.verify.verify import verify
 
     job = make_job(model, sets=sets or (), data=data, batch=batch, seq=seq, precision=precision, steps=steps, seed=seed or 0)
     chosen: dict[str, Any] = {k: v for k, v in job.compile_options.items() if k in ("precision", "clip_norm", "accumulate")}
     report = verify(
         job.model, job.loss_fn, job.optimizer, [job.batches.batch(number) for number in range(steps)], steps=steps,
-        edge_batches=job.edge_batches, backend=backend or "inductor", passes=passes,
-        seed=job.settings.get("seed", 0), **chosen,
+        edge_batches=job.edge_batches, memory=memory, plan=options.fitting_plan(planned, job.settings),
+        backend=backend or "inductor", passes=passes, seed=job.settings.get("seed", 0), **chosen,
     )  # fmt: skip
     typer.echo(report.to_json() if json else str(report))
     raise typer.Exit(0 if report.ok else 1)

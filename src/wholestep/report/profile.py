@@ -107,14 +107,21 @@ def profile_job(
     backend: str = "inductor",
     steps: int = 20,
     memory: bool = True,
+    budget: str | int | None = None,
     verified: bool = True,
     passes: Any = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Profile:
-    """Measure a step of `job`; it trains while it is measured. `tell` hears what is being done."""
+    """Measure a step of `job`; it trains while it is measured.
+
+    `memory`: whether the memory of a step is followed; `budget`: what it may take, as `wholestep.compile(memory=...)`;
+    `tell` hears what is being done.
+    """
     if system not in SYSTEMS:
         raise BadOption(f"system={system!r}", hint=f"use {', '.join(SYSTEMS)}")
-    return _Session(job, compile_step, system, backend, steps, passes, tell).measure(memory, verified)
+    if budget is not None and system != "wholestep":
+        raise BadOption(f"a memory budget for system={system!r}", hint="only Wholestep's own step is planned for one")
+    return _Session(job, compile_step, system, backend, steps, passes, budget, tell).measure(memory, verified)
 
 
 class _Session:
@@ -122,10 +129,10 @@ class _Session:
 
     def __init__(
         self, job: Job, compile_step: Callable[..., Any], system: str, backend: str, steps: int, passes: Any,
-        tell: Callable[[str], None],
+        budget: str | int | None, tell: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.job, self.compile_step, self.system, self.wanted, self.samples = job, compile_step, system, backend, steps
-        self.passes, self.tell, self.notes = passes, tell, list[str]()
+        self.passes, self.budget, self.tell, self.notes = passes, budget, tell, list[str]()
         options = job.compile_options
         self.subject = make_subject(
             job.model, job.loss_fn, job.optimizer, precision=options.get("precision", "fp32"),
@@ -161,12 +168,13 @@ class _Session:
         job, ours = self.job, self.system == "wholestep"
         step: Step | None = self.compile_step(
             job.model, job.loss_fn, job.optimizer, self.batch, backend=self.wanted if ours else "interpret", check="off",
-            passes=self.passes, seed=job.settings.get("seed", 0), verbose=False, **job.compile_options,
+            passes=self.passes, memory=self.budget, seed=job.settings.get("seed", 0), verbose=False, **job.compile_options,
         )  # fmt: skip
         assert step is not None
         if step.graph is None:
             reasons = "; ".join(str(fall) for fall in step.falls)
             self.notes.append(f"nothing was captured, so what the step computes is counted while it runs: {reasons}")
+        self.notes += [note for note in step.notes if note.startswith("memory: ")]
         if ours:
             return step, step
         subject = self.subject
@@ -260,7 +268,8 @@ class _Session:
         self.tell("verifying against eager PyTorch")
         report = verify(
             self.job.model, self.job.loss_fn, self.job.optimizer, [self.batch], steps=1, backend=watching.backend_of(variant),
-            passes=self.passes, seed=self.job.settings.get("seed", 0), eval_too=False, **self.job.compile_options,
+            passes=self.passes, plan=variant.capture.plan, seed=self.job.settings.get("seed", 0), eval_too=False,
+            **self.job.compile_options,
         )  # fmt: skip
         departure = None if report.first_departure is None else str(report.first_departure)
         return {
@@ -295,8 +304,8 @@ class _Session:
             waterfall=tuple(falls), floor_ms=floor, unattributed=foreign / step,
             shares={"gpu_busy": busy, "data_wait": wait_share, "between_calls": max(step - spent, 0.0) / step},
             utilisation=self._utilisation(costs, step, device), memory=memory, eager_memory=eager, predicted_memory=predicted,
-            budget_bytes=None, predictions=tuple(_predictions(memory, predicted, floor, 1e3 * step)), verified=checked,
-            actions=(), environment=_environment(self.place), notes=tuple(dict.fromkeys(self.notes)),
+            budget_bytes=_budget_of(variant), predictions=tuple(_predictions(memory, predicted, floor, 1e3 * step)),
+            verified=checked, actions=(), environment=_environment(self.place), notes=tuple(dict.fromkeys(self.notes)),
         )  # fmt: skip
 
     def _graph_floor(self, costs: tuple[NodeCost, ...] | None, device: Device) -> float | None:
@@ -317,6 +326,11 @@ class _Session:
             "mfu": found.mfu, "hfu": found.hfu, "model_flops": found.model_flops, "executed_flops": found.executed_flops,
             "seconds": found.seconds, "peak": found.peak, "format": found.number_format, "lines": list(found.lines()),
         }  # fmt: skip
+
+
+def _budget_of(variant: Variant | None) -> int | None:
+    """Of the card, where one was asked for; on a CPU, of tensors."""
+    return None if variant is None or variant.capture.plan is None else variant.capture.plan.budget_bytes
 
 
 def _plain_step(subject: Subject, batch: Any) -> torch.Tensor:

@@ -7,7 +7,11 @@ schedule, evaluation, logging, saving and resuming are the Trainer's own, so the
 What differs between steps is a tensor of the batch and so an input of the graph: the number of items over which a
 token-weighted loss is averaged, and the number of micro-batches by which any other loss is divided. Autocast for `bf16=True`
 is the one that accelerate puts around the model's forward; it is traced with it, so that the loss functions of the Trainer
-stay outside it, as they do in eager training.
+stay outside it, as they do in eager training. With `fp16=True` the loss is multiplied by the scale of accelerate's GradScaler,
+one more tensor of the batch; unscaling, skipping an update and changing the scale are its own.
+
+`wholestep={"memory": "12GiB"}` plans forward and backward for a budget. The optimizer is the Trainer's: its state, made at the
+first update, comes on top.
 """
 
 from __future__ import annotations
@@ -34,9 +38,9 @@ from wholestep.runtime.step import Step
 
 STATE_FILE = "wholestep_step.json"
 """In a checkpoint: seed and count of the Step, from which dropout draws."""
-OPTIONS = ("backend", "check", "cuda_graph", "dump", "dynamic", "memory", "passes", "seed", "verbose")
+OPTIONS = ("backend", "check", "cuda_graph", "dump", "dynamic", "memory", "passes", "plan", "seed", "verbose")
 _ARGUMENT_INSTEAD = {
-    "precision": "bf16=True", "accumulate": "gradient_accumulation_steps", "clip_norm": "max_grad_norm",
+    "precision": "bf16=True or fp16=True", "accumulate": "gradient_accumulation_steps", "clip_norm": "max_grad_norm",
 }  # fmt: skip
 
 
@@ -59,8 +63,8 @@ def refuse_unsupported(trainer: Any) -> None:
     stock = "use transformers.Trainer for it"
     _refuse_several_devices(trainer, stock)
     mixed = trainer.accelerator.mixed_precision
-    if mixed not in ("no", "bf16"):
-        raise NotBuiltYet(f"{mixed} mixed precision needs loss scaling, not part of this version", hint="use bf16=True")
+    if mixed not in ("no", "bf16", "fp16"):
+        raise NotBuiltYet(f"{mixed} mixed precision is not part of this version", hint="use bf16=True or fp16=True")
     if args.device.type not in ("cpu", "cuda"):
         raise UnsupportedModel(f"training on {args.device.type}", hint=f"use CUDA or the CPU, or {stock}")
     if args.torch_compile:
@@ -120,6 +124,8 @@ class Trainer(transformers.Trainer):
         if self.step is None or self.step.subject.model is not model:
             self.step = self._compiled(model, batch)
         loss = self.step(batch)
+        if batch["scale"] is not None:
+            loss = loss[1]["unscaled"]
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0 and torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -129,6 +135,9 @@ class Trainer(transformers.Trainer):
         if self.compile_step is None:
             raise WholestepError("this Trainer was not given a compiler", hint="take it from wholestep.hf.Trainer")
         options = {"seed": self.args.seed, **self.step_options}
+        if options.get("memory") is not None and not (self.optimizer is not None and self.optimizer.state):
+            text = f"memory={options['memory']!r} is kept by forward and backward; the state of the Trainer's optimizer, made at"
+            warnings.warn(f"{text} its first update, comes on top", WholestepWarning, stacklevel=2)
         # Not cached between processes: the loss belongs to this Trainer, and so would its dataset to the key.
         step = self.compile_step(model, self._captured_loss, None, batch, cache=False, **options)
         step.count = self.state.global_step * self.args.gradient_accumulation_steps
@@ -146,7 +155,15 @@ class Trainer(transformers.Trainer):
         divisor = None
         if not scaled and self.args.gradient_accumulation_steps > 1:
             divisor = self._divisor(self.current_gradient_accumulation_steps)
-        return {"inputs": dict(inputs), "num_items": num_items, "divisor": divisor}
+        return {"inputs": dict(inputs), "num_items": num_items, "divisor": divisor, "scale": self._scale()}
+
+    def _scale(self) -> torch.Tensor | None:
+        """The present loss scale of accelerate's GradScaler, which it has in fp16: an input too, for it changes."""
+        scaler = self.accelerator.scaler
+        if scaler is None or not scaler.is_enabled():
+            return None
+        scale: torch.Tensor = scaler.scale(torch.ones((), device=self.args.device))
+        return scale
 
     def _divisor(self, count: int) -> torch.Tensor:
         """`count` on the device, put there once; whole, so that dividing by it leaves the dtype of the loss alone."""
@@ -154,11 +171,12 @@ class Trainer(transformers.Trainer):
             self._divisors[count] = torch.tensor(count, device=self.args.device)
         return self._divisors[count]
 
-    def _captured_loss(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    def _captured_loss(self, model: nn.Module, batch: dict[str, Any]) -> Any:
         """The Trainer's own loss. A method, so that what `compute_loss` reads of the Trainer is watched for changes."""
         inputs = dict(batch["inputs"])  # compute_loss may take the labels out
         loss = self.compute_loss(model, inputs, num_items_in_batch=batch["num_items"])
-        return loss if batch["divisor"] is None else loss / batch["divisor"]
+        loss = loss if batch["divisor"] is None else loss / batch["divisor"]
+        return loss if batch["scale"] is None else (loss * batch["scale"], {"unscaled": loss.detach()})
 
     # ---- checkpoints: the Step's place in its random numbers goes where the Trainer puts those of the generators ----
 

@@ -6,7 +6,8 @@ they are kept in, one JSON object per line:
     {"step": 12, "loss": 2.31, "lr": 0.001, "grad_norm": 0.8, "tokens_per_second": 51200.0, "memory_bytes": 812, "seconds": 3.2}
     {"step": 20, "held_out_loss": 2.4, "seconds": 5.0}
 
-A number that is not finite is null in the file, which JSON can hold, and such a row says `"finite": false`.
+A number that is not finite is null in the file, which JSON can hold, and such a row says `"finite": false`; where it is only the
+gradients of a step in fp16, whose loss scale then falls, it also says `"by_loss_scale": true`.
 """
 
 from __future__ import annotations

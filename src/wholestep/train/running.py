@@ -7,6 +7,7 @@ have arrived. It waits where it has to: to save, and to measure the held-out los
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -41,6 +42,8 @@ SECONDS_BETWEEN_SAVES = 600.0
 """Without --save-every, a slow run is also saved by the clock."""
 MOST_SKIPPED_IN_A_ROW = 50
 """`--nonfinite skip` gives up after so many: a model that never gets a finite gradient again is not training."""
+MOST_SCALED_IN_A_ROW = 31
+"""In fp16 a gradient that overflows halves the loss scale, 30 times until the least: one more is no fault of the scale."""
 
 Status = Literal["finished", "interrupted", "nonfinite"]
 
@@ -67,7 +70,9 @@ class Outcome:
     unit: str
     memory_bytes: int
     skipped: int
-    """Steps left out because a gradient was not finite."""
+    """Steps left out because a loss or gradient was not finite."""
+    skipped_by_scale: int
+    """Steps left out by the loss scale of fp16, which such steps are there to find."""
     nonfinite_step: int | None
     checkpoint: Path | None
     signal: int | None = None
@@ -104,7 +109,7 @@ class Run:
         self.saved: Path | None = None
         self.saved_at = -1
         self.bad_step: int | None = None
-        self.skipped = self.skipped_in_a_row = 0
+        self.skipped = self.skipped_by_scale = self.skipped_in_a_row = 0
 
     # ---- the beginning ----
 
@@ -120,7 +125,8 @@ class Run:
                 raise WholestepError(f"{stored} does not say where the data stood", hint="it was not saved by this command")
         self.metrics = MetricsFile(self.folder.path / METRICS, resume_at=at)
         rows = self.metrics.rows
-        self.skipped = sum(1 for row in rows if row.get("skipped"))
+        self.skipped_by_scale = sum(1 for row in rows if row.get("by_loss_scale"))
+        self.skipped = sum(1 for row in rows if row.get("skipped")) - self.skipped_by_scale
         self.clock = Clock(before=float(rows[-1].get("seconds", 0.0)) if rows else 0.0)
         self.last_save = time.monotonic()
         self._write_facts("training")
@@ -179,10 +185,19 @@ class Run:
             self.skipped_in_a_row = 0 if one.finite else self.skipped_in_a_row + 1
             if not one.finite:
                 row |= {"finite": False, "skipped": True}
-                self.skipped += 1
-                self._tell_skipped(one)
+                if self._is_the_scales(one):
+                    row["by_loss_scale"] = True
+                    self.skipped_by_scale += 1
+                else:
+                    self.skipped += 1
+                    self._tell_skipped(one)
             self.metrics.add(row)
             self.display.row(row)
+
+    def _is_the_scales(self, one: Measured) -> bool:
+        """An overflow of gradients in fp16 with a finite loss: part of training there, unless it never ends."""
+        scaled = self.step.subject.loss_scale is not None and math.isfinite(one.loss)
+        return scaled and self.skipped_in_a_row < MOST_SCALED_IN_A_ROW
 
     def _tell_skipped(self, one: Measured) -> None:
         if self.bad_step is None:
@@ -240,8 +255,8 @@ class Run:
         outcome = self._outcome(status, held_out, sample)
         told = {
             "steps": outcome.steps, "first_loss": outcome.first_loss, "final_loss": outcome.final_loss,
-            "held_out_loss": held_out, "skipped": self.skipped, "seconds": round(outcome.seconds, 3),
-            "trouble": outcome.trouble,
+            "held_out_loss": held_out, "skipped": self.skipped, "skipped_by_scale": self.skipped_by_scale,
+            "seconds": round(outcome.seconds, 3), "trouble": outcome.trouble,
         }  # fmt: skip
         self._write_facts(status, result=told)
         return outcome
@@ -271,8 +286,8 @@ class Run:
             first_loss=losses[0][1] if losses else None, final_loss=losses[-1][1] if losses else None,
             held_out=held_out, sample=sample, seconds=self.clock.seconds, compile_seconds=self.compile_seconds,
             units_per_second=steady_rate(self.metrics.rows[-self.taken :], self.job.batches.units), unit=unit,
-            memory_bytes=self.memory.bytes(), skipped=self.skipped, nonfinite_step=self.bad_step,
-            checkpoint=self.saved, signal=signal, trouble=self._trouble(status),
+            memory_bytes=self.memory.bytes(), skipped=self.skipped, skipped_by_scale=self.skipped_by_scale,
+            nonfinite_step=self.bad_step, checkpoint=self.saved, signal=signal, trouble=self._trouble(status),
         )  # fmt: skip
 
     def _trouble(self, status: Status) -> str | None:

@@ -1,11 +1,13 @@
 """Side by side with eager PyTorch: losses, gradients, buffers, optimizer state; and who is to blame.
 
 The package is callable: importing any of its modules binds the name `wholestep.verify` to the package, which would
-otherwise hide the function of that name. `wholestep.verify(...)` is `wholestep.verify.verify.verify(...)`.
+otherwise hide the function of that name. `wholestep.verify(...)` is `wholestep.api.verify(...)`, which plans for a budget and
+calls `wholestep.verify.verify.verify(...)`.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from typing import Any
@@ -13,9 +15,8 @@ from typing import Any
 
 class _CallablePackage(types.ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from wholestep.verify.verify import verify
-
-        return verify(*args, **kwargs)
+        # by name: the api comes after this folder
+        return importlib.import_module("wholestep.api").verify(*args, **kwargs)
 
 
 sys.modules[__name__].__class__ = _CallablePackage

@@ -30,10 +30,12 @@ def optimizer_rows(
     for name, gradient in gradients.items():
         stand_ins[subject.parameters[name]].grad = gradient.detach().clone()
     twin = before.optimizer.twin(stand_ins)
-    if subject.clip_norm is not None:
+    skips = subject.nonfinite == "skip" and not all(bool(g.isfinite().all()) for g in gradients.values())
+    if subject.clip_norm is not None and not skips:
         in_order = [p for group in twin.param_groups for p in group["params"]]
         torch.nn.utils.clip_grad_norm_(in_order, subject.clip_norm)
-    twin.step()
+    if not skips:
+        twin.step()
     names = {p: n for n, p in subject.parameters.items()}
     olds = {p: values for p, _, _, values in before.optimizer.state}
     for group in subject.optimizer.param_groups:
@@ -43,6 +45,8 @@ def optimizer_rows(
             yield Row(step, "parameter", name, found.error, found.tolerance, found.bitwise)
             ours, theirs = subject.optimizer.state.get(parameter, {}), twin.state.get(stand_in, {})
             for key in dict.fromkeys([*theirs, *ours]):
+                if skips and (key == "step" or key not in theirs):
+                    continue  # a step that is left out is counted on the host, and its state is made, at zero
                 old = olds.get(parameter, {}).get(key)
                 a, b = ours.get(key), theirs.get(key)
                 if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):

@@ -15,11 +15,13 @@ import torch
 
 from wholestep.capture.batch import BatchSpec, unflatten
 from wholestep.capture.ladder import climb
+from wholestep.capture.loss_scale import BACKOFF, LEAST
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT
 from wholestep.errors import CompilerMissing
 from wholestep.graph.copies import copy_graph, without_updates
+from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.lower import lower_inductor, lower_interpret
 from wholestep.passes.pipeline import Pipeline
@@ -33,6 +35,8 @@ from wholestep.verify.reference import Reference, float64_reference, reference_g
 from wholestep.verify.report import Departure, Report, Row
 from wholestep.verify.state import StateCopy
 
+Planner = Callable[[Capture], Plan]
+"""Makes a plan for a captured step, of which it gets a copy; what it has to say goes into the copy's notes."""
 BOUNDARY_SLACK = {"interpret": 1.0, "inductor": 8.0}
 OTHER_PATH = 1e-2
 """A float32 loss further than this from float64's, relatively, means that float64 takes another path."""
@@ -55,6 +59,8 @@ class Made:
 
     captured: Capture
     """Before any pass."""
+    pipeline: Pipeline
+    """All passes, bound to the plan for this step."""
     variant: Variant
     watched: Watched
 
@@ -92,8 +98,13 @@ def lower_watched(graph: TrainingGraph, backend: str, watch: dict[str, str], *, 
 class SideBySide:
     """Runs steps of one subject and compares each with its references."""
 
-    def __init__(self, subject: Subject, pipeline: Pipeline, backend: str, seed: int, report: Report) -> None:
-        self.subject, self.pipeline, self.backend, self.seed, self.report = subject, pipeline, backend, seed, report
+    def __init__(
+        self, subject: Subject, pipeline: Pipeline, planner: Planner, backend: str, seed: int, report: Report
+    ) -> None:
+        self.subject, self.pipeline, self.planner = subject, pipeline, planner
+        self.backend, self.seed, self.report = backend, seed, report
+        self.plan = Plan()
+        """The latest one made."""
 
     # ---- capture and lowering ----
 
@@ -103,12 +114,17 @@ class SideBySide:
         self.report.falls += tuple(f for f in climbed.falls if f not in self.report.falls)
         if climbed.capture is None:
             return None
+        planned = _own_copy(climbed.capture)
+        self.plan = self.planner(planned)
+        pipeline = self.pipeline.bound(self.plan)
+        for line in planned.notes[len(climbed.capture.notes) :]:
+            self.report.note(line)
         try:
-            return self.lowered(climbed.capture, self.pipeline, self.backend)
+            return self.lowered(climbed.capture, pipeline, self.backend)
         except CompilerMissing as missing:
             self.report.note(f"checked on backend 'interpret': {missing.what}")
             self.backend = self.report.backend = "interpret"
-            return self.lowered(climbed.capture, self.pipeline, self.backend)
+            return self.lowered(climbed.capture, pipeline, self.backend)
 
     def lowered(self, captured: Capture, pipeline: Pipeline, backend: str) -> Made:
         graph, _ = pipeline.run(copy_graph(captured.graph))
@@ -121,7 +137,7 @@ class SideBySide:
             return made[-1]
 
         variant = Variant(self.subject, capture, lower)
-        return Made(captured, variant, made[0])
+        return Made(captured, pipeline, variant, made[0])
 
     # ---- references ----
 
@@ -161,6 +177,22 @@ class SideBySide:
             parts.append(one)
         return parts[0] if self.subject.accumulate == 1 else _accumulated(parts)
 
+    def settle_loss_scale(self, made: Made, batch: Batch) -> None:
+        """In fp16, halve the scale until eager's gradients are finite: a step that is left out has nothing to compare."""
+        scale = self.subject.loss_scale
+        if scale is None:
+            return
+        numbers = scale.on(self.subject.device)
+        start = numbers[0].clone()
+        options = dict(num_sites=made.captured.num_sites, constants=made.captured.constants)
+        while not _finite(self._reference(batch, reference_gradients, options)):
+            if float(numbers[0]) <= LEAST:  # it is not the scale: both sides are compared as they are
+                numbers[0] = start
+                return
+            numbers[0] *= BACKOFF
+        if float(numbers[0]) < float(start):
+            self.report.note(f"step {batch.label}: gradients overflow above a loss scale of {float(numbers[0]):g}")
+
     # ---- one step ----
 
     def step(self, made: Made, batch: Batch, truth: Truth, before: StateCopy, backend: str) -> list[Row]:
@@ -169,8 +201,11 @@ class SideBySide:
         for parameter in subject.trained.values():
             parameter.grad = None
         tensors = [[t.detach().clone().requires_grad_(t.requires_grad) for t in micro] for micro in batch.tensors]
+        scale = None if subject.loss_scale is None else subject.loss_scale.on(subject.device)[0].clone()
         (loss, aux), _ = variant.run(tensors, self.seed, batch.count)
         gradients = self._gradients(made)
+        if scale is not None:
+            gradients = {n: g / scale for n, g in gradients.items()}
         rows = self._rows(
             batch, truth, "random", {"draws": _count(made.captured.num_sites)}, lambda r: {"draws": _count(r.draws)}
         )
@@ -223,10 +258,10 @@ class SideBySide:
 
         def fails(count: int) -> bool:
             before.restore()
-            probe = self.lowered(made.captured, self.pipeline.first(count), "interpret")
+            probe = self.lowered(made.captured, made.pipeline.first(count), "interpret")
             return not all(row.ok for row in self.step(probe, batch, truth, before, "interpret"))
 
-        guilty = guilty_pass(self.pipeline, fails, self.backend)
+        guilty = guilty_pass(made.pipeline, fails, self.backend)
         return dataclasses.replace(found, guilty_pass=guilty)
 
     def _boundary(self, made: Made, batch: Batch) -> Any:
@@ -256,6 +291,16 @@ def _accumulated(parts: list[Reference]) -> Reference:
         gradients = {n: (g / total).to(g.dtype) for n, g in gradients.items()}
     first = parts[0]
     return Reference(loss, aux, gradients, parts[-1].buffers, first.module_outputs, first.draws, first.activation_rms)
+
+
+def _own_copy(captured: Capture) -> Capture:
+    """Planning carries plans out, to see what they come to."""
+    update = None if captured.update is None else copy_graph(captured.update)
+    return dataclasses.replace(captured, graph=copy_graph(captured.graph), update=update, notes=list(captured.notes))
+
+
+def _finite(reference: Reference | str) -> bool:
+    return isinstance(reference, str) or all(bool(g.isfinite().all()) for g in reference.gradients.values())
 
 
 def _count(number: int) -> torch.Tensor:

@@ -32,6 +32,7 @@ class StateCopy:
         self.constants = [(t, t.detach().clone()) for t in constants]
         self.grads = [(p, p.grad, _cloned(p.grad)) for p in subject.parameters.values()]
         self.optimizer = None if subject.optimizer is None else OptimizerCopy(subject.optimizer)
+        self.loss_scale = None if subject.loss_scale is None else subject.loss_scale.numbers.clone()
 
     def restore(self) -> None:
         self.modules.restore()
@@ -45,6 +46,8 @@ class StateCopy:
                 grad.detach().copy_(value)
         if self.optimizer is not None:
             self.optimizer.restore()
+        if self.loss_scale is not None and self.subject.loss_scale is not None:
+            self.subject.loss_scale.numbers.copy_(self.loss_scale)
 
 
 class OptimizerCopy:

@@ -20,11 +20,11 @@ from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.passes.pipeline import Pipeline, default_pipeline
 from wholestep.verify.report import Report
-from wholestep.verify.side_by_side import Batch, Made, SideBySide
+from wholestep.verify.side_by_side import Batch, Made, Planner, SideBySide
 from wholestep.verify.state import RandomStates, StateCopy
 
 BACKENDS = ("inductor", "interpret")
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def verify(
@@ -39,6 +39,7 @@ def verify(
     clip_norm: float | None = None,
     accumulate: int = 1,
     chunked_loss: bool | None = None,
+    plan: Plan | Planner | None = None,
     backend: str = "inductor",
     passes: Pipeline | Sequence[Callable[[TrainingGraph], TrainingGraph]] | None = None,
     seed: int | None = None,
@@ -48,10 +49,11 @@ def verify(
 
     Args:
         model, loss_fn, optimizer, precision, clip_norm, accumulate, chunked_loss, backend, passes: as for
-            `wholestep.compile`; eager PyTorch always computes the loss from whole logits.
+            `wholestep.compile`; eager PyTorch always computes the loss from whole logits. In fp16 both sides scale the loss
+            alike, and gradients are compared unscaled.
         batches: one batch, or a list of batches that is gone through again and again (a batch that is itself a list
-        goes
-            into a list of one).
+            goes into a list of one).
+        plan: a Plan to carry out, or a function that makes one for every captured step.
         steps: train steps; the first step that fails is the last one run.
         edge_batches: run once each after them, for example rows that are all padding.
         seed: for dropout and random numbers; None takes torch's seed.
@@ -66,7 +68,8 @@ def verify(
     subject = make_subject(
         model, loss_fn, optimizer, precision=precision, accumulate=accumulate, clip_norm=clip_norm, chunked_loss=chunked_loss
     )
-    pipeline = (passes if isinstance(passes, Pipeline) else default_pipeline(extra=passes or ())).bound(Plan())
+    pipeline = passes if isinstance(passes, Pipeline) else default_pipeline(extra=passes or ())
+    planner = _always(plan or Plan()) if plan is None or isinstance(plan, Plan) else plan
     report = Report("not captured yet", backend)
     listed = batches if isinstance(batches, list) else [batches]
     if not listed:
@@ -76,11 +79,15 @@ def verify(
     chosen = torch.initial_seed() & (2**63 - 1) if seed is None else seed
     randomness, kept = RandomStates(), StateCopy(subject)
     try:
-        _run_all(SideBySide(subject, pipeline, backend, chosen, report), todo, listed[0] if eval_too else None)
+        _run_all(SideBySide(subject, pipeline, planner, backend, chosen, report), todo, listed[0] if eval_too else None)
     finally:
         kept.restore()
         randomness.restore()
     return report
+
+
+def _always(plan: Plan) -> Planner:
+    return lambda captured: plan
 
 
 def _run_all(beside: SideBySide, todo: list[tuple[str, Any]], eval_batch: Any) -> None:
@@ -93,6 +100,9 @@ def _run_all(beside: SideBySide, todo: list[tuple[str, Any]], eval_batch: Any) -
                 return
         if eval_batch is not None and beside.report.rung != "eager":
             beside.subject.root.eval()
+            if beside.plan.recompute:
+                beside.report.note("the step in eval mode runs without a plan: budgets are for training")
+            beside.planner = _always(Plan())
             made.clear()  # train and eval flags are burned into a captured graph
             (last,) = _batches(beside.subject, [("eval", eval_batch)], len(todo))
             _run_one(beside, last, made, touched)
@@ -127,6 +137,7 @@ def _run_one(beside: SideBySide, batch: Batch, made: dict[Any, Made | None], tou
     if report.rung == "not captured yet":
         report.rung = found.captured.rung
     subject.refresh()
+    beside.settle_loss_scale(found, batch)
     before = StateCopy(subject, found.captured.constants)
     if not touched:
         touched.append(before)

@@ -7,12 +7,12 @@ How sizes change is stated beside each fix. Recomputing and accumulating train t
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 
 from wholestep.graph.bytes import show_bytes
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.report.memory.blocks import BATCH, GRADIENTS, LASTING, SAVED, WEIGHTS, Block, MemoryProfile, peak_if
+from wholestep.report.memory.budget_fix import Fix, asked_for, budget_fix
 from wholestep.report.memory.predict import predict_profile
 
 _BF16_OPERATORS = (
@@ -20,18 +20,6 @@ _BF16_OPERATORS = (
 )  # fmt: skip
 """Parts of the names of operators whose results autocast leaves in bf16, or which reach a matrix product cast to it. Sums
 along the residual stream, softmax and losses stay as they are."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fix:
-    """One thing to try."""
-
-    name: str
-    peak_bytes: int
-    how: str
-    """What is assumed, and what it costs."""
-    exact: bool
-    """Whether the training stays the same."""
 
 
 def explain_oom(
@@ -47,7 +35,8 @@ def explain_oom(
     lines.append("  " + ", ".join(f"{name} {show_bytes(count)}" for count, name in split))
     lines.append("largest at the peak:")
     lines += [f"  {show_bytes(count):>9}  {text}" for count, text in _largest(profile, top)]
-    fixes = ranked_fixes(profile, limit_bytes=limit_bytes)[:num_fixes]
+    graph = subject if isinstance(subject, TrainingGraph) else None
+    fixes = ranked_fixes(profile, limit_bytes=limit_bytes, graph=graph)[:num_fixes]
     if fixes:
         lines.append("what would help:")
         for number, fix in enumerate(fixes, start=1):
@@ -58,9 +47,15 @@ def explain_oom(
     return "\n".join(lines)
 
 
-def ranked_fixes(profile: MemoryProfile, *, limit_bytes: int | None = None) -> list[Fix]:
-    """Fixes that lower the peak: first those that fit the limit, exact ones before others, then by how much they save."""
-    fixes = [fix for fix in (_recompute(profile), _bf16(profile)) if fix is not None]
+def ranked_fixes(
+    profile: MemoryProfile, *, limit_bytes: int | None = None, graph: TrainingGraph | None = None
+) -> list[Fix]:
+    """Fixes that lower the peak: first those that fit the limit, exact ones before others, then by how much they save.
+
+    With the graph of the step the planner itself is asked what a budget would give.
+    """
+    planned = None if graph is None else budget_fix(graph, profile.peak_bytes, limit_bytes=limit_bytes)
+    fixes = [fix for fix in (planned or _recompute(profile), _bf16(profile)) if fix is not None]
     fixes += [
         fix for fix in (_accumulate(profile, limit_bytes), _smaller_batch(profile, limit_bytes)) if fix is not None
     ]
@@ -140,7 +135,8 @@ def _recompute(profile: MemoryProfile) -> Fix | None:
     if not freed:
         return None
     peak = peak_if(profile, lambda block: block.bytes, drop_idle=again)
-    how = f"{show_bytes(freed)} of saved activations come from cheap operators and need not wait for the backward pass"
+    how = f"{show_bytes(freed)} of saved activations come from cheap operators and need not wait for the backward pass; a budget "
+    how += f"of {asked_for(peak, on_gpu=profile.device.startswith('cuda'))} asks for it"
     return Fix("recompute cheap activations", peak, how, True)
 
 
