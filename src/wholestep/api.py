@@ -37,6 +37,7 @@ from wholestep.lower import (
 )
 from wholestep.passes.amp import amp
 from wholestep.passes.pipeline import Pipeline, default_pipeline
+from wholestep.passes.update_early import update_early
 from wholestep.runtime.progress import Progress
 from wholestep.runtime.step import Settings, Step
 from wholestep.verify.first_step import check_first_step
@@ -59,6 +60,7 @@ def compile(
     precision: str = "fp32",
     accumulate: int = 1,
     clip_norm: float | None = None,
+    clip_scope: str = "global",
     nonfinite: str = "allow",
     chunked_loss: bool | None = None,
     backend: str = "inductor",
@@ -87,6 +89,8 @@ def compile(
             the device: a step whose gradients overflow changes nothing but the scale).
         accumulate: micro-batches per update.
         clip_norm: clip gradients by their global norm.
+        clip_scope: "global", as torch does; "layer" clips every layer's gradients by their own norm, another training, in
+            which gradients die young all the same.
         nonfinite: "allow" updates as torch does whatever the gradients are; "skip" leaves parameters, optimizer state and
             buffers as they were when the gradients are not finite, decided on the device (the step counts all the same).
         chunked_loss: cross-entropy over the output of a linear layer in chunks of rows, so that the logits are never whole:
@@ -126,9 +130,14 @@ def compile(
     if plan is not None and plan.precision:
         # told apart by module only once the graph is there: captured in fp32, then mixed by the pass
         pipeline = pipeline.insert_before("fold_constants", functools.partial(amp, precision=precision, modules=plan.precision))
+    if clip_scope != "global":
+        _check_clip_scope(clip_scope, clip_norm, nonfinite, accumulate, early_update, optimizer, precision)
+        pipeline = pipeline.replaced("update_early", functools.partial(update_early, clip="layer", min_bytes=1))
     if early_update is False:
         pipeline = pipeline.without("update_early")
     first: Any = check_first_step if check == "first" else None
+    if clip_scope != "global" and first is not None:
+        first = _before_only(first, f"clip_scope={clip_scope!r} is not torch's clipping: gradients were compared, updates were not")
     budget = None
     if memory is not None:
         budget = make_budget(memory, subject, flatten(example_batch)[0])
@@ -265,6 +274,33 @@ def _check_options(memory: Any, plan: Any, precision: str, backend: str, check: 
     ):  # fmt: skip
         if value not in known:
             raise BadOption(f"{name}={value!r}", hint=f"use one of {', '.join(map(repr, known))}")
+
+
+def _before_only(check: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """The first step's check of loss and gradients, without that of the update."""
+
+    def checked(step: Step, *rest: Any) -> None:
+        check(step, *rest)
+        step._note(reason)
+
+    return checked
+
+
+def _check_clip_scope(
+    scope: str, clip_norm: Any, nonfinite: str, accumulate: int, early: Any, optimizer: Any, precision: str
+) -> None:
+    """Clipping by layer goes with what can be updated layer by layer."""
+    if scope != "layer":
+        raise BadOption(f"clip_scope={scope!r}", hint="use 'global' or 'layer'")
+    if optimizer is None or optimizers.supported(optimizer) is not None:
+        raise BadOption("clip_scope='layer' without a captured update", hint="clip p.grad yourself")
+    others = {
+        "no clip_norm": clip_norm is None, f"nonfinite={nonfinite!r}": nonfinite == "skip", "precision='fp16'": precision == "fp16",
+        f"accumulate={accumulate}": accumulate > 1, "early_update=False": early is False,
+    }  # fmt: skip
+    for name, given in others.items():
+        if given:
+            raise BadOption(f"clip_scope='layer' with {name}", hint="leave one of the two out")
 
 
 def _warn_about_optimizer(optimizer: Optimizer | None, clip_norm: float | None) -> None:

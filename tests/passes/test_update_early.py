@@ -267,3 +267,44 @@ def test_the_same_bits_on_a_gpu(backend: str) -> None:
         losses = [float(step(batch)) for batch in batches]
         results.append([torch.tensor(losses), *(t.cpu() for t in model.state_dict().values())])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_clipping_by_layer_is_its_own_training() -> None:
+    """Each layer's gradients by their own norm: torch's clip_grad_norm_ on the parameters of every update node."""
+    batches = id_batches(4)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Stack())
+    ours, theirs = models
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    step = wholestep.compile(
+        ours, next_token, optimizers[0], batches[0], clip_norm=0.05, clip_scope="layer", backend="interpret", cache=False
+    )
+    parts = updated_names(step.graph)
+    assert len(parts) > LAYERS
+    named = dict(theirs.named_parameters())
+    for batch in batches:
+        optimizers[1].zero_grad()
+        next_token(theirs, batch).backward()
+        norms = [torch.nn.utils.clip_grad_norm_([named[name] for name in part], 0.05) for part in parts]
+        optimizers[1].step()
+        step(batch)
+        torch.testing.assert_close(step.grad_norm, torch.stack(norms).norm())
+        for name, value in ours.named_parameters():
+            torch.testing.assert_close(value, named[name], rtol=1e-5, atol=1e-7)
+    assert any("is not torch's clipping" in note for note in step.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clip_scope": "block"}, "use 'global' or 'layer'"), ({"clip_scope": "layer"}, "no clip_norm"),
+        ({"clip_scope": "layer", "clip_norm": 1.0, "nonfinite": "skip"}, "nonfinite='skip'"),
+        ({"clip_scope": "layer", "clip_norm": 1.0, "accumulate": 2}, "accumulate=2"),
+    ],
+)  # fmt: skip
+def test_what_clipping_by_layer_does_not_go_with(options: dict[str, Any], message: str) -> None:
+    model = Stack()
+    with pytest.raises(BadOption, match=message):
+        wholestep.compile(model, next_token, torch.optim.SGD(model.parameters()), id_batches()[0], **options)

@@ -148,6 +148,13 @@ class Pipeline:
         """A new pipeline with `one` right before the pass called `name`, in the same part."""
         return self._inserted(name, one, 0)
 
+    def replaced(self, name: str, one: Callable[..., TrainingGraph]) -> Pipeline:
+        """A new pipeline with `one` in the place of the pass called `name`."""
+        index, applies = self._find(name)
+        part: list[Any] = list(self.apply if applies else self.passes)
+        part[index] = one
+        return Pipeline(self.passes, part) if applies else Pipeline(part, self.apply)
+
     def bound(self, plan: Plan | Callable[[TrainingGraph], Plan]) -> Pipeline:
         """All passes as plain ones: those of the apply part close over `plan` and follow the others.
 

@@ -38,8 +38,14 @@ MIN_BYTES = 8 << 20
 
 
 @compiler_pass(numerics="bitwise", for_updates=True)
-def update_early(graph: TrainingGraph, plan: Plan | None = None, *, min_bytes: int = MIN_BYTES) -> TrainingGraph:
-    """adamw(all parameters) => adamw(layer 11), adamw(layer 10), ..., each behind the backward of its layer."""
+def update_early(
+    graph: TrainingGraph, plan: Plan | None = None, *, min_bytes: int = MIN_BYTES, clip: str = "global"
+) -> TrainingGraph:
+    """adamw(all parameters) => adamw(layer 11), adamw(layer 10), ..., each behind the backward of its layer.
+
+    `clip="layer"` clips what each of these nodes updates by its own norm: another training than clipping by the global one,
+    asked for by name (`compile(clip_scope="layer")`), in which gradients need not wait for each other.
+    """
     if plan is not None and plan.early_update is False:
         return graph
     changed = _accumulate_early(graph)
@@ -47,15 +53,21 @@ def update_early(graph: TrainingGraph, plan: Plan | None = None, *, min_bytes: i
     updates = [node for node in nodes if node.target in IN_PLACE]
     if updates:
         places = _Places.of(graph, nodes, set(updates))
+        norms: list[fx.Node] = []
         for update in updates:
             parts = _parts(update, places, min_bytes)
             if len(parts) < 2:
                 continue
-            if _argument(update, "scale") is not None:
-                graph.notes.append(WAITS)
-                break
-            _split(graph.graph, update, parts)
+            clipping = _clipping(update)
+            if clipping is None or clip != "layer":
+                if _argument(update, "scale") is not None:
+                    graph.notes.append(WAITS)
+                    break
+                clipping = None
+            made = _split(graph.graph, update, parts)
+            norms += [] if clipping is None else [_clip_alone(graph.graph, node, clipping) for node in made]
             changed = True
+        _join_norms(graph, norms)
     if changed:
         graph.graph.lint()
         graph.module.recompile()
@@ -127,8 +139,9 @@ def _parts(update: fx.Node, places: _Places, min_bytes: int) -> list[_Part]:
     return parts
 
 
-def _split(graph: fx.Graph, update: fx.Node, parts: list[_Part]) -> None:
+def _split(graph: fx.Graph, update: fx.Node, parts: list[_Part]) -> list[fx.Node]:
     """One node per part in place of `update`, and the results of `update` taken from them."""
+    made = []
     count = len(_list(update, "params"))
     results: dict[int, list[fx.Node]] = {}
     for user in update.users:
@@ -140,6 +153,7 @@ def _split(graph: fx.Graph, update: fx.Node, parts: list[_Part]) -> None:
                 tuple(_chosen(value, part.members) for value in update.args),
                 {key: _chosen(value, part.members) for key, value in update.kwargs.items()},
             )
+            made.append(node)
             order = [kind * count + i for kind in range(len(_written(update))) for i in part.members]
             node.meta = dict(update.meta, val=[update.meta["val"][old] for old in order])
             node.meta["custom"] = dict(update.meta["custom"])
@@ -150,6 +164,46 @@ def _split(graph: fx.Graph, update: fx.Node, parts: list[_Part]) -> None:
                     user.replace_all_uses_with(new)
                     graph.erase_node(user)
     graph.erase_node(update)
+    return made
+
+
+def _clipping(update: fx.Node) -> fx.Node | None:
+    """The `ws::clip` whose scale the update takes as it is."""
+    scale = _argument(update, "scale")
+    source = scale.args[0] if isinstance(scale, fx.Node) and scale.target is operator.getitem else None
+    return source if isinstance(source, fx.Node) and source.target is torch.ops.ws.clip.default else None
+
+
+def _clip_alone(graph: fx.Graph, update: fx.Node, clipping: fx.Node) -> fx.Node:
+    """Clip what `update` consumes by its own norm, which is returned."""
+    with graph.inserting_before(update):
+        alone = graph.call_function(clipping.target, (_list(update, "grads"), *clipping.args[1:]), dict(clipping.kwargs))  # type: ignore[arg-type]
+        results = [graph.call_function(operator.getitem, (alone, index)) for index in (0, 1)]
+    for node, value in ((alone, clipping.meta["val"]), *zip(results, clipping.meta["val"], strict=True)):
+        node.meta = {"val": value, "custom": dict(update.meta["custom"])}
+    index = [argument.name for argument in update.target._schema.arguments].index("scale")  # type: ignore[union-attr]
+    if index < len(update.args):
+        update.update_arg(index, results[1])
+    else:
+        update.update_kwarg("scale", results[1])
+    return results[0]
+
+
+def _join_norms(graph: TrainingGraph, norms: list[fx.Node]) -> None:
+    """The norm the step reports: that of all gradients, from the norms of the parts."""
+    if not norms:
+        return
+    values = list(graph.output_values)
+    at = next(i for i, entry in enumerate(graph.outputs) if entry.kind is OutputKind.NORM)
+    with graph.graph.inserting_before(graph.output_node):
+        stacked = graph.graph.call_function(aten.stack.default, (norms,))
+        total = graph.graph.call_function(aten.linalg_vector_norm.default, (stacked, 2.0))
+    one = values[at].meta["val"]
+    for node, value in ((stacked, one.new_empty(len(norms))), (total, one)):
+        node.meta = {"val": value, "custom": dict(norms[-1].meta["custom"])}
+    values[at] = total
+    graph.output_node.args = (tuple(values),)
+    graph.graph.eliminate_dead_code()
 
 
 def _chosen(value: Any, members: Sequence[int]) -> Any:
