@@ -123,8 +123,7 @@ class _FirstStep:
             scale = float(self.subject.loss_scale.numbers[0])
             raise NotImplementedError(f"gradients overflow at the loss scale {scale:g}")
         scale_now = self.subject.loss_scale.on(self.subject.device)[0]
-        # widened first: a gradient kept in fp16 for the update to widen would vanish
-        return {n: g.to(self.subject.parameters[n].dtype) / scale_now for n, g in gradients.items()}
+        return {n: g.float() / scale_now for n, g in gradients.items()}  # in fp16 they would vanish
 
     def _reference(self, **options: Any) -> Reference:
         capture = self.variant.capture
