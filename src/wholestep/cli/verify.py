@@ -34,7 +34,7 @@ def command(
     Examples:
       wholestep verify gpt-1m --steps 2
       wholestep verify hf:bert --set num_hidden_layers=2 --batch 2 --seq 32
-      wholestep verify gpt-1m --precision fp16 --memory 1GiB --steps 1
+      wholestep verify gpt-1m --memory 20MiB --batch 2 --backend interpret
       wholestep verify my_package.training:setup --backend interpret --json
     """
     options.checked(precision=precision, backend=backend)
