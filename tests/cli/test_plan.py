@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,7 +12,6 @@ import torch
 from tests.cli import fake_frontier
 from tests.cli.calls import Call, program
 
-from wholestep import cli
 from wholestep.graph.plan_file import read_plan
 from wholestep.train import loop
 
@@ -50,20 +47,6 @@ def test_json_adds_up_and_llama_keeps_its_attention(call: Call) -> None:
         assert sum(point["breakdown"].values()) == point["peak_bytes"] < point["card_bytes"]
     weights = facts["frontier"][0]["breakdown"]["weights"]
     assert 4 * facts["num_parameters"] <= weights < 4.1 * facts["num_parameters"] + 512 * 30
-
-
-def test_what_a_solver_writes_below_python_is_not_in_the_answer(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def chatty(*args: Any, **options: Any) -> Any:
-        os.write(1, b"HighsMipSolverData\n")
-        return fake_frontier.plans_of(*args, **options)
-
-    monkeypatch.setattr("wholestep.report.fit.plans_of", chatty)
-    monkeypatch.setattr(sys, "argv", ["wholestep", "plan", *TINY, "--json", "--no-check-batch"])
-    with pytest.raises(SystemExit):
-        cli.main()
-    assert json.loads(capfd.readouterr().out)["fits"]
 
 
 def test_what_does_not_fit_is_exit_1_with_the_least_and_what_would_help(call: Call, tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
 from typing import Any
 
 import pytest
 import torch
+from scipy.optimize import milp
 from tests.passes.test_recompute import Small, batches, loss_fn
 from torch import nn
 
@@ -70,6 +72,20 @@ def test_the_solver_finds_the_best(target: int) -> None:
     assert (found is None) == (expected is None)
     if found is not None:
         assert found.seconds == pytest.approx(expected)
+
+
+def test_what_the_solver_writes_below_python_is_not_seen(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def chatty(*args: Any, **options: Any) -> Any:
+        os.write(1, b"HighsMipSolverData")
+        return milp(*args, **options)
+
+    monkeypatch.setattr("wholestep.plan.memory.milp", chatty)
+    print("before")
+    MemoryPlanner(chain([100, 200], [1.0, 4.0], {0, 1})).least()
+    print("after")
+    assert capfd.readouterr().out == "before\nafter\n"
 
 
 def test_nothing_is_made_again_across_two_borders() -> None:

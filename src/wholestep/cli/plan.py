@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json as json_text
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -77,8 +75,7 @@ def command(
     question = Question(
         model=model, sets=tuple(sets or ()), batch=batch, seq=seq, precision=precision, target=target, budget_bytes=budget
     )
-    with _solver_is_silent():
-        fit = will_it_fit(question, passes=passes, check_batch=check_batch, tell=_tell)
+    fit = will_it_fit(question, passes=passes, check_batch=check_batch, tell=_tell)
     _tell("")
     _report(fit, out=out, svg=svg, json=json, peers=measured)
     raise typer.Exit(0 if fit.fits else 1)
@@ -154,20 +151,6 @@ def picture_of(fit: Fit, peers: list[Peer] | None = None) -> str:
         knees, title=name, subtitle=subtitle, unit="x" if times == "relative" else "ms",
         budget=fit.question.budget_bytes / GIB, chosen=fit.chosen, peers=() if times == "relative" else peers or (),
     )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _solver_is_silent() -> Iterator[None]:
-    """HiGHS now and then writes a line of its own to the standard output, below Python: it would break `--json`."""
-    sys.stdout.flush()
-    kept, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nothing, 1)
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nothing)
 
 
 def _check_writable(option: str, path: Path | None) -> None:

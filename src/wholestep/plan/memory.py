@@ -12,7 +12,11 @@ exactly by HiGHS.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import sys
+from collections.abc import Iterator
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -124,10 +128,11 @@ class MemoryPlanner:
                 upper[self.near[unit.key]] = upper[self.far[unit.key]] = 0
         integral = np.ones(size)
         integral[self.target] = 0
-        found = milp(
-            cost, integrality=integral, bounds=Bounds(lower, upper), constraints=self._constraints(size),
-            options={"time_limit": SECONDS_PER_SOLVE, "mip_rel_gap": 1e-3},
-        )  # fmt: skip
+        with _solver_is_silent():
+            found = milp(
+                cost, integrality=integral, bounds=Bounds(lower, upper), constraints=self._constraints(size),
+                options={"time_limit": SECONDS_PER_SOLVE, "mip_rel_gap": 1e-3},
+            )  # fmt: skip
         return None if found.x is None else self._decision(found.x)
 
     def _constraints(self, size: int) -> LinearConstraint:
@@ -149,3 +154,17 @@ class MemoryPlanner:
             (rest + sum(v.alive.get(i, 0) for v in kept) for i, rest in enumerate(self.problem.rest)), default=0.0
         )
         return Decision(tuple(sorted(again)), seconds, most)
+
+
+@contextlib.contextmanager
+def _solver_is_silent() -> Iterator[None]:
+    """HiGHS now and then writes a line of its own to the standard output, below Python: it would break a program's `--json`."""
+    sys.stdout.flush()
+    kept, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nothing)
