@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from wholestep.bench import machine
 from wholestep.bench.child import make_request
 from wholestep.bench.contenders import applies
-from wholestep.bench.process import ask_child
+from wholestep.bench.process import ask_child, end, running
 from wholestep.bench.protocol import Protocol
 from wholestep.bench.results import Row, finite, judged, key_of, load, save
+from wholestep.bench.turns import taking_turns
 from wholestep.bench.workload import Workload
 from wholestep.errors import BadOption
 
@@ -108,33 +111,90 @@ def run_in_child(case: Case, limit: float) -> Row:
 
 def run_table(
     cases: Sequence[Case], path: Path, *, run: Run = run_in_child, limit: float | None = None, case_limit: float = 600.0,
-    retry: bool = False, fresh: bool = False, tell: Callable[[str, int], None] = lambda name, done: None,
+    retry: bool = False, fresh: bool = False, jobs: int = 1, tell: Callable[[str, int], None] = lambda name, done: None,
 ) -> Outcome:  # fmt: skip
-    """Make the rows that are not there yet; `tell` hears which is begun and how many cases are done."""
+    """Make the rows that are not there yet; `tell` hears which is begun and how many cases are done.
+
+    With several `jobs` so many rows are at work at once: they compile side by side and are measured one at a time.
+    """
     deadline = None if limit is None else time.monotonic() + limit
     outcome = Outcome([] if fresh or not path.exists() else load(path))
     _refuse_another_gpu(outcome.rows, cases, path)
-    for case in cases:
-        there = next((row for row in outcome.rows if key_of(row) == (case.workload.name, case.contender)), None)
-        if there is not None and case.made(there) and not (retry and there["status"] != "ok"):
-            outcome.kept += 1
-            continue
-        left = float("inf") if deadline is None else deadline - time.monotonic()
-        needed = _expected_seconds(outcome.rows, case)
-        if left < needed:
-            outcome.stopped = f"{max(left, 0):.0f} s are left and {case.name} takes about {needed:.0f} s"
-            break
-        tell(case.name, outcome.made + outcome.kept)
-        began = time.monotonic()
-        row = run(case, min(left, case_limit))
-        if row["status"] == "timed out" and left < case_limit:  # cut by the limit of the table, not by its own
-            outcome.stopped = f"time ran out in {case.name}"
-            break
-        row = case.head() | row | case.head() | {"wall_seconds": time.monotonic() - began}
-        outcome.rows = judged([*(other for other in outcome.rows if other is not there), finite(row)])
-        outcome.made += 1
-        save(path, outcome.rows)
+    table = _Table(cases, path, outcome, deadline, run, case_limit, retry, tell, jobs)
+    with taking_turns(jobs):
+        table.make()
     return outcome
+
+
+class _Table:
+    """Rows being made, by one worker or several."""
+
+    def __init__(
+        self, cases: Sequence[Case], path: Path, outcome: Outcome, deadline: float | None, run: Run, case_limit: float,
+        retry: bool, tell: Callable[[str, int], None], jobs: int,
+    ) -> None:  # fmt: skip
+        self.waiting, self.path, self.outcome, self.deadline = iter(cases), path, outcome, deadline
+        self.run, self.case_limit, self.retry, self.tell, self.jobs = run, case_limit, retry, tell, jobs
+        self.lock = threading.Lock()
+
+    def make(self) -> None:
+        if self.jobs == 1:
+            return self._work()
+        with ThreadPoolExecutor(self.jobs) as workers:
+            begun = [workers.submit(self._work) for _ in range(self.jobs)]
+            try:
+                for one in begun:
+                    one.result()
+            except BaseException:  # Ctrl-C: nobody waits for the rows any more
+                self.outcome.stopped = "interrupted"
+                for child in list(running):
+                    end(child)
+                raise
+
+    def _work(self) -> None:
+        while True:
+            with self.lock:
+                case = self._next()
+                if case is None:
+                    return
+                left = self._left()
+                self.tell(case.name, self.outcome.made + self.outcome.kept)
+            began = time.monotonic()
+            row = self.run(case, min(left, self.case_limit))
+            with self.lock:
+                self._add(case, row, left, time.monotonic() - began)
+
+    def _next(self) -> Case | None:
+        """The next case without a row; None at the end, or when too little time is left for it."""
+        for case in self.waiting if self.outcome.stopped is None else ():
+            there = self._there(case)
+            if there is not None and case.made(there) and not (self.retry and there["status"] != "ok"):
+                self.outcome.kept += 1
+                continue
+            left, needed = self._left(), _expected_seconds(self.outcome.rows, case)
+            if left < needed:
+                self.outcome.stopped = f"{max(left, 0):.0f} s are left and {case.name} takes about {needed:.0f} s"
+                return None
+            return case
+        return None
+
+    def _add(self, case: Case, row: Row, left: float, seconds: float) -> None:
+        if row["status"] == "timed out" and left < self.case_limit:  # cut by the limit of the table, not by its own
+            self.outcome.stopped = f"time ran out in {case.name}"
+            return
+        row = case.head() | row | case.head() | {"wall_seconds": seconds}
+        if self.jobs > 1:
+            row["jobs"] = self.jobs  # its first step shared the CPU with others
+        there = self._there(case)
+        self.outcome.rows = judged([*(other for other in self.outcome.rows if other is not there), finite(row)])
+        self.outcome.made += 1
+        save(self.path, self.outcome.rows)
+
+    def _there(self, case: Case) -> Row | None:
+        return next((row for row in self.outcome.rows if key_of(row) == (case.workload.name, case.contender)), None)
+
+    def _left(self) -> float:
+        return float("inf") if self.deadline is None else self.deadline - time.monotonic()
 
 
 def _expected_seconds(rows: Sequence[Row], case: Case) -> float:

@@ -38,6 +38,7 @@ def command(
     steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Steps to sample after warm-up (20).")] = None,
     limit: Annotated[float | None, typer.Option(min=1, metavar="SECONDS", help="Begin no row that would not fit.")] = None,
     case_limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="For one row.")] = 600.0,
+    jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Rows at work at once; they are timed in turns.")] = 1,
     out: Annotated[
         str | None, typer.Option(metavar="FILE", help="Results; bench_gpu.json or bench_cpu.json when not given.")
     ] = None,
@@ -81,7 +82,7 @@ def command(
             raise BadOption("--smoke takes no --with, --steps or --limit", hint="leave --smoke out to measure")
         raise typer.Exit(_smoke(chosen, contenders(against, peers=("eager",), ours="wholestep-interpret"), seed or 0, out, json))
     names = contenders(against, peers=PEERS, ours="wholestep")
-    raise typer.Exit(_measure(chosen, names, own_passes, steps, limit, case_limit, out, retry, fresh, seed or 0, json))
+    raise typer.Exit(_measure(chosen, names, own_passes, steps, limit, case_limit, out, retry, fresh, seed or 0, json, jobs))
 
 
 def find_workloads(names: Sequence[str], known: dict[str, Workload]) -> list[Workload]:
@@ -107,7 +108,7 @@ def contenders(against: str | None, *, peers: Sequence[str], ours: str) -> list[
 
 def _measure(
     chosen: Sequence[Workload], names: Sequence[str], own_passes: str | None, steps: int | None, limit: float | None,
-    case_limit: float, out: str | None, retry: bool, fresh: bool, seed: int, json: bool,
+    case_limit: float, out: str | None, retry: bool, fresh: bool, seed: int, json: bool, jobs: int,
 ) -> int:  # fmt: skip
     """Make the table and print it; the exit code."""
     import torch
@@ -131,7 +132,9 @@ def _measure(
     )  # fmt: skip
     try:
         with _progress(len(cases)) as tell:
-            outcome = run_table(cases, path, limit=limit, case_limit=case_limit, retry=retry, fresh=fresh, tell=tell)
+            outcome = run_table(
+                cases, path, limit=limit, case_limit=case_limit, retry=retry, fresh=fresh, jobs=jobs, tell=tell
+            )  # fmt: skip
     except KeyboardInterrupt:
         _say(f"stopped; rows made so far are in {path}, and the same command goes on from there")
         raise typer.Exit(130) from None
