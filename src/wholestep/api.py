@@ -110,10 +110,7 @@ def compile(
     _check_options(memory, plan, precision, backend, check, dynamic)
     if plan is not None and chunked_loss is None:
         chunked_loss = plan.chunked_loss
-    if early_update and (clip_norm is not None or nonfinite == "skip"):
-        option = f"clip_norm={clip_norm!r}" if clip_norm is not None else f"nonfinite={nonfinite!r}"
-        hint = "all gradients are needed before the first update then: leave early_update out"
-        raise BadOption(f"early_update=True with {option}", hint=hint)
+    _check_update_options(early_update, clip_scope, clip_norm, nonfinite, accumulate, optimizer, precision)
     subject = make_subject(
         model, loss_fn, optimizer, precision="fp32" if plan is not None and plan.precision else precision, accumulate=accumulate,
         clip_norm=clip_norm, nonfinite=nonfinite, chunked_loss=chunked_loss,
@@ -126,15 +123,7 @@ def compile(
     if backend == "inductor":
         warm_up(subject.device.type)
     _warn_about_optimizer(optimizer, clip_norm)
-    pipeline = passes if isinstance(passes, Pipeline) else default_pipeline(extra=passes or ())
-    if plan is not None and plan.precision:
-        # told apart by module only once the graph is there: captured in fp32, then mixed by the pass
-        pipeline = pipeline.insert_before("fold_constants", functools.partial(amp, precision=precision, modules=plan.precision))
-    if clip_scope != "global":
-        _check_clip_scope(clip_scope, clip_norm, nonfinite, accumulate, early_update, optimizer, precision)
-        pipeline = pipeline.replaced("update_early", functools.partial(update_early, clip="layer", min_bytes=1))
-    if early_update is False:
-        pipeline = pipeline.without("update_early")
+    pipeline = _pipeline(passes, plan, precision, clip_scope, early_update)
     first: Any = check_first_step if check == "first" else None
     if clip_scope != "global" and first is not None:
         first = _before_only(first, f"clip_scope={clip_scope!r} is not torch's clipping: gradients were compared, updates were not")
@@ -150,6 +139,17 @@ def compile(
     step.compiled_for(spec)
     progress.finish(step.explain())
     return step
+
+
+def _pipeline(passes: Any, plan: Plan | None, precision: str, clip_scope: str, early_update: bool | None) -> Pipeline:
+    """The passes asked for, as the other options change them."""
+    pipeline = passes if isinstance(passes, Pipeline) else default_pipeline(extra=passes or ())
+    if plan is not None and plan.precision:
+        # told apart by module only once the graph is there: captured in fp32, then mixed by the pass
+        pipeline = pipeline.insert_before("fold_constants", functools.partial(amp, precision=precision, modules=plan.precision))
+    if clip_scope == "layer":
+        pipeline = pipeline.replaced("update_early", functools.partial(update_early, clip="layer", min_bytes=1))
+    return pipeline.without("update_early") if early_update is False else pipeline
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -286,10 +286,16 @@ def _before_only(check: Callable[..., Any], reason: str) -> Callable[..., Any]:
     return checked
 
 
-def _check_clip_scope(
-    scope: str, clip_norm: Any, nonfinite: str, accumulate: int, early: Any, optimizer: Any, precision: str
+def _check_update_options(
+    early: Any, scope: str, clip_norm: Any, nonfinite: str, accumulate: int, optimizer: Any, precision: str
 ) -> None:
-    """Clipping by layer goes with what can be updated layer by layer."""
+    """What can be updated layer by layer, and what clipping by layer goes with."""
+    if early and scope == "global" and (clip_norm is not None or nonfinite == "skip"):
+        option = f"clip_norm={clip_norm!r}" if clip_norm is not None else f"nonfinite={nonfinite!r}"
+        hint = "all gradients are needed before the first update then: leave early_update out"
+        raise BadOption(f"early_update=True with {option}", hint=hint)
+    if scope == "global":
+        return
     if scope != "layer":
         raise BadOption(f"clip_scope={scope!r}", hint="use 'global' or 'layer'")
     if optimizer is None or optimizers.supported(optimizer) is not None:
