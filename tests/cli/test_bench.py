@@ -58,6 +58,7 @@ def test_list_as_a_table_and_as_json(call: Call) -> None:
         ("--suite papers --out nowhere.json", "nowhere.json"),
         ("--smoke --steps 3", "--smoke takes no"),
         ("line --steps 0", "--steps"),
+        ("line --jobs 2", "--jobs 2 without a GPU"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(call: Call, arguments: str, said: str, tmp_path: Path) -> None:

@@ -123,6 +123,8 @@ def _measure(
     digest = load_passes(own_passes).digest if own_passes is not None else None
     on_gpu = torch.cuda.is_available()
     size, device = ("gpu", "cuda") if on_gpu else ("smoke", "cpu")
+    if jobs > 1 and not on_gpu:
+        raise BadOption(f"--jobs {jobs} without a GPU: one row's compiling would slow down another's steps", hint="leave it out")
     path = Path(out or ("bench_gpu.json" if on_gpu else "bench_cpu.json"))
     if not on_gpu:
         _say("no GPU here: the small sizes run on the CPU, and their times say little about a GPU")

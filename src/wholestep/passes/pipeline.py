@@ -173,6 +173,7 @@ class Pipeline:
         """Only the passes of the apply part, on a prepared graph."""
         for one in self.apply:
             graph = one(graph, plan)
+            graph.made_by = name_of(one)
         return graph
 
     def _inserted(self, name: str, one: Callable[..., TrainingGraph], offset: int) -> Pipeline:
