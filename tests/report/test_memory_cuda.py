@@ -89,7 +89,7 @@ def test_the_peak_is_the_allocators_own() -> None:
     step(batch)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated()
-    # while it is profiled, a library takes a workspace of 4 MiB more: nothing in a real model, 1 % of this one
+    # the profiled step was seen to take exactly 4 MiB more than a plain one, for a reason not found out yet
     assert abs(profile.peak_bytes - peak) <= 0.01 * peak + 4 * MIB
     assert sum(profile.at_peak.values()) == profile.peak_bytes
     assert profile.reserved_bytes is not None and profile.reserved_bytes >= profile.peak_bytes
