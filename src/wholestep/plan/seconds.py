@@ -21,8 +21,6 @@ SHARE_OF_BANDWIDTH = 0.8
 FUSED_SHARE_OF_BANDWIDTH = 0.42
 """Lower, because operands are counted once per region while several kernels of it may read them."""
 LAUNCH_SECONDS = 2.5e-6
-CALIBRATED = ("h200",)
-"""Devices on which the shares were measured."""
 
 
 class Clock:
