@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,7 +60,6 @@ class Budget:
         """Card bytes of a step with this allocated peak."""
         return int((peak_bytes + self.others_bytes) * (1 + self.slack)) + self.context_bytes
 
-
     def peak(self) -> int:
         """The allocated peak that takes exactly the budget."""
         return int((self.card_bytes - self.context_bytes) / (1 + self.slack)) - self.others_bytes
@@ -107,14 +107,18 @@ class Fitting:
         self.prepared: TrainingGraph | None = None
         self.points: list[Point] = []
         self.state_bytes = 0
+        self.tries = 0
+        """Plans that were compiled to know what they really take."""
 
     def run_on(self, capture: Capture, *, dump: str | None = None) -> list[str]:
         """Rewrite the capture's graph; the lines to report."""
         self.state_bytes = _state_bytes(capture)
         lines = self.pipeline.bound(self._first_plan).run_on(capture, dump=dump)
+        began = time.perf_counter()
         best = self._fit(capture)
         capture.plan = best
-        return [*lines, *self._told(best)]
+        tried = f"memory: {self.tries} of {len(self.points)} plans tried in {time.perf_counter() - began:.1f} s"
+        return [*lines, tried, *self._told(best)]
 
     def _takes(self, peak_bytes: float) -> int:
         return self.budget.takes(peak_bytes + self.state_bytes)
@@ -144,6 +148,7 @@ class Fitting:
         graphs[index] = capture.graph
         while True:
             measured[index] = self.exact_peak(graphs[index])
+            self.tries = len(measured)
             failed = {i for i, peak in measured.items() if self._takes(peak) > self.budget.card_bytes}
             fits = sorted(set(measured) - failed)
             ratio = measured[index] / self.points[index].peak_bytes

@@ -10,6 +10,7 @@ to be worth a region of its own. The outermost such path wins: `stages.2.blocks.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections import Counter, defaultdict
@@ -80,12 +81,13 @@ def part_borders(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     return [node for (_, before), (node, part) in itertools.pairwise(parts) if part != before]
 
 
-def _integer_prefixes(path: str | None) -> list[str]:
-    """`encoder.layer.3.mlp.0` -> [`encoder.layer.3`, `encoder.layer.3.mlp.0`], outermost first."""
+@functools.cache
+def _integer_prefixes(path: str | None) -> tuple[str, ...]:
+    """`encoder.layer.3.mlp.0` -> (`encoder.layer.3`, `encoder.layer.3.mlp.0`), outermost first."""
     if not path:
-        return []
+        return ()
     parts = path.split(".")
-    return [".".join(parts[: index + 1]) for index, part in enumerate(parts) if part.partition("#")[0].isdigit()]
+    return tuple(".".join(parts[: index + 1]) for index, part in enumerate(parts) if part.partition("#")[0].isdigit())
 
 
 def _repeated(operations: dict[str, list[str]]) -> set[str]:

@@ -112,10 +112,13 @@ def storage_bytes(graph: TrainingGraph, found: dict[fx.Node, Storages]) -> dict[
 
 def _last_positions(nodes: list[fx.Node], found: dict[fx.Node, Storages]) -> dict[int, int]:
     """Storage -> the position of the last node that makes or reads any value in it."""
-    last: dict[int, int] = {}
+    seen: dict[fx.Node, int] = {}
     for position, node in enumerate(nodes):
-        for value in (node, *node.all_input_nodes):
-            last.update(dict.fromkeys(flat_numbers(found.get(value)), position))
+        seen.update(dict.fromkeys((node, *node.all_input_nodes), position))
+    last: dict[int, int] = {}
+    for value, position in seen.items():  # an update returns a thousand tensors and has a reader for each: look once
+        for number in flat_numbers(found.get(value)):
+            last[number] = max(position, last.get(number, 0))
     return last
 
 

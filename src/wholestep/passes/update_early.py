@@ -90,14 +90,15 @@ class _Places:
     def of(cls, graph: TrainingGraph, nodes: Sequence[fx.Node], updates: set[fx.Node]) -> _Places:
         position = {node: index for index, node in enumerate(nodes)}
         numbers = storages(graph)
-        last: dict[Any, int] = {}
+        read_at: dict[fx.Node, int] = {}
         for node in nodes:
             if node.op == "output":
                 continue  # what is returned is copied before it is overwritten
-            read = _list(node, "grads") if node in updates else node.all_input_nodes
-            for entry in read:
-                for number in flat_numbers(numbers.get(entry)):
-                    last[number] = position[node]
+            read_at.update(dict.fromkeys(_list(node, "grads") if node in updates else node.all_input_nodes, position[node]))
+        last: dict[Any, int] = {}
+        for entry, place in read_at.items():
+            for number in flat_numbers(numbers.get(entry)):
+                last[number] = max(place, last.get(number, -1))
         inputs = {node: last.get(numbers[node], -1) for node in nodes if node.op == "placeholder"}
         ends = max((position[update] for update in updates), default=0)
         whole_step = any(entry.kind is OutputKind.LOSS for entry in graph.outputs)

@@ -89,7 +89,8 @@ def timeline(graph: TrainingGraph, *, workspace: int = WORKSPACE) -> Timeline:
         over = _written_over(work, new, dying[index], sizes, born, works) if work.fusable else 0
         alive.append(now - over + _scratch(work.node))
         now -= sum(sizes[s] for s in dying[index])
-    gradients = frozenset(s for name in graph.gradients.values() for s in flat_numbers(numbers[graph.node(name)]))
+    named = set(graph.gradients.values())
+    gradients = frozenset(s for node, tree in numbers.items() if node.name in named for s in flat_numbers(tree))
     return Timeline(tuple(works), tuple(alive), born, last, sizes, numbers, _lasting(graph), gradients, workspace)
 
 

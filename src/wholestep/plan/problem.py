@@ -127,15 +127,18 @@ class _Builder:
             unit.stretches |= where[self.layers.get(node, "")]
             made = [self.maker[s] for s in flat_numbers(self.numbers[node]) if s in self.maker]
             unit.seconds += self._seconds(node, made)
-            for storage in {s for entry in node.all_input_nodes for s in flat_numbers(self.numbers.get(entry))}:
-                if storage not in self.maker:
-                    continue
+            for storage in self._read(node):
                 source = self.maker[storage]
                 mine, its = self.layers.get(node), self.layers.get(source)
                 reads = unit.near_reads if mine == its else unit.free_reads if its is None else unit.far_reads
                 reads.add(self.keys[source])
                 for value in made:
                     self.values[self.keys[value]].made_from.add(self.keys[source])
+
+    def _read(self, node: fx.Node) -> set[int]:
+        """Storages of forward values that a node reads; of a list of results a selection reads only its own."""
+        read = [node] if node.target is operator.getitem else node.all_input_nodes
+        return {s for entry in read for s in flat_numbers(self.numbers.get(entry)) if s in self.maker}
 
     def _seconds(self, node: fx.Node, made: list[fx.Node]) -> float:
         """Of a second call: a library call in full; fused work what it writes for library calls to read."""
@@ -157,9 +160,7 @@ class _Builder:
             ends[segment] = stretches[node]
         until: dict[int, int] = {s: ends.get(self.layers.get(node, "\0"), -1) for s, node in self.maker.items()}
         for segment, node in segments:
-            for storage in {s for entry in node.all_input_nodes for s in flat_numbers(self.numbers.get(entry))}:
-                if storage not in self.maker:
-                    continue
+            for storage in self._read(node):
                 value = self.values[self.keys[self.maker[storage]]]
                 near = self.layers.get(self.maker[storage], "") == segment
                 value.near, value.far = value.near or near, value.far or not near
