@@ -106,13 +106,16 @@ def card_facts(step: Any, model: Any, optimizer: Any, batch: Any) -> dict[str, i
 
 
 def verdict(found: dict[str, Any]) -> dict[str, Any]:
-    """What must hold: every budget kept, peaks falling with budgets, the least granted and less refused."""
+    """What must hold: every budget kept, peaks falling and times rising with less, the least granted and less refused."""
     granted = [row for row in found["rows"] if row.get("budget_bytes") and "refused" not in row]
     peaks = [row["allocated_bytes"] for row in granted]
+    times = [row["step_ms"] for row in granted]
+    gained = [1 - after / max(times[: index + 1]) for index, after in enumerate(times[1:])]
     errors = [abs(row["predicted_bytes"] / row["allocated_bytes"] - 1) for row in granted if row.get("predicted_bytes")]
     return {
         "kept": all(row["card_bytes"] <= row["budget_bytes"] for row in granted),
         "monotone": all(after <= before * 1.001 for before, after in itertools.pairwise(peaks)),
+        "largest_speedup_by_less_memory": max(gained, default=0.0),  # noise where it is small
         "smallest_granted": granted[-1]["budget_bytes"] <= found["smallest_bytes"] if granted else False,
         "less_refused": "refused" in found["rows"][-1],
         "largest_prediction_error": max(errors, default=None),

@@ -4,7 +4,8 @@ A row is MODEL:SYSTEM[:BUDGET][:BATCH][:LAYERS], for example `llama:eager`, `lla
 `gpt2:wholestep:14GiB:32`, `bert:wholestep:6GiB::4`. Same weights, data, seed and precision as in h200.py. Every row has the
 allocated and reserved peak, the bytes the card shows, the time of a step, and the losses. `hard` behind a budget
 (`22GiB!`) also sets the allocator's limit to it, as on a smaller card. Rows are written as they are made and skipped when
-present.
+present. With `--jobs 3` three compile at once and are timed in turns; the card then shows the bytes of all, so these rows
+have only those of their own allocator.
 
     python benchmarks/memory_budget.py --rows llama:compile,llama:wholestep,llama:wholestep:26GiB --out FILE
 """
@@ -18,7 +19,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +43,22 @@ def parse(text: str) -> dict[str, Any]:
 def child(row: dict[str, Any]) -> dict[str, Any]:
     import torch
 
+    from wholestep.bench.turns import VARIABLE, my_turn, tune_in_turns
     from wholestep.errors import BudgetTooSmall
     from wholestep.graph.bytes import parse_bytes
+    from wholestep.plan.frontier import CONTEXT_BYTES
 
+    tune_in_turns()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     total = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     with torch.device(device):
         model = h200.build(row["model"], row["layers"]).train()
-    context = total - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved() if device == "cuda" else 0
+    context = 0
+    if device == "cuda":
+        alone = VARIABLE not in os.environ
+        context = total - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved() if alone else CONTEXT_BYTES
     if row["hard"]:
         torch.cuda.set_per_process_memory_fraction((parse_bytes(row["budget"]) - context) / total)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -63,9 +72,13 @@ def child(row: dict[str, Any]) -> dict[str, Any]:
         step, told = make_step(row, model, optimizer, batches[0], device)
     except BudgetTooSmall as refused:
         return found | {"refused": str(refused), "smallest_gib": refused.smallest_bytes / 2**30}
-    losses = [float(step(batches[0]))]
-    found["first_step_seconds"] = time.perf_counter() - began
-    return found | told | measured(row, step, batches, losses)
+    losses = [float(step(batches[0]))] if row["system"] == "compile" else []  # compiles there, while others are timed
+    waited = time.perf_counter()
+    with my_turn():
+        began += time.perf_counter() - waited
+        losses = losses or [float(step(batches[0]))]
+        found["first_step_seconds"] = time.perf_counter() - began
+        return found | told | measured(row, step, batches, losses)
 
 
 def make_step(row: dict[str, Any], model: Any, optimizer: Any, batch: Any, device: str) -> tuple[Any, dict[str, Any]]:
@@ -83,16 +96,18 @@ def make_step(row: dict[str, Any], model: Any, optimizer: Any, batch: Any, devic
 def measured(row: dict[str, Any], step: Any, batches: list[Any], losses: list[float]) -> dict[str, Any]:
     import torch
 
+    from wholestep.bench.turns import VARIABLE
+
     on_gpu = torch.cuda.is_available()
+    cards: list[float] = []
     if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        cards = []
     times: list[float] = []
     kept: list[Any] = []
     for index in range(1, STEPS):
         times += h200.timed_steps(step, batches, 1, index, kept)
-        if on_gpu:
+        if on_gpu and VARIABLE not in os.environ:
             free, total = torch.cuda.mem_get_info()
             cards.append((total - free) / 2**30)
     losses += [float(loss) for loss in kept]
@@ -102,9 +117,11 @@ def measured(row: dict[str, Any], step: Any, batches: list[Any], losses: list[fl
     }
     if on_gpu:
         found |= {
-            "peak_allocated_gib": torch.cuda.max_memory_allocated() / 2**30, "peak_card_gib": max(cards), "card_gib": cards[-1],
+            "peak_allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
             "peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
-        }  # fmt: skip
+        }
+    if cards:
+        found |= {"peak_card_gib": max(cards), "card_gib": cards[-1]}
     if row["system"] == "wholestep":
         found["explain_after"] = step.explain()
     return found
@@ -133,10 +150,41 @@ def print_row(row: dict[str, Any]) -> None:
     elif "refused" in row:
         print(f"{row['row']:<28} refused: {row['refused']}", flush=True)
     else:
-        memory = "  ".join(f"{row.get(f'{name}_gib', 0):6.2f} {name}" for name in ("peak_allocated", "peak_reserved", "peak_card"))
+        kinds = [name for name in ("peak_allocated", "peak_reserved", "peak_card") if f"{name}_gib" in row]
+        memory = "  ".join(f"{row[f'{name}_gib']:6.2f} {name}" for name in kinds)
         speed = f"{row['step_ms']:8.1f} ms  {row['sequences_per_second']:7.1f}/s"
         ends = f"first {row['first_step_seconds']:.0f} s  loss {row['losses'][-1]:.4f}"
         print(f"{row['row']:<28} {speed}  {memory}  {ends}", flush=True)
+
+
+class Table:
+    """Rows in a file, made by one worker or several until the time is up."""
+
+    def __init__(self, out: Path, rows: list[dict[str, Any]], limit: float, jobs: int) -> None:
+        self.out, self.rows, self.jobs = out, rows, jobs
+        self.deadline = time.monotonic() + limit
+        self.lock = threading.Lock()
+
+    def make(self, texts: list[str]) -> None:
+        from wholestep.bench.turns import taking_turns
+
+        present = {row["row"] for row in self.rows}
+        with taking_turns(self.jobs), ThreadPoolExecutor(self.jobs) as workers:
+            for _ in workers.map(self._one, [text for text in texts if text not in present]):
+                pass
+
+    def _one(self, text: str) -> None:
+        left = self.deadline - time.monotonic()
+        if left < 15:
+            print(f"out of time before {text}; the same command goes on from here", flush=True)
+            return
+        row = parse(text)
+        row |= run_child(row, left) | ({"jobs": self.jobs} if self.jobs > 1 else {})
+        with self.lock:
+            self.rows.append(row)
+            print_row(row)
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            self.out.write_text(json.dumps({"machine": h200.facts(), "rows": self.rows}, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -145,26 +193,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results" / "memory_budget.json")
     parser.add_argument("--limit", type=float, default=500.0, help="seconds for all rows")
     parser.add_argument("--retry", action="store_true", help="make rows that failed again")
+    parser.add_argument("--jobs", type=int, default=1, help="rows at work at once")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         print("\n" + json.dumps(child(json.loads(options.child)), default=str), flush=True)
         return
-    deadline = time.monotonic() + options.limit
     rows: list[dict[str, Any]] = json.loads(options.out.read_text("utf-8"))["rows"] if options.out.exists() else []
     rows = [row for row in rows if not (options.retry and "error" in row)]
-    for text in filter(None, options.rows.split(",")):
-        if text in [row["row"] for row in rows]:
-            continue
-        left = deadline - time.monotonic()
-        if left < 15:
-            print(f"out of time before {text}; the same command goes on from here", flush=True)
-            break
-        row = parse(text)
-        rows.append(row | run_child(row, left))
-        print_row(rows[-1])
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"machine": h200.facts(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    Table(options.out, rows, options.limit, options.jobs).make(list(filter(None, options.rows.split(","))))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from tests.bench.test_harness import Maker, cases
 
+from wholestep.bench import turns
 from wholestep.bench.harness import Case, run_table
-from wholestep.bench.turns import VARIABLE, my_turn, taking_turns
+from wholestep.bench.turns import VARIABLE, WORKERS, my_turn, taking_turns, tune_in_turns
 
 PATIENCE = 20.0
 """Seconds within which threads that may run side by side must have met."""
@@ -84,3 +85,44 @@ def test_turns_exclude_each_other(jobs: int, expected: int) -> None:
         for thread in threads:
             thread.join()
     assert max(most) == expected and len(most) == 4
+
+
+def test_a_turn_within_a_turn_is_the_same_one() -> None:
+    def take() -> None:
+        with my_turn():
+            pass
+
+    with taking_turns(2):
+        with my_turn():
+            take()
+        # given back at the end of the outer one, so another may have it
+        other = threading.Thread(target=take, daemon=True)
+        other.start()
+        other.join(PATIENCE)
+        assert not other.is_alive()
+
+
+def test_rows_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.delenv(WORKERS, raising=False)
+    with taking_turns(4):
+        assert os.environ[WORKERS] == "3"
+    assert WORKERS not in os.environ
+    monkeypatch.setenv(WORKERS, "7")
+    with taking_turns(4):
+        assert os.environ[WORKERS] == "7", "the user's own number"
+    assert os.environ[WORKERS] == "7"
+
+
+def test_kernels_are_tuned_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    heuristics = pytest.importorskip("torch._inductor.runtime.triton_heuristics")
+    held: list[bool] = []
+    monkeypatch.setattr(
+        heuristics.CachingAutotuner, "benchmark_all_configs", lambda self, *args: held.append(turns._mine.held) or args
+    )
+    unpatched = heuristics.CachingAutotuner.benchmark_all_configs
+    tune_in_turns()
+    assert heuristics.CachingAutotuner.benchmark_all_configs is unpatched, "alone there is nobody to wait for"
+    with taking_turns(2):
+        tune_in_turns()
+        assert heuristics.CachingAutotuner.benchmark_all_configs(None, 3) == (3,) and held == [True]

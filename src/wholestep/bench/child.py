@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from wholestep.bench.protocol import Protocol
+from wholestep.bench.turns import tune_in_turns
 
 MARK = '{"wholestep_bench_row": '
 
@@ -66,6 +67,7 @@ def _end_with(parent: int) -> None:
 
 def main() -> None:
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    tune_in_turns()
     # The api comes after this folder in the order in which data flows. This is a program of its own, so it may reach it.
     compile_step = importlib.import_module("wholestep.api").compile
     for row in answers(sys.argv[1], compile_step):

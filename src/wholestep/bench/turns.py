@@ -1,17 +1,32 @@
 """Rows made side by side take turns on the device: one measures while others compile.
 
 In: the path of a lock file in the environment, set by the harness when it makes several rows at once. Out: a context in which
-no other row is timed. Building and compiling need the CPU, measuring needs the GPU to itself.
+no other row is timed. Building and compiling need the CPU, measuring needs the GPU to itself: the steps of a row, and the
+trials by which Inductor chooses between versions of a kernel, which are timed as well. Every row gets its share of the CPU's
+cores to compile with, so that one is left to launch the kernels of the row that is timed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import tempfile
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 VARIABLE = "WHOLESTEP_BENCH_TURN"
+WORKERS = "TORCHINDUCTOR_COMPILE_THREADS"
+
+
+class _Mine(threading.local):
+    """Whether this thread has the turn."""
+
+    held = False
+
+
+_mine = _Mine()
 
 
 @contextlib.contextmanager
@@ -20,26 +35,50 @@ def taking_turns(jobs: int) -> Iterator[None]:
     if jobs == 1:
         yield
         return
+    before = os.environ.get(WORKERS)
     with tempfile.NamedTemporaryFile(prefix="wholestep-turn-") as file:
         os.environ[VARIABLE] = file.name
+        os.environ[WORKERS] = before or str(max(1, (os.cpu_count() or 1) // jobs - 1))
         try:
             yield
         finally:
             del os.environ[VARIABLE]
+            if before is None:
+                del os.environ[WORKERS]
 
 
 @contextlib.contextmanager
 def my_turn() -> Iterator[None]:
-    """Wait until no other row is measured, and keep others from it meanwhile."""
+    """Wait until no other row is measured, and keep others from it meanwhile; a turn within a turn is the same one."""
     path = os.environ.get(VARIABLE)
-    if path is None:
+    if path is None or _mine.held:
         yield
         return
     import fcntl
 
     with open(path, "ab") as file:  # the system gives the lock back when the process ends, however it ends
         fcntl.flock(file, fcntl.LOCK_EX)
+        _mine.held = True
         try:
             yield
         finally:
+            _mine.held = False
             fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def tune_in_turns() -> None:
+    """From now on Inductor times the versions of a kernel in a turn of this process."""
+    if VARIABLE not in os.environ:
+        return
+    try:
+        from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    except ImportError:  # no Triton here, so nothing is tuned
+        return
+    inner = CachingAutotuner.benchmark_all_configs
+
+    @functools.wraps(inner)
+    def benchmark_all_configs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with my_turn():
+            return inner(self, *args, **kwargs)
+
+    CachingAutotuner.benchmark_all_configs = benchmark_all_configs  # type: ignore[method-assign]
