@@ -37,8 +37,6 @@ AUTO_MARGIN = 0.04
 SLACK_OF_FIXED_SEGMENTS = 0.09
 """Measured on the three large models: what the allocator reserves beyond the peak when its segments do not grow."""
 TARGETS = 8
-NEAR = (1.05, 1.02, 1.0, 0.98, 0.95)
-"""Shares of the budget for which the fastest plan is looked for, beside plans for all sizes: predictions are a little off."""
 MOST_TRIES = 4
 """Plans that are compiled before the best of them is taken."""
 
@@ -126,8 +124,7 @@ class Fitting:
     def _first_plan(self, graph: TrainingGraph) -> Plan:
         try:
             peak = self.budget.peak() - self.state_bytes
-            near = [int(peak * share) for share in NEAR]
-            self.points = frontier(graph, self.device, self.pipeline.carry_out, targets=TARGETS, wanted=near)
+            self.points = frontier(graph, self.device, self.pipeline.carry_out, targets=TARGETS, near=peak)
         except ValueError as error:
             raise BadOption(f"memory= with symbolic sizes: {error}", hint="use dynamic=False") from error
         self.prepared = copy_graph(graph)

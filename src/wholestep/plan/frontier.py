@@ -1,9 +1,9 @@
 """Time against memory: a TrainingGraph and a device in, the plans worth having out, from the fastest to the leanest.
 
 Each point is a plan, the peak it is predicted to have (event by event on the rewritten graph, not by the planner's sums) and
-the time. Peaks fall and times rise along the list, and the choice for a budget is the first that fits: of one list, a smaller
-budget never takes a plan with a larger peak. Plans asked for a budget of its own (`wanted`) are optimal for it, so this holds
-for them too, up to the solver's gap of 0.1 %.
+the time. Peaks fall and times rise along the list, and the choice for a budget is the first that fits: a smaller budget never
+takes a plan with a larger peak. The fastest plan is not the one that keeps everything: a GELU is computed again in less time
+than it takes to write and read it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ SLACK = 0.015
 """What the allocator reserves beyond what is allocated at the peak, when its segments grow."""
 WORTH = 0.002
 """A point must be leaner than the one before by this share of the memory."""
+WORTH_SECONDS = 0.005
+"""A plan must be faster than keeping everything by this share of the time to be taken for its speed."""
+FINER, ABOUT = 12, 0.1
+"""About a wanted peak, within this share of it, there are so many times as many plans."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,49 +63,92 @@ def peak_for_card(budget_bytes: int, slack: float = SLACK) -> int:
 
 
 def frontier(
-    graph: TrainingGraph, device: Device, apply: Apply, *, targets: int = TARGETS, wanted: Sequence[int] = ()
+    graph: TrainingGraph, device: Device, apply: Apply, *, targets: int = TARGETS, near: int | None = None
 ) -> list[Point]:
     """The plans worth having, from the fastest to the leanest. The graph is left as it is.
 
-    `wanted`: peaks for which the fastest plan is to be among them.
+    With `near`, a peak that somebody asked for, the plans about that peak are much closer together, and all but the leanest
+    are described by the planner's own sums; without, every plan is carried out and looked at event by event.
     """
-    clock = Clock(device)
-    workspace = WORKSPACE if device.link_bandwidth else 0  # a CPU's libraries hold none
-    with compat.no_python_code():  # none of these graphs will run
-        planned = apply(copy_graph(graph), Plan())
-        whole = timeline(planned, workspace=workspace)
-        problem = make_problem(planned, whole, clock)
-        points = [_point(whole, Plan(), clock)]
-        for decision in _decisions(MemoryPlanner(problem), whole.peak_bytes, targets, wanted):
-            plan = Plan(recompute=decision.again, reasons=_reasons(decision, problem))
-            line = timeline(apply(copy_graph(graph), plan), workspace=workspace)
-            points.append(_point(line, plan, clock))
-    return _worthwhile(points, problem)
+    study = Study(graph, device, apply)
+    points = [study.kept, study.fastest]
+    for decision in _decisions(study, targets, near):
+        points.append(study.carried_out(decision) if near is None else study.summed_up(decision))
+    return _worthwhile(points, study.problem)
 
 
-def _decisions(planner: MemoryPlanner, most: int, targets: int, wanted: Sequence[int]) -> Iterable[Decision]:
-    least = planner.least()
-    seen: set[tuple[str, ...]] = {()}
-    steps = [most + (least.bytes - most) * step / targets for step in range(1, targets)]
-    for target in sorted([*steps, *(float(peak) for peak in wanted if peak < most)], reverse=True) + [least.bytes]:
-        decision = least if target == least.bytes else planner.within(target)
+def fastest(graph: TrainingGraph, device: Device, apply: Apply) -> Plan:
+    """The plan that takes the least time, whatever the memory: fused results that are quicker to compute than to keep."""
+    study = Study(graph, device, apply)
+    return study.fastest.plan if study.fastest.seconds < study.kept.seconds * (1 - WORTH_SECONDS) else study.kept.plan
+
+
+class Study:
+    """One step on one device: the memory and the time of its plans."""
+
+    def __init__(self, graph: TrainingGraph, device: Device, apply: Apply) -> None:
+        self.graph, self.apply, self.clock = graph, apply, Clock(device)
+        self.workspace = WORKSPACE if device.link_bandwidth else 0  # a CPU's libraries hold none
+        with compat.no_python_code():  # none of these graphs will run
+            planned = apply(copy_graph(graph), Plan())
+            whole = timeline(planned, workspace=self.workspace)
+            self.problem = make_problem(planned, whole, self.clock)
+        self.planner = MemoryPlanner(self.problem)
+        self.kept = self._point(whole, Plan())
+        """Everything kept."""
+        self.first, self.least = self.planner.fastest(), self.planner.least()
+        self.fastest = self.carried_out(self.first)
+
+    def carried_out(self, decision: Decision) -> Point:
+        """A plan as it really becomes: its graph, event by event."""
+        with compat.no_python_code():
+            plan = self._plan(decision)
+            return self._point(timeline(self.apply(copy_graph(self.graph), plan), workspace=self.workspace), plan)
+
+    def summed_up(self, decision: Decision) -> Point:
+        """A plan by how the planner's sums for it differ from those for the fastest; what fills the memory only for the leanest."""
+        seconds = self.fastest.seconds + decision.seconds - self.first.seconds
+        peak = int(self.fastest.peak_bytes + decision.bytes - self.first.bytes)
+        plan = dataclasses.replace(self._plan(decision), predicted_bytes=peak, predicted_seconds=seconds)
+        return Point(plan, peak, seconds, self.carried_out(decision).breakdown if decision is self.least else {}, "")
+
+    def _plan(self, decision: Decision) -> Plan:
+        return Plan(recompute=decision.again, reasons=_reasons(decision, self.problem))
+
+    def _point(self, line: Timeline, plan: Plan) -> Point:
+        seconds = self.clock.step(line.works, line.sizes)
+        plan = dataclasses.replace(plan, predicted_bytes=line.peak_bytes, predicted_seconds=seconds)
+        return Point(plan, line.peak_bytes, seconds, line.breakdown(), "")
+
+
+def _decisions(study: Study, targets: int, near: int | None) -> Iterable[Decision]:
+    """From the second fastest to the leanest. Which targets there are does not depend on `near`, only which of them are
+    looked at: two budgets choose from one and the same list."""
+    first, least = study.first, study.least
+    seen = {(), first.again, least.again}
+    count = targets if near is None else targets * FINER
+    for step in range(1, count):
+        target = first.bytes + (least.bytes - first.bytes) * step / count
+        if near is not None and step % FINER and not near * (1 - ABOUT) <= target <= near * (1 + ABOUT):
+            continue
+        decision = study.planner.within(target)
         if decision is not None and decision.again not in seen:
             seen.add(decision.again)
             yield decision
-
-
-def _point(line: Timeline, plan: Plan, clock: Clock) -> Point:
-    seconds = clock.step(line.works, line.sizes)
-    plan = dataclasses.replace(plan, predicted_bytes=line.peak_bytes, predicted_seconds=seconds)
-    return Point(plan, line.peak_bytes, seconds, line.breakdown(), "")
+    yield least
 
 
 def _worthwhile(points: Sequence[Point], problem: Problem) -> list[Point]:
-    """Strictly leaner and strictly slower each; a point that another beats in both is dropped."""
+    """Strictly leaner and slower each; a point that another beats in both is dropped. The leanest of all is always there."""
     found: list[Point] = []
     for point in sorted(points, key=lambda p: (p.seconds, p.peak_bytes)):
         if not found or point.peak_bytes < found[-1].peak_bytes * (1 - WORTH):
             found.append(point)
+    leanest = min(points, key=lambda p: (p.peak_bytes, not p.breakdown))  # of two, the one that is known in detail
+    if leanest is not found[-1] and len(found) > 1:
+        found[-1] = leanest
+    elif leanest.peak_bytes < found[-1].peak_bytes:
+        found.append(leanest)
     return [_told(point, found[i - 1] if i else None, problem) for i, point in enumerate(found)]
 
 

@@ -7,7 +7,7 @@ exactly by HiGHS.
     keep(v) + again(maker(v)) >= 1                   for every value v the backward pass reads
     keep(s) + again(maker(s)) >= again(w)            for every operand s of an operation w
     rest + sum keep bytes + sum again bytes <= target    in every stretch of the backward pass
-    minimise  sum again seconds
+    minimise  sum again seconds + sum keep seconds to write and read
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Decision:
     again: tuple[str, ...]
     """Values that are not kept."""
     seconds: float
-    """What making them again takes."""
+    """What that takes beyond keeping all; less than nothing where computing is quicker than storing."""
     bytes: float
     """The largest sum over all stretches, as the problem counts them."""
 
@@ -64,6 +64,12 @@ class MemoryPlanner:
     def least(self) -> Decision:
         """The plan that takes the fewest bytes, whatever the time."""
         found = self._solve(cost_of_bytes=1.0, most=np.inf)
+        assert found is not None, "keeping everything is always possible"
+        return found
+
+    def fastest(self) -> Decision:
+        """The plan that takes the least time, whatever the bytes."""
+        found = self._solve(cost_of_bytes=1e-9, most=np.inf)
         assert found is not None, "keeping everything is always possible"
         return found
 
@@ -112,9 +118,10 @@ class MemoryPlanner:
     def _solve(self, cost_of_bytes: float, most: float) -> Decision | None:
         size = self.target + 1
         cost = np.zeros(size)
-        for value in self.values:
-            cost[self.keep[value.key]] = 1e-7 * value.bytes / self.scale  # of two equal plans the one that keeps less
         whole = sum(unit.seconds for unit in self.units) or 1.0
+        for value in self.values:
+            # of two equal plans the one that keeps less
+            cost[self.keep[value.key]] = value.holding / whole + 1e-7 * value.bytes / self.scale
         for unit in self.units:  # as shares of the forward pass, again for the solver's sake
             cost[self.near[unit.key]] = cost[self.far[unit.key]] = unit.seconds / whole + 1e-6
         cost[self.target] = cost_of_bytes
@@ -150,6 +157,7 @@ class MemoryPlanner:
         ]  # fmt: skip
         seconds = sum(u.seconds * (int(chosen[self.near[u.key]]) + int(chosen[self.far[u.key]])) for u in self.units)
         kept = [v for v in self.values if chosen[self.keep[v.key]]]
+        seconds -= sum(v.holding for v in self.values) - sum(v.holding for v in kept)
         most = max(
             (rest + sum(v.alive.get(i, 0) for v in kept) for i, rest in enumerate(self.problem.rest)), default=0.0
         )

@@ -6,8 +6,9 @@ own layer (`near`), or in that of another which reads it (`far`: what a layer ha
 far from something that itself is not kept and comes from yet another layer: otherwise the whole forward pass would be
 repeated for every layer.
 
-Memory is looked at in every stretch of the backward pass: what is kept until then, what is made again there, and the rest,
-which no decision changes.
+Memory is looked at in every stretch of the backward pass and, last, at the end of the forward pass, where the loss is: what is
+kept until then, what is made again there, and the rest, which no decision changes. Time is what is made again, and for fused
+results that are kept, what it takes to write and read them: to compute a GELU twice is quicker than to store it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from collections import defaultdict
 
 from torch import fx
 
+from wholestep.cost.flops import flops
 from wholestep.graph.keys import value_keys
-from wholestep.graph.layers import layers_of
+from wholestep.graph.layers import layers_of, parts_of
 from wholestep.graph.liveness import flat_numbers, tensor_bytes, with_tensors
 from wholestep.graph.segments import backward_segments, may_recompute
 from wholestep.graph.training_graph import TrainingGraph, phase_of
@@ -46,6 +48,8 @@ class Value:
     """Stretch of the backward pass -> bytes kept there."""
     stored: bool = False
     """Made again it would be written to memory, not only computed inside its readers."""
+    holding: float = 0.0
+    """Seconds it takes to write it for the backward pass and to read it there."""
     made_from: set[str] = dataclasses.field(default_factory=set)
 
 
@@ -71,10 +75,11 @@ class Problem:
     values: dict[str, Value]
     units: dict[str, Unit]
     rest: list[int]
-    """Per stretch of the backward pass: bytes that no decision changes, what lasts included."""
+    """Per stretch of the backward pass, and at the end of the forward pass: bytes that no decision changes, what lasts included."""
 
 
 def make_problem(graph: TrainingGraph, line: Timeline, clock: Clock) -> Problem:
+    """What there is to decide for this step on the clock's device."""
     return _Builder(graph, line, clock).build()
 
 
@@ -95,6 +100,7 @@ class _Builder:
         stretches = _stretches(segments)
         self._units(segments, stretches)
         self._needs(segments, stretches)
+        self._holding()
         return Problem(self.values, self.units, self._rest(stretches))
 
     def _makers(self) -> None:
@@ -169,9 +175,32 @@ class _Builder:
             size = next(tensor_bytes(t) for s, t in with_tensors(self.numbers[node], node.meta["val"]) if s == storage)
             for stretch in range(until[storage] + 1):
                 self.values[self.keys[node]].alive[stretch] += size
+        end_of_forward = max(stretches.values(), default=-1) + 1
+        for value in self.values.values():
+            value.alive[end_of_forward] = value.alive.get(0, 0)
+
+    def _holding(self) -> None:
+        """A fused result that no other part of the forward pass reads is written only to be kept.
+
+        On a CPU arithmetic is not free beside memory, so there keeping counts as nothing."""
+        if not self.clock.device.link_bandwidth:
+            return
+        parts = parts_of(self.graph.graph.nodes)
+        for storage, node in self.maker.items():
+            operation = _operation(node)
+            if not is_fusable(operation):
+                continue  # a library writes its results anyway
+            readers = _readers(node)
+            forward = [r for r in readers if phase_of(r) == "forward"]
+            written = flops(operation).kind == "reduction" or any(
+                not is_fusable(r) or parts[r] != parts[operation] for r in forward
+            )
+            read = any(is_fusable(r) for r in readers if phase_of(r) == "backward")
+            size = next(tensor_bytes(t) for s, t in with_tensors(self.numbers[node], node.meta["val"]) if s == storage)
+            self.values[self.keys[node]].holding += self.clock.moving(size * (int(not written) + int(read)))
 
     def _rest(self, stretches: dict[fx.Node, int]) -> list[int]:
-        """At its fullest instant, what is alive in a stretch besides values of the forward pass that wait for it."""
+        """At its fullest instant, what is alive in a stretch besides values of the forward pass that wait for the backward."""
         line = self.line
         backward = [phase_of(work.node) != "forward" for work in line.works]
         waiting = [0] * (len(line.works) + 1)
@@ -186,7 +215,10 @@ class _Builder:
             held += waiting[index]
             if work.node in stretches:
                 rest[stretches[work.node]] = max(rest[stretches[work.node]], line.alive[index] - held)
-        return [lasting + max(0, rest[i]) for i in range(max(stretches.values(), default=-1) + 1)]
+        fullest = max((alive for alive, later in zip(line.alive, backward, strict=True) if not later), default=0)
+        waits = sum(size for s, size in line.sizes.items() if s in self.maker and backward[line.last[s]])
+        in_backward = [lasting + max(0, rest[i]) for i in range(max(stretches.values(), default=-1) + 1)]
+        return [*in_backward, lasting + max(0, fullest - waits)]
 
 
 def _stretches(segments: list[tuple[str, fx.Node]]) -> dict[fx.Node, int]:
