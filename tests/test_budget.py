@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 import torch
 from tests.passes.test_recompute import Small, batches, loss_fn
+from tests.plan.test_frontier import Gelu
 
 import wholestep
+from wholestep.budget import ForSpeed
+from wholestep.capture.dry import dry_capture
+from wholestep.cost import find_device
+from wholestep.cost.node_costs import is_recomputed
 from wholestep.errors import BadOption, BudgetTooSmall
 from wholestep.passes.pipeline import Pipeline, default_pipeline, name_of
 from wholestep.passes.update_early import update_early
@@ -120,3 +125,37 @@ def test_a_plan_decides_about_early_updates() -> None:
         return sum(str(node.target).startswith("ws.adamw") for node in step.graph.operations())
 
     assert updates(None) == updates(wholestep.Plan()) > 1 == updates(wholestep.Plan(early_update=False))
+
+
+# ---- without a budget ----
+
+
+def test_without_a_budget_the_fastest_plan_is_for_compiled_code_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wholestep.budget.this_device", lambda kind: find_device("h200"))
+    made = {}
+    for backend, kind in (("inductor", "cuda"), ("interpret", "cuda"), ("inductor", "cpu")):
+        model = Gelu()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        captured = dry_capture(model, lambda m, x: m(x).square().mean(), optimizer, torch.randn(512, 256), device=kind)
+        lines = ForSpeed(default_pipeline(), backend, torch.device(kind)).run_on(captured)
+        again = sum(is_recomputed(node) for node in captured.graph.operations())
+        made[backend, kind] = (bool(captured.plan.recompute), again > 0, "quicker to make again than to keep" in lines[-1])
+    assert made["inductor", "cuda"] == (True, True, True)
+    assert made["interpret", "cuda"] == made["inductor", "cpu"] == (False, False, False)
+
+
+def test_a_plan_that_keeps_everything_can_be_asked_for() -> None:
+    assert compiled(None, plan=wholestep.Plan())[0].plan == compiled(None)[0].plan == wholestep.Plan()
+
+
+@pytest.mark.gpu
+def test_the_fastest_plan_trains_the_same_on_a_gpu() -> None:
+    losses = []
+    for plan in (None, wholestep.Plan()):
+        torch.manual_seed(0)
+        model = Small(layers=4).cuda()
+        data = [{name: tensor.cuda() for name, tensor in batch.items()} for batch in batches(6)]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        step = wholestep.compile(model, loss_fn, optimizer, data[0], plan=plan, cache=False, seed=3)
+        losses.append([float(step(batch)) for batch in data])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from wholestep import compat
-from wholestep.budget import Budget, Fitting, check_within, make_budget, plans_within
+from wholestep.budget import Budget, Fitting, ForSpeed, check_within, make_budget, planner_of
 from wholestep.capture import optimizers
 from wholestep.capture.batch import BatchSpec, flatten
 from wholestep.capture.cache import cached_climb
@@ -84,7 +84,8 @@ def compile(
             or a batch to be cut into n).
         memory: a budget in bytes of the card ("26GiB", "auto" for what is free): values of the forward pass are made again in
             the backward pass where that is needed, as fast as possible; or an error names the smallest budget there is.
-        plan: decisions made earlier (`wholestep plan`), instead of a budget.
+        plan: decisions made earlier (`wholestep plan`), instead of a budget. Without either, a GPU makes again what it computes
+            more quickly than it stores it; `plan=Plan()` keeps everything.
         precision: "fp32"; "bf16" (autocast); or "fp16" (autocast with dynamic loss scaling, as torch's GradScaler does it, on
             the device: a step whose gradients overflow changes nothing but the scale).
         accumulate: micro-batches per update.
@@ -132,7 +133,7 @@ def compile(
         budget = make_budget(memory, subject, flatten(example_batch)[0])
         dynamic = False  # a plan is for one size; every size gets its own within the same budget
         first = None if first is None else check_within(budget, first)
-    stages = _Stages(subject, pipeline, progress, dump, cache, cuda_graph, backend, plan or Plan(), budget)
+    stages = _Stages(subject, pipeline, progress, dump, cache, cuda_graph, backend, plan, budget)
     step = Step(subject, Settings(stages.capture, stages.lower, backend, dynamic, first), seed=seed)
     tensors, spec = flatten(_example_micro_batch(step, example_batch))
     step.variant_for(tensors, spec)
@@ -163,7 +164,7 @@ class _Stages:
     cache: bool
     cuda_graph: bool | None
     backend: str
-    plan: Plan
+    plan: Plan | None
     budget: Budget | None
 
     def capture(self, subject: Subject, tensors: Sequence[torch.Tensor], spec: BatchSpec, dynamic: Any) -> Climb:
@@ -177,6 +178,9 @@ class _Stages:
             with self.progress.stage("planning for the memory budget"):
                 fitting = Fitting(self.budget, self.pipeline, self.backend, self.subject.device)
                 climb.capture.notes += fitting.run_on(climb.capture, dump=self.dump)
+        elif self.plan is None:
+            planning = ForSpeed(self.pipeline, self.backend, self.subject.device)
+            climb.capture.notes += planning.run_on(climb.capture, dump=self.dump)
         else:
             climb.capture.notes += self.pipeline.bound(self.plan).run_on(climb.capture, dump=self.dump)
             climb.capture.plan = self.plan
@@ -239,11 +243,13 @@ def verify(
     """
     _check_options(memory, plan, precision, backend, "off", None)
     planner: Any = plan
-    if memory is not None:
+    if plan is None:
         subject = make_subject(model, loss_fn, optimizer, precision=precision, accumulate=accumulate, clip_norm=clip_norm)
         pipeline = passes if isinstance(passes, Pipeline) else default_pipeline(extra=passes or ())
-        budget = make_budget(memory, subject, flatten([batches, list(edge_batches)])[0])
-        planner = plans_within(budget, pipeline, backend, subject.device)
+        planner = planner_of(ForSpeed(pipeline, backend, subject.device))
+        if memory is not None:
+            budget = make_budget(memory, subject, flatten([batches, list(edge_batches)])[0])
+            planner = planner_of(Fitting(budget, pipeline, backend, subject.device))
     return verify_step(
         model, loss_fn, optimizer, batches, steps=steps, edge_batches=edge_batches, plan=planner, precision=precision,
         clip_norm=clip_norm, accumulate=accumulate, chunked_loss=chunked_loss, backend=backend, passes=passes, seed=seed,

@@ -1,4 +1,5 @@
 """`compile(memory=...)`: a budget in bytes of the card in, a step that stays within it out, or an error that says what would.
+Without one: the plan that takes the least time.
 
 The frontier of plans comes from the graph alone (`plan/`). The plan chosen from it is then checked against what the step
 really takes: on the device, by compiling its regions and running each distinct one on stand-ins (`report/memory`), which
@@ -27,7 +28,7 @@ from wholestep.graph.liveness import tensor_bytes
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Role, TrainingGraph
 from wholestep.passes.pipeline import Pipeline
-from wholestep.plan.frontier import CONTEXT_BYTES, SLACK, Point, frontier, round_up, too_small
+from wholestep.plan.frontier import CONTEXT_BYTES, SLACK, Point, fastest, frontier, round_up, too_small
 from wholestep.report.memory import measure_scratch, predict_compiled, predict_profile
 
 LIBRARY_BYTES = 72 << 20
@@ -186,12 +187,41 @@ class Fitting:
         return [f"{first}; {len(plan.recompute)} values are made again in the backward pass, about +{cost:.1f} % time"]
 
 
-def plans_within(budget: Budget, pipeline: Pipeline, backend: str, device: torch.device) -> Callable[[Capture], Plan]:
+class ForSpeed:
+    """Without a budget: plans one captured step so that what is quicker to compute than to keep is made again.
+
+    On a GPU and compiled, that is; a step that is interpreted, or runs on a CPU, keeps everything.
+    """
+
+    def __init__(self, pipeline: Pipeline, backend: str, device: torch.device) -> None:
+        self.pipeline = pipeline
+        self.device = this_device(device.type) if backend == "inductor" and device.type == "cuda" else None
+        self.plan = Plan()
+
+    def run_on(self, capture: Capture, *, dump: str | None = None) -> list[str]:
+        """Rewrite the capture's graph; the lines to report."""
+        lines = self.pipeline.bound(self._quickest).run_on(capture, dump=dump)
+        capture.plan = self.plan
+        if self.plan.recompute:
+            count = len(self.plan.recompute)
+            lines.append(f"{count} values are quicker to make again than to keep (plan=wholestep.Plan() keeps them)")
+        return lines
+
+    def _quickest(self, graph: TrainingGraph) -> Plan:
+        self.plan = Plan()
+        if self.device is not None:
+            with contextlib.suppress(ValueError):  # symbolic sizes: what is quicker depends on them
+                self.plan = fastest(graph, self.device, self.pipeline.carry_out)
+        return self.plan
+
+
+def planner_of(planning: Fitting | ForSpeed) -> Callable[[Capture], Plan]:
     """For `verify`: the plan that `compile` would choose for a captured step, said in its notes."""
 
     def planned(capture: Capture) -> Plan:
-        capture.notes += Fitting(budget, pipeline, backend, device).run_on(capture)[-1:]
+        lines = planning.run_on(capture)
         assert capture.plan is not None
+        capture.notes += lines[-1:] if capture.plan.recompute else []
         return capture.plan
 
     return planned

@@ -13,12 +13,12 @@ from tests.passes.test_recompute import Small, batches, loss_fn
 from torch import nn
 
 import wholestep
-from wholestep.cost import find_device
+from wholestep.cost import find_device, this_device
 from wholestep.errors import BudgetTooSmall
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.passes.pipeline import Pipeline, default_pipeline
-from wholestep.plan.frontier import card_bytes, choose, frontier, round_up
+from wholestep.plan.frontier import Study, card_bytes, choose, fastest, frontier, round_up
 from wholestep.plan.memory import AGAIN_AT_ONCE, MemoryPlanner
 from wholestep.plan.problem import Problem, Unit, Value
 
@@ -162,6 +162,68 @@ def test_the_leanest_plan_trains_the_same(kind: str) -> None:
         results.append((losses, {name: value.clone() for name, value in model.state_dict().items()}))
     assert results[0][0] == results[1][0]
     assert all(torch.equal(value, results[1][1][name]) for name, value in results[0][1].items())
+
+
+class Gelu(nn.Module):
+    """Layers with a GELU written in Python: autograd keeps five tensors of it, all one fused kernel away from its input."""
+
+    def __init__(self, layers: int = 3, width: int = 256) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x)
+        y = 0.5 * y * (1 + torch.tanh(0.79788456 * (y + 0.044715 * y.pow(3))))
+        return x + self.down(y)
+
+
+@pytest.fixture(scope="module")
+def gelu() -> TrainingGraph:
+    return prepared(Gelu(), lambda model, x: model(x).square().mean(), torch.randn(512, 256))
+
+
+def test_what_is_quicker_to_compute_than_to_keep_is_made_again(gelu: TrainingGraph) -> None:
+    apply = default_pipeline().carry_out
+    kept, plan = Study(gelu, H200, apply).kept, fastest(gelu, H200, apply)
+    assert plan.recompute and plan.predicted_seconds < 0.99 * kept.seconds and plan.predicted_bytes < 0.9 * kept.peak_bytes
+    assert not any("addmm" in key for key in plan.recompute), "matrix products are not quicker"
+    assert not fastest(gelu, this_device("cpu"), apply).recompute, "a CPU computes no faster than it stores"
+
+
+def test_the_sums_agree_with_the_events(gelu: TrainingGraph) -> None:
+    study = Study(gelu, H200, default_pipeline().carry_out)
+    for share in (0.8, 0.5, 0.2, 0.0):
+        decision = study.planner.within(study.least.bytes + share * (study.first.bytes - study.least.bytes))
+        assert decision is not None
+        exact, summed = study.carried_out(decision), study.summed_up(decision)
+        assert summed.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.08)
+        assert summed.seconds == pytest.approx(exact.seconds, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["transformer", "convolutions"])
+def test_a_smaller_budget_never_takes_more_and_is_never_faster(kind: str) -> None:
+    graph, apply = prepared(*made(kind)), default_pipeline().carry_out
+    whole = frontier(graph, H200, apply, targets=2)
+    most, least = whole[0].peak_bytes, whole[-1].peak_bytes
+    chosen = []
+    for share in (1.1, 0.95, 0.8, 0.63, 0.5, 0.37, 0.2, 0.05):
+        budget = int(least + share * (most - least))
+        points = frontier(graph, H200, apply, targets=4, near=budget)
+        chosen.append(next((point for point in points if point.peak_bytes <= budget), points[-1]))
+    for before, after in itertools.pairwise(chosen):
+        assert after.peak_bytes <= before.peak_bytes and after.seconds >= before.seconds * (1 - 1e-3)
+    assert chosen[-1].peak_bytes < chosen[0].peak_bytes
 
 
 @pytest.mark.parametrize("count", [1, 1023, 1025, 5 * 2**20 + 1, 99 * 2**30 + 12345, 27_586_123_456])

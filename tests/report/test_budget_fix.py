@@ -10,6 +10,7 @@ import torch
 from tests.passes.test_recompute import Small, batches, loss_fn
 
 import wholestep
+from wholestep.plan.frontier import round_up
 from wholestep.report.memory import explain_oom, predict_profile, ranked_fixes
 from wholestep.report.memory.budget_fix import asked_for, budget_fix
 
@@ -41,9 +42,13 @@ def test_without_a_limit_it_is_the_leanest_plan() -> None:
     assert budget_fix(graph, peak, limit_bytes=2 * peak) is None, "everything fits: no budget is needed"
 
 
-def test_a_step_that_was_planned_gets_no_such_advice() -> None:
+def test_a_step_that_was_planned_is_told_of_a_smaller_budget_that_is_granted() -> None:
     step = compiled(memory=int(0.9 * predict_profile(compiled().graph).peak_bytes))
-    assert step.plan.recompute and budget_fix(step.graph, 10**6) is None
+    peak = predict_profile(step.graph).peak_bytes
+    fix = budget_fix(step.graph, peak)
+    assert step.plan.recompute and fix is not None and fix.peak_bytes < 0.95 * peak
+    leaner = compiled(memory=round_up(fix.peak_bytes))
+    assert predict_profile(leaner.graph).peak_bytes <= round_up(fix.peak_bytes) < peak
 
 
 def test_advice_does_not_fail_in_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,11 @@ class MemoryPlanner:
         """The last variable: bytes, in units of `scale`."""
         everything = max(problem.rest, default=0) + sum(value.bytes for value in self.values)
         self.scale = max(1.0, everything / 1000)  # solvers want numbers of a sane size, in models of any size
+        self.again_bytes = {unit.key: 0.0 for unit in self.units}
+        """What an operation adds to a stretch in which it is made again."""
+        for value in self.values:
+            if value.stored and value.count:
+                self.again_bytes[value.unit] += AGAIN_AT_ONCE * value.bytes / value.count
         self._rows: list[tuple[list[int], list[float], float]] = []
         self._needs()
         self._memory()
@@ -103,15 +108,12 @@ class MemoryPlanner:
                 self._row([(self.keep[key], 1.0), far], 0.0)
 
     def _memory(self) -> None:
-        again = {unit.key: 0.0 for unit in self.units}
-        for value in self.values:
-            if value.stored and value.count:
-                again[value.unit] += AGAIN_AT_ONCE * value.bytes / value.count / self.scale
+        again = self.again_bytes
         for stretch, rest in enumerate(self.problem.rest):
             terms = [(self.target, 1.0)]
             terms += [(self.keep[v.key], -v.alive[stretch] / self.scale) for v in self.values if v.alive.get(stretch)]
             terms += [
-                (self.near[u.key], -again[u.key]) for u in self.units if stretch in u.stretches and again[u.key]
+                (self.near[u.key], -again[u.key] / self.scale) for u in self.units if stretch in u.stretches and again[u.key]
             ]
             self._row(terms, rest / self.scale)
 
@@ -158,10 +160,12 @@ class MemoryPlanner:
         seconds = sum(u.seconds * (int(chosen[self.near[u.key]]) + int(chosen[self.far[u.key]])) for u in self.units)
         kept = [v for v in self.values if chosen[self.keep[v.key]]]
         seconds -= sum(v.holding for v in self.values) - sum(v.holding for v in kept)
-        most = max(
-            (rest + sum(v.alive.get(i, 0) for v in kept) for i, rest in enumerate(self.problem.rest)), default=0.0
-        )
-        return Decision(tuple(sorted(again)), seconds, most)
+        twice = [u for u in self.units if chosen[self.near[u.key]]]
+        sums = [
+            rest + sum(v.alive.get(i, 0) for v in kept) + sum(self.again_bytes[u.key] for u in twice if i in u.stretches)
+            for i, rest in enumerate(self.problem.rest)
+        ]
+        return Decision(tuple(sorted(again)), seconds, max(sums, default=0.0))
 
 
 @contextlib.contextmanager

@@ -39,8 +39,6 @@ def asked_for(peak_bytes: int, *, on_gpu: bool) -> str:
 
 def budget_fix(graph: TrainingGraph, peak_bytes: int, *, limit_bytes: int | None = None) -> Fix | None:
     """A budget for this step, whose predicted peak is `peak_bytes`; None where planning has nothing (more) to give."""
-    if any((node.meta.get("custom") or {}).get("recomputed") for node in graph.operations()):
-        return None  # it was planned for a budget already
     on_gpu = any(t.is_cuda for node in graph.placeholders for t in tensors_in(node.meta.get("val")))
     try:
         points = frontier(graph, this_device("cuda" if on_gpu else "cpu"), default_pipeline().carry_out, targets=TARGETS)
