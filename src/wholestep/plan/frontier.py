@@ -32,8 +32,8 @@ SLACK = 0.015
 """What the allocator reserves beyond what is allocated at the peak, when its segments grow."""
 WORTH = 0.002
 """A point must be leaner than the one before by this share of the memory."""
-WORTH_SECONDS = 0.005
-"""A plan must be faster than keeping everything by this share of the time to be taken for its speed."""
+WORTH_SECONDS = 0.02
+"""A plan must be faster than keeping everything by this share of the time to be taken for its speed: predictions are not finer."""
 FINER, ABOUT = 12, 0.1
 """About a wanted peak, within this share of it, there are so many times as many plans."""
 
@@ -78,9 +78,13 @@ def frontier(
 
 
 def fastest(graph: TrainingGraph, device: Device, apply: Apply) -> Plan:
-    """The plan that takes the least time, whatever the memory: fused results that are quicker to compute than to keep."""
+    """The plan that takes the least time: fused results that are quicker to compute than to keep are made again.
+
+    Where that is not clearly faster than keeping everything, or takes more memory, everything is kept."""
     study = Study(graph, device, apply)
-    return study.fastest.plan if study.fastest.seconds < study.kept.seconds * (1 - WORTH_SECONDS) else study.kept.plan
+    quick, kept = study.fastest, study.kept
+    better = quick.seconds < kept.seconds * (1 - WORTH_SECONDS) and quick.peak_bytes <= kept.peak_bytes
+    return quick.plan if better else kept.plan
 
 
 class Study:
