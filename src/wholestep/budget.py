@@ -125,7 +125,7 @@ class Fitting:
     def _first_plan(self, graph: TrainingGraph) -> Plan:
         try:
             peak = self.budget.peak() - self.state_bytes
-            self.points = frontier(graph, self.device, self.pipeline.carry_out, targets=TARGETS, near=peak)
+            self.points = frontier(graph, self.device, self.pipeline.carry_out, targets=TARGETS, near=peak, exact=False)
         except ValueError as error:
             raise BadOption(f"memory= with symbolic sizes: {error}", hint="use dynamic=False") from error
         self.prepared = copy_graph(graph)

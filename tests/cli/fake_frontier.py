@@ -12,7 +12,7 @@ from wholestep.report.memory.predict import predict_profile
 KINDS = ("weights", "optimizer state", "gradients", "saved activations", "temporaries", "workspace")
 
 
-def plans_of(graph: TrainingGraph, device: Device, passes: Pipeline, *, targets: int = 2) -> list[Point]:
+def plans_of(graph: TrainingGraph, device: Device, passes: Pipeline, *, targets: int = 2, near: int | None = None) -> list[Point]:
     split = predict_profile(graph, rounding=512).at_peak
     kinds = {kind: split.get(kind, 0) for kind in KINDS}
     kinds["temporaries"] += sum(split.values()) - sum(kinds.values())

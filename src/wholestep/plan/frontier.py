@@ -35,7 +35,7 @@ WORTH = 0.002
 WORTH_SECONDS = 0.02
 """A plan must be faster than keeping everything by this share of the time to be taken for its speed: predictions are not finer."""
 FINER, ABOUT = 12, 0.1
-"""About a wanted peak, within this share of it, there are so many times as many plans."""
+"""About a wanted peak, within this share of it, there are so many times as many targets."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,17 +63,18 @@ def peak_for_card(budget_bytes: int, slack: float = SLACK) -> int:
 
 
 def frontier(
-    graph: TrainingGraph, device: Device, apply: Apply, *, targets: int = TARGETS, near: int | None = None
+    graph: TrainingGraph, device: Device, apply: Apply, *, targets: int = TARGETS, near: int | None = None, exact: bool = True
 ) -> list[Point]:
     """The plans worth having, from the fastest to the leanest. The graph is left as it is.
 
-    With `near`, a peak that somebody asked for, the plans about that peak are much closer together, and all but the leanest
-    are described by the planner's own sums; without, every plan is carried out and looked at event by event.
+    Args:
+        targets: how many sizes are looked at between the two.
+        near: a peak that somebody asked for: plans about it are looked at more finely.
+        exact: carry every plan out and look at it event by event; else the planner's own sums have to do.
     """
     study = Study(graph, device, apply)
     points = [study.kept, study.fastest]
-    for decision in _decisions(study, targets, near):
-        points.append(study.carried_out(decision) if near is None else study.summed_up(decision))
+    points += [study.carried_out(one) if exact else study.summed_up(one) for one in _decisions(study, targets, near, few=exact)]
     return _worthwhile(points, study.problem)
 
 
@@ -125,20 +126,20 @@ class Study:
         return Point(plan, line.peak_bytes, seconds, line.breakdown(), "")
 
 
-def _decisions(study: Study, targets: int, near: int | None) -> Iterable[Decision]:
+def _decisions(study: Study, targets: int, near: int | None, *, few: bool) -> Iterable[Decision]:
     """From the second fastest to the leanest. Which targets there are does not depend on `near`, only which of them are
     looked at: two budgets choose from one and the same list."""
     first, least = study.first, study.least
     seen = {(), first.again, least.again}
-    count = targets if near is None else targets * FINER
-    for step in range(1, count):
-        target = first.bytes + (least.bytes - first.bytes) * step / count
-        if near is not None and step % FINER and not near * (1 - ABOUT) <= target <= near * (1 + ABOUT):
-            continue
-        decision = study.planner.within(target)
-        if decision is not None and decision.again not in seen:
-            seen.add(decision.again)
-            yield decision
+    finest = (first.bytes - least.bytes) / (targets * FINER)
+    low, high = (0.0, 0.0) if near is None else (near - 2 * finest, near) if few else (near * (1 - ABOUT), near * (1 + ABOUT))
+    for step in range(1, targets * FINER):
+        target = first.bytes - step * finest
+        if step % FINER == 0 or low < target <= high:
+            decision = study.planner.within(target)
+            if decision is not None and decision.again not in seen:
+                seen.add(decision.again)
+                yield decision
     yield least
 
 

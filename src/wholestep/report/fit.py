@@ -21,7 +21,7 @@ from wholestep.errors import BadOption
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Role, TrainingGraph, tensors_in
 from wholestep.passes.pipeline import Pipeline, default_pipeline
-from wholestep.plan.frontier import TARGETS, Point, card_bytes, frontier
+from wholestep.plan.frontier import TARGETS, Point, card_bytes, frontier, peak_for_card
 from wholestep.plan.rebatch import rebatched
 from wholestep.train.dry_job import DryJob, make_dry_job
 from wholestep.train.plan_use import made_for
@@ -193,16 +193,20 @@ def _planned(question: Question, step: CapturedStep) -> _Planned:
     began = time.perf_counter()
     nodes = len(step.captured.graph.graph.nodes)
     targets = min(max(TARGETS * LARGE // nodes, LEAST_TARGETS), TARGETS)
-    points = plans_of(step.captured.graph, question.target.device, step.passes, targets=targets)
+    allowed = peak_for_card(question.budget_bytes) if question.target.is_gpu else question.budget_bytes
+    near = allowed - _state_bytes(step.captured.update)
+    points = plans_of(step.captured.graph, question.target.device, step.passes, targets=targets, near=near)
     if step.captured.update is not None:
         points = _with_state(points, step.captured.update)
     cards = [on_the_card(point.peak_bytes, question.target) for point in points]
     return _Planned(points, cards, time.perf_counter() - began)
 
 
-def plans_of(graph: TrainingGraph, device: Device, passes: Pipeline, *, targets: int = TARGETS) -> list[Point]:
+def plans_of(
+    graph: TrainingGraph, device: Device, passes: Pipeline, *, targets: int = TARGETS, near: int | None = None
+) -> list[Point]:
     """The plans worth having, from the fastest to the leanest."""
-    return frontier(graph, device, passes.carry_out, targets=targets)
+    return frontier(graph, device, passes.carry_out, targets=targets, near=near)
 
 
 def on_the_card(peak_bytes: int, target: Target) -> int:
