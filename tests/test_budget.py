@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.passes.test_recompute import Small, batches, loss_fn
 from tests.plan.test_frontier import Gelu
+from torch import nn
 
 import wholestep
 from wholestep.budget import ForSpeed
@@ -142,6 +143,20 @@ def test_without_a_budget_the_fastest_plan_is_for_compiled_code_on_a_gpu(monkeyp
         made[backend, kind] = (bool(captured.plan.recompute), again > 0, "quicker to make again than to keep" in lines[-1])
     assert made["inductor", "cuda"] == (True, True, True)
     assert made["interpret", "cuda"] == made["inductor", "cpu"] == (False, False, False)
+
+
+@pytest.mark.parametrize(("error", "said"), [(ValueError("s0"), "symbolic"), (KeyError("add_3"), "planning failed (KeyError")])
+def test_a_step_does_not_fail_for_want_of_a_plan(error: Exception, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr("wholestep.budget.this_device", lambda kind: find_device("h200"))
+    monkeypatch.setattr("wholestep.budget.fastest", fails)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    captured = dry_capture(model, lambda m, x: m(x).square().mean(), optimizer, torch.randn(2, 4))
+    lines = ForSpeed(default_pipeline(), "inductor", torch.device("cuda")).run_on(captured)
+    assert captured.plan == wholestep.Plan() and said in lines[-1] and "everything is kept" in lines[-1]
 
 
 def test_a_plan_that_keeps_everything_can_be_asked_for() -> None:

@@ -15,6 +15,9 @@ from tests.zoo.case import Built, OptimizerKind
 from tests.zoo.models import ZOO
 
 import wholestep
+from wholestep.budget import ForSpeed
+from wholestep.cost import find_device
+from wholestep.plan.frontier import Study
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::wholestep.errors.WholestepWarning")
@@ -63,6 +66,28 @@ def test_full_matrix(name: str, kind: OptimizerKind, backend: str) -> None:
         assert report.ok, str(report)
         if backend == "interpret":
             assert report.bitwise or not ZOO[name].bitwise, str(report)
+
+
+class Planned(ForSpeed):
+    """The fastest or the leanest plan for an H200, on whatever runs the test."""
+
+    leanest = False
+
+    def _quickest(self, graph: Any) -> wholestep.Plan:
+        study = Study(graph, find_device("h200"), self.pipeline.carry_out)
+        self.plan = (study.carried_out(study.least) if self.leanest else study.fastest).plan
+        return self.plan
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("leanest", [False, True], ids=["fastest", "leanest"])
+@pytest.mark.parametrize("name", ZOO)
+def test_the_plans_of_a_gpu_change_no_bit(name: str, leanest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Planned, "leanest", leanest)
+    monkeypatch.setattr("wholestep.api.ForSpeed", Planned)
+    for built in steps_of(name):
+        report = verify(built, "adamw", backend="interpret", steps=3, edge_batches=built.edge_batches, eval_too=False)
+        assert report.ok and (report.bitwise or not ZOO[name].bitwise), str(report)
 
 
 def eager_step(built: Built, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:

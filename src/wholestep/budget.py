@@ -196,22 +196,27 @@ class ForSpeed:
     def __init__(self, pipeline: Pipeline, backend: str, device: torch.device) -> None:
         self.pipeline = pipeline
         self.device = this_device(device.type) if backend == "inductor" and device.type == "cuda" else None
-        self.plan = Plan()
+        self.plan, self.said = Plan(), ""
 
     def run_on(self, capture: Capture, *, dump: str | None = None) -> list[str]:
         """Rewrite the capture's graph; the lines to report."""
         lines = self.pipeline.bound(self._quickest).run_on(capture, dump=dump)
         capture.plan = self.plan
-        if self.plan.recompute:
-            count = len(self.plan.recompute)
-            lines.append(f"{count} values are quicker to make again than to keep (plan=wholestep.Plan() keeps them)")
-        return lines
+        return [*lines, self.said] if self.said else lines
 
     def _quickest(self, graph: TrainingGraph) -> Plan:
-        self.plan = Plan()
-        if self.device is not None:
-            with contextlib.suppress(ValueError):  # symbolic sizes: what is quicker depends on them
-                self.plan = fastest(graph, self.device, self.pipeline.carry_out)
+        self.plan, self.said = Plan(), ""
+        if self.device is None:
+            return self.plan
+        try:
+            self.plan = fastest(graph, self.device, self.pipeline.carry_out)
+        except ValueError:
+            self.said = "everything is kept for the backward pass: what would be quicker depends on sizes that are symbolic"
+        except Exception as error:  # nobody asked for a plan, so a step must not fail for want of one
+            self.said = f"everything is kept for the backward pass: planning failed ({type(error).__name__}: {error})"[:300]
+        if self.plan.recompute:
+            count = len(self.plan.recompute)
+            self.said = f"{count} values are quicker to make again than to keep (plan=wholestep.Plan() keeps them)"
         return self.plan
 
 
