@@ -29,6 +29,7 @@ from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Role, TrainingGraph
 from wholestep.passes.pipeline import Pipeline
 from wholestep.plan.frontier import CONTEXT_BYTES, SLACK, Point, fastest, frontier, round_up, too_small
+from wholestep.plan.rebatch import at_traced_sizes
 from wholestep.report.memory import measure_scratch, predict_compiled, predict_profile
 
 LIBRARY_BYTES = 72 << 20
@@ -209,9 +210,7 @@ class ForSpeed:
         if self.device is None:
             return self.plan
         try:
-            self.plan = fastest(graph, self.device, self.pipeline.carry_out)
-        except ValueError:
-            self.said = "everything is kept for the backward pass: what would be quicker depends on sizes that are symbolic"
+            self.plan = fastest(at_traced_sizes(graph), self.device, self.pipeline.carry_out)
         except Exception as error:  # nobody asked for a plan, so a step must not fail for want of one
             self.said = f"everything is kept for the backward pass: planning failed ({type(error).__name__}: {error})"[:300]
         if self.plan.recompute:

@@ -162,10 +162,13 @@ def without_onednn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(kept)
 
 
-def size_hints(symbol: torch.SymInt) -> dict[Any, Any]:
-    """The sizes that symbols had when they were traced (the table was renamed between versions)."""
-    env = symbol.node.shape_env
-    return env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
+def traced_size(size: int | torch.SymInt, *, extra: int = 0) -> int:
+    """A size as a number; a symbolic one by what it was traced with (each symbol `extra` more), without fixing it to that."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    env, expression = size.node.shape_env, size.node.expr
+    values = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # renamed between versions
+    return int(expression.xreplace({symbol: int(values[symbol]) + extra for symbol in expression.free_symbols}))
 
 
 def saved_tensor_hooks() -> Any:

@@ -127,10 +127,10 @@ class ChunkedLoss:
         return loss.to(plain.dtype)
 
     def _large(self, logits: Tensor) -> bool:
-        return self.wish is True or 4 * _hint(logits.numel()) >= self.whole_bytes
+        return self.wish is True or 4 * compat.traced_size(logits.numel()) >= self.whole_bytes
 
     def _note(self, rows: Any, vocabulary: int, chunk: int) -> None:
-        count = _hint(rows)
+        count = compat.traced_size(rows)
         chunks, size = max(-(-count // chunk), 1), f"{4 * count * vocabulary / 2**30:.3g} GiB"
         told = f"{chunks} chunks of {chunk} rows, logits never whole ({size})" if chunks > 1 else f"1 chunk ({size} of logits)"
         self.notes.append(f"loss: linear + cross-entropy in {told}")
@@ -197,11 +197,3 @@ def _factor(args: tuple, kwargs: dict) -> float:
 
 def _widens(before: torch.dtype, after: torch.dtype) -> bool:
     return after == before or _WIDER.get(after, 0) > _WIDER.get(before, 3)
-
-
-def _hint(size: Any) -> int:
-    """A size as a number; a symbolic one by the value it was traced with, without fixing it to that."""
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    expression, hints = size.node.expr, compat.size_hints(size)
-    return int(expression.xreplace({s: int(hints[s]) for s in expression.free_symbols}))

@@ -80,7 +80,7 @@ def _compute(node: fx.Node, extra: int, known: dict[fx.Node, Any]) -> Any:
         return known[node]
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt):
-        known[node] = _size(value, extra)
+        known[node] = compat.traced_size(value, extra=extra)
         return known[node]
     if node.op != "call_function" or not _small(value) or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         raise _DependsOnInput
@@ -95,20 +95,13 @@ def _compute(node: fx.Node, extra: int, known: dict[fx.Node, Any]) -> Any:
 def _plain(argument: Any, extra: int) -> Any:
     if isinstance(argument, torch.device):
         return torch.device("cpu")
-    return _size(argument, extra) if isinstance(argument, torch.SymInt) else argument
-
-
-def _size(symbol: torch.SymInt, extra: int) -> int:
-    expression = symbol.node.expr
-    hints = compat.size_hints(symbol)
-    return int(expression.xreplace({s: int(hints[s]) + extra for s in expression.free_symbols}))
+    return compat.traced_size(argument, extra=extra) if isinstance(argument, torch.SymInt) else argument
 
 
 def _small(value: Any) -> bool:
     if not isinstance(value, torch.Tensor):
         return True
-    elements = value.numel()  # int() of a symbolic size would fix it to its present value
-    return (_size(elements, 0) if isinstance(elements, torch.SymInt) else elements) <= _MOST_ELEMENTS
+    return compat.traced_size(value.numel()) <= _MOST_ELEMENTS
 
 
 def _classify(mask: torch.Tensor) -> str | None:

@@ -1,10 +1,10 @@
-"""The graph of a step at another batch size, from the one that was captured: sizes are scaled, nothing is traced again.
+"""The graph of a step at another batch size, from the one that was captured: sizes are changed, nothing is traced again.
 
-In: a TrainingGraph with fixed sizes and a factor. Out: a copy to plan with, not to run: its values have the shapes they would
-have with so many times the rows. Rows are the outermost dimension in memory of everything that grows with the batch; what has
-the shape of a parameter (gradients, cast weights) does not grow. Sizes written into operators (`view`, `expand`) stay as they
-are: planning reads values, not arguments. Peaks were within 0.2 % of those of a step captured at the other batch size (six
-models, tests/plan/test_rebatch.py for three of them).
+In: a TrainingGraph with fixed sizes and a factor; or one with symbolic sizes, which become those it was traced with. Out: a copy
+to plan with, not to run: its values have the shapes they would have there. Rows are the outermost dimension in memory of
+everything that grows with the batch; what has the shape of a parameter (gradients, cast weights) does not grow. Sizes written into
+operators (`view`, `expand`) stay as they are: planning reads values, not arguments. Peaks were within 0.2 % of those of a step
+captured at the other batch size (six models, tests/plan/test_rebatch.py for three of them).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from wholestep import compat
 from wholestep.graph.copies import copy_graph
 from wholestep.graph.training_graph import Role, TrainingGraph, tensors_in
 
@@ -30,6 +31,26 @@ def rebatched(graph: TrainingGraph, factor: float) -> TrainingGraph:
         if node not in held and "val" in node.meta:
             node.meta = {**node.meta, "val": _scaled(node.meta["val"], factor, fixed)}
     return copy
+
+
+def at_traced_sizes(graph: TrainingGraph) -> TrainingGraph:
+    """A copy of a graph with symbolic sizes in which every value has the size it was traced with."""
+    copy = copy_graph(graph)
+    for node in copy.graph.nodes:
+        if "val" in node.meta:
+            node.meta = {**node.meta, "val": _traced(node.meta["val"])}
+    return copy
+
+
+def _traced(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_traced(entry) for entry in value)
+    if isinstance(value, torch.SymInt):
+        return compat.traced_size(value)
+    if not isinstance(value, torch.Tensor) or not value._has_symbolic_sizes_strides:
+        return value
+    sizes, strides = ([compat.traced_size(number) for number in numbers] for numbers in (value.shape, value.stride()))
+    return torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
 
 
 def _scaled(value: Any, factor: float, fixed: set[Shape]) -> Any:
