@@ -196,7 +196,7 @@ class ForSpeed:
 
     def __init__(self, pipeline: Pipeline, backend: str, device: torch.device) -> None:
         self.pipeline = pipeline
-        self.device = this_device(device.type) if backend == "inductor" and device.type == "cuda" else None
+        self.worth_planning = backend == "inductor" and device.type == "cuda"
         self.plan, self.said = Plan(), ""
 
     def run_on(self, capture: Capture, *, dump: str | None = None) -> list[str]:
@@ -207,10 +207,10 @@ class ForSpeed:
 
     def _quickest(self, graph: TrainingGraph) -> Plan:
         self.plan, self.said = Plan(), ""
-        if self.device is None:
+        if not self.worth_planning:
             return self.plan
         try:
-            self.plan = fastest(at_traced_sizes(graph), self.device, self.pipeline.carry_out)
+            self.plan = fastest(at_traced_sizes(graph), this_device("cuda"), self.pipeline.carry_out)
         except Exception as error:  # nobody asked for a plan, so a step must not fail for want of one
             self.said = f"everything is kept for the backward pass: planning failed ({type(error).__name__}: {error})"[:300]
         if self.plan.recompute:
