@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -21,6 +21,15 @@ from wholestep.report.memory import (
 )
 from wholestep.report.memory.oom import peak_with_rows
 from wholestep.runtime.step import Step
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """What libraries take depends on the threads; with two, two instants of the resnet are equally full."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def compiled(job: Job, backend: str = "interpret", **options: object) -> Step:

@@ -73,19 +73,14 @@ def frontier(
         exact: carry every plan out and look at it event by event; else the planner's own sums have to do.
     """
     study = Study(graph, device, apply)
-    points = [study.kept, study.fastest]
+    points = [study.kept, study.quickest]
     points += [study.carried_out(one) if exact else study.summed_up(one) for one in _decisions(study, targets, near, few=exact)]
     return _worthwhile(points, study.problem)
 
 
 def fastest(graph: TrainingGraph, device: Device, apply: Apply) -> Plan:
-    """The plan that takes the least time: fused results that are quicker to compute than to keep are made again.
-
-    Where that is not clearly faster than keeping everything, or takes more memory, everything is kept."""
-    study = Study(graph, device, apply)
-    quick, kept = study.fastest, study.kept
-    better = quick.seconds < kept.seconds * (1 - WORTH_SECONDS) and quick.peak_bytes <= kept.peak_bytes
-    return quick.plan if better else kept.plan
+    """The plan that takes the least time: fused results that are quicker to compute than to keep are made again."""
+    return Study(graph, device, apply).quickest.plan
 
 
 class Study:
@@ -103,6 +98,12 @@ class Study:
         """Everything kept."""
         self.first, self.least = self.planner.fastest(), self.planner.least()
         self.fastest = self.carried_out(self.first)
+
+    @property
+    def quickest(self) -> Point:
+        """The fastest plan; where that is not clearly faster than keeping everything, or takes more memory, everything is kept."""
+        clearly = self.fastest.seconds < self.kept.seconds * (1 - WORTH_SECONDS)
+        return self.fastest if clearly and self.fastest.peak_bytes <= self.kept.peak_bytes else self.kept
 
     def carried_out(self, decision: Decision) -> Point:
         """A plan as it really becomes: its graph, event by event."""
@@ -131,10 +132,11 @@ def _decisions(study: Study, targets: int, near: int | None, *, few: bool) -> It
     looked at: two budgets choose from one and the same list."""
     first, least = study.first, study.least
     seen = {(), first.again, least.again}
-    finest = (first.bytes - least.bytes) / (targets * FINER)
+    most = min(first.bytes, study.quickest.peak_bytes)
+    finest = (most - least.bytes) / (targets * FINER)
     low, high = (0.0, 0.0) if near is None else (near - 2 * finest, near) if few else (near * (1 - ABOUT), near * (1 + ABOUT))
     for step in range(1, targets * FINER):
-        target = first.bytes - step * finest
+        target = most - step * finest
         if step % FINER == 0 or low < target <= high:
             decision = study.planner.within(target)
             if decision is not None and decision.again not in seen:
