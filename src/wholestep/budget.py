@@ -223,9 +223,8 @@ def planner_of(planning: Fitting | ForSpeed) -> Callable[[Capture], Plan]:
     """For `verify`: the plan that `compile` would choose for a captured step, said in its notes."""
 
     def planned(capture: Capture) -> Plan:
-        lines = planning.run_on(capture)
+        capture.notes += [line for line in planning.run_on(capture)[-1:] if not line.startswith("pass ")]
         assert capture.plan is not None
-        capture.notes += lines[-1:] if capture.plan.recompute else []
         return capture.plan
 
     return planned

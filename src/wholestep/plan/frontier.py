@@ -1,7 +1,7 @@
 """Time against memory: a TrainingGraph and a device in, the plans worth having out, from the fastest to the leanest.
 
-Each point is a plan, the peak it is predicted to have (event by event on the rewritten graph, not by the planner's sums) and
-the time. Peaks fall and times rise along the list, and the choice for a budget is the first that fits: a smaller budget never
+Each point is a plan, the peak it is predicted to have (event by event on the rewritten graph or, quicker, by the planner's sums)
+and the time. Peaks fall and times rise along the list, and the choice for a budget is the first that fits: a smaller budget never
 takes a plan with a larger peak. The fastest plan is not the one that keeps everything: a GELU is computed again in less time
 than it takes to write and read it.
 """
