@@ -31,8 +31,11 @@ _mine = _Mine()
 
 @contextlib.contextmanager
 def taking_turns(jobs: int) -> Iterator[None]:
-    """Children started inside share one device; with one job there is nobody to wait for."""
-    if jobs == 1:
+    """Children started inside share one device; with one job there is nobody to wait for.
+
+    Who was started with turns to take, takes part in those: several tables can so be made at once.
+    """
+    if jobs == 1 or VARIABLE in os.environ:
         yield
         return
     before = os.environ.get(WORKERS)
