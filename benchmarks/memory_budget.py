@@ -4,8 +4,7 @@ A row is MODEL:SYSTEM[:BUDGET][:BATCH][:LAYERS], for example `llama:eager`, `lla
 `gpt2:wholestep:14GiB:32`, `bert:wholestep:6GiB::4`. Same weights, data, seed and precision as in h200.py. Every row has the
 allocated and reserved peak, the bytes the card shows, the time of a step, and the losses. `hard` behind a budget
 (`22GiB!`) also sets the allocator's limit to it, as on a smaller card. Rows are written as they are made and skipped when
-present. With `--jobs 3` three compile at once and are timed in turns; the card then shows the bytes of all, so these rows
-have only those of their own allocator.
+present. With `--jobs 3` three compile at once and are timed in turns.
 
     python benchmarks/memory_budget.py --rows llama:compile,llama:wholestep,llama:wholestep:26GiB --out FILE
 """
@@ -43,7 +42,8 @@ def parse(text: str) -> dict[str, Any]:
 def child(row: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    from wholestep.bench.turns import VARIABLE, my_turn, tune_in_turns
+    from wholestep import compat
+    from wholestep.bench.turns import my_turn, tune_in_turns
     from wholestep.errors import BudgetTooSmall
     from wholestep.graph.bytes import parse_bytes
     from wholestep.plan.frontier import CONTEXT_BYTES
@@ -55,10 +55,8 @@ def child(row: dict[str, Any]) -> dict[str, Any]:
     torch.set_float32_matmul_precision("high")
     with torch.device(device):
         model = h200.build(row["model"], row["layers"]).train()
-    context = 0
-    if device == "cuda":
-        alone = VARIABLE not in os.environ
-        context = total - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved() if alone else CONTEXT_BYTES
+    held = compat.bytes_on_card(torch.device(device)) if device == "cuda" else None
+    context = max(held - torch.cuda.memory_reserved(), CONTEXT_BYTES) if held else CONTEXT_BYTES
     if row["hard"]:
         torch.cuda.set_per_process_memory_fraction((parse_bytes(row["budget"]) - context) / total)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -96,7 +94,7 @@ def make_step(row: dict[str, Any], model: Any, optimizer: Any, batch: Any, devic
 def measured(row: dict[str, Any], step: Any, batches: list[Any], losses: list[float]) -> dict[str, Any]:
     import torch
 
-    from wholestep.bench.turns import VARIABLE
+    from wholestep import compat
 
     on_gpu = torch.cuda.is_available()
     cards: list[float] = []
@@ -107,9 +105,8 @@ def measured(row: dict[str, Any], step: Any, batches: list[Any], losses: list[fl
     kept: list[Any] = []
     for index in range(1, STEPS):
         times += h200.timed_steps(step, batches, 1, index, kept)
-        if on_gpu and VARIABLE not in os.environ:
-            free, total = torch.cuda.mem_get_info()
-            cards.append((total - free) / 2**30)
+        held = compat.bytes_on_card(torch.device("cuda")) if on_gpu else None
+        cards += [held / 2**30] if held else []
     losses += [float(loss) for loss in kept]
     median = statistics.median(times[-TIMED:])
     found: dict[str, Any] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -22,3 +24,25 @@ def test_onednn_is_put_back() -> None:
     with compat.without_onednn():
         assert not torch._C._get_mkldnn_enabled()
     assert torch._C._get_mkldnn_enabled() == kept
+
+
+@pytest.mark.parametrize(
+    ("told", "bytes_held"),
+    [
+        ("GPU:0\nprocess {pid:>10d} uses     1634.000 MB GPU memory\nprocess          1 uses 9.000 MB GPU memory", 1634 << 20),
+        ("GPU:0\nprocess          1 uses     1634.000 MB GPU memory", None),
+        ("GPU:0\nno processes are running", None),
+        ("nvidia-ml-py not found, please install nvidia-ml-py", None),
+    ],
+)
+def test_what_the_driver_says_this_process_holds(told: str, bytes_held: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "list_gpu_processes", lambda device=None: told.format(pid=os.getpid()))
+    assert compat.bytes_on_card(torch.device("cuda")) == bytes_held
+
+
+def test_a_driver_that_refuses_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: object = None) -> str:
+        raise RuntimeError("cuda driver can't be loaded, is cuda enabled?")
+
+    monkeypatch.setattr(torch.cuda, "list_gpu_processes", refuse)
+    assert compat.bytes_on_card(torch.device("cuda")) is None

@@ -83,10 +83,16 @@ def make_budget(memory: str | int, subject: Subject, batch: Any = ()) -> Budget:
 
 
 def _context_bytes(device: torch.device) -> int:
-    """What the card shows beyond the allocator; other processes on it would be counted too, hence the limit."""
-    free, total = torch.cuda.mem_get_info(device)
-    found = total - free - torch.cuda.memory_reserved(device)
-    return found if 0 < found < 3 * CONTEXT_BYTES else CONTEXT_BYTES
+    """What this process holds of the card beyond the allocator, or will when its kernels are loaded.
+
+    Where the driver does not tell for this process alone, others on the card would be counted too; hence the limit.
+    """
+    mine = compat.bytes_on_card(device)
+    if mine is None:
+        free, total = torch.cuda.mem_get_info(device)
+        mine = total - free
+    found = mine - torch.cuda.memory_reserved(device)
+    return max(found, CONTEXT_BYTES) if found < 3 * CONTEXT_BYTES else CONTEXT_BYTES
 
 
 def _others(subject: Subject, batch: Any) -> int:

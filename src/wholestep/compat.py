@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -202,3 +204,16 @@ def grow_segments() -> bool:
         except (RuntimeError, ValueError):
             continue
     return False
+
+
+def bytes_on_card(device: torch.device) -> int | None:
+    """What the driver says this process holds of the card, context and all; None where it tells nobody.
+
+    It needs nvidia-ml-py, and in some containers the driver knows processes by other numbers.
+    """
+    try:
+        told = torch.cuda.list_gpu_processes(device)
+    except Exception:  # a driver that refuses has errors of its own
+        return None
+    mine = re.search(rf"process\s+{os.getpid()} uses\s+([\d.]+) MB", told)
+    return int(float(mine[1]) * 2**20) if mine else None

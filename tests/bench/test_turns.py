@@ -102,6 +102,13 @@ def test_a_turn_within_a_turn_is_the_same_one() -> None:
         assert not other.is_alive()
 
 
+def test_a_table_inside_turns_takes_part_in_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "turn"))
+    with taking_turns(2):
+        assert os.environ[VARIABLE] == str(tmp_path / "turn")
+    assert os.environ[VARIABLE] == str(tmp_path / "turn")
+
+
 def test_rows_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.delenv(WORKERS, raising=False)

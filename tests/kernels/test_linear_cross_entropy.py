@@ -328,23 +328,22 @@ def test_triton_body_under_its_interpreter() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("classes", [128256, 50257])
 def test_cuda_at_a_large_vocabulary(classes: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Losses and gradients against float32 eager, an odd vocabulary too; the peak stays below one float32 logits tensor."""
+    """Losses and gradients against float64, an odd vocabulary too; the peak stays below one float32 logits tensor."""
     torch.manual_seed(0)
-    rows, width = 1000, 256
+    rows, width, chunk = 1000, 256, 256
     x = torch.randn(rows, width, device="cuda", dtype=dtype, requires_grad=True)
     weight = (0.1 * torch.randn(classes, width, device="cuda")).to(dtype).requires_grad_()
     target = torch.randint(0, classes, (rows,), device="cuda")
     target[5], target[6], target[7] = -100, 0, classes - 1
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    ours = gradients(chunked, (x, weight, None, target), chunk=chunk_rows(rows, classes), **options)
+    ours = gradients(chunked, (x, weight, None, target), chunk=chunk, **options)
     used = torch.cuda.max_memory_allocated() - before
     exact = gradients(
         plain, (x.detach().double().requires_grad_(), weight.detach().double().requires_grad_(), None, target), **options
     )
     eager = gradients(plain, (x, weight, None, target), **options)
-    gradient_bytes = 4 * classes * width * 2
-    assert used < 4 * rows * classes + gradient_bytes, f"{used / 2**20:.0f} MiB"
+    assert used < 4 * rows * classes, f"{used / 2**20:.0f} MiB"
     for mine, theirs, truth in zip(ours, eager, exact, strict=True):
         assert mine.dtype == theirs.dtype
         allowed = 2 * (theirs.double() - truth).norm() + 4 * torch.finfo(dtype).eps * truth.norm()

@@ -132,6 +132,13 @@ def test_what_each_category_holds() -> None:
     assert [phase.name for phase in profile.phases] == ["forward", "backward", "update"]
 
 
+def test_an_update_that_allocates_nothing_is_a_phase_all_the_same() -> None:
+    model, loss_fn, _, batch = mlp()
+    profile = profiled((model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1, foreach=False), batch))
+    assert [phase.name for phase in profile.phases] == ["forward", "backward", "update"]
+    assert profile.phases[-1].peak_bytes >= 2 * size(*model.parameters()), "weights and gradients"
+
+
 def test_saved_activations_know_module_and_reader() -> None:
     profile = profiled(mlp())
     saved = {(b.module, b.operator): b for b in profile.blocks if b.category == "saved activations"}

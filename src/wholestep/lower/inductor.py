@@ -16,7 +16,7 @@ from torch import fx
 
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.kernels import IN_PLACE
-from wholestep.lower.compile_region import Compiled, compile_region, forget_compiled, on_cpu, require_compiler
+from wholestep.lower.compile_region import Compiled, compile_region, forget_compiled, require_compiler
 from wholestep.lower.driver import Statement, build_driver
 from wholestep.lower.in_place import ImperativeGraph, write_state_in_place
 from wholestep.lower.interpret import constants_of, statement_of
@@ -56,13 +56,12 @@ def take_fused_updates(imperative: ImperativeGraph) -> None:
 
 
 def _compile_together(regions: list[Region], progress: Progress | None) -> dict[str, Compiled]:
-    """On the CPU all C++ is waited for at the end; if any of it fails, again one by one, to know which."""
-    if on_cpu(regions):
-        try:
-            with one_wait_for_all():
-                return _compile_distinct(regions, progress)
-        except Exception:
-            forget_compiled()
+    """All C++ and Triton is waited for at the end; if any of it fails, again one by one, to know which."""
+    try:
+        with one_wait_for_all():
+            return _compile_distinct(regions, progress)
+    except Exception:
+        forget_compiled()
     return _compile_distinct(regions, progress)
 
 

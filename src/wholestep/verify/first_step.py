@@ -63,7 +63,22 @@ def check_first_step(
         reason = (str(error).strip().splitlines() or [""])[0][:120]
         step._note(f"the first step was not checked against eager: {type(error).__name__}: {reason}")
         return None
-    return check.after
+    finally:
+        _give_back(variant.subject.device)
+
+    def after(result: Any) -> None:
+        try:
+            check.after(result)
+        finally:
+            check.forget()
+
+    return after
+
+
+def _give_back(device: torch.device) -> None:
+    """Eager's step may have taken twice what this one will ever need; the card need not stay full of it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _precision(graph: TrainingGraph, device: torch.device) -> str:
@@ -240,8 +255,7 @@ class _FirstStep:
             told = f"the loss is {float(loss):.7g}, in eager {float(self.eager.loss):.7g}"
             raise self._differs(f"{what}: {told}; {self._put_back()}", None)
         if self.subject.nonfinite == "skip" and total is not None and not bool(total.isfinite()):
-            self.kept = {}  # nothing was updated, so there is nothing to compare
-            return
+            return  # nothing was updated, so there is nothing to compare
         scale, norm_error = self._clipped(total)
         failing = self._failing_updates(scale, {})
         if failing:
@@ -255,7 +269,12 @@ class _FirstStep:
         if norm_error > self.limits.lowered:
             raise self._differs(f"{what}: the gradient norm is off by {norm_error:.2g}; {self._put_back()}", None)
         self._check_buffers()
+
+    def forget(self) -> None:
+        """Drop the copies and eager's gradients."""
         self.kept = {}
+        del self.eager
+        _give_back(self.subject.device)
 
     def _gradient(self, name: str) -> torch.Tensor | None:
         """What the optimizer should have been given: eager's gradient, or the (checked) accumulated one."""

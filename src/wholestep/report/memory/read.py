@@ -168,6 +168,8 @@ class StepReader:
 
     def finish(self, after: Mapping[int, Block]) -> tuple[list[Block], list[Phase]]:
         """`after`: address -> Block of what modules and optimizer own once the step has returned."""
+        if self.marks[-1][1] > self.instant:
+            self.instant += 1  # a fused update on a GPU allocates nothing, and is a phase all the same
         phases = self._phases()
         for address, block in self.open.items():
             owner = after.get(address)
