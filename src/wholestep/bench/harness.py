@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -198,9 +199,9 @@ class _Table:
 
 
 def _expected_seconds(rows: Sequence[Row], case: Case) -> float:
-    """As long as the longest row of the same contender took so far, at this size; not less than a start takes."""
+    """As long as half the rows of the same contender took so far, at this size; not less than a start takes."""
     known = [row["wall_seconds"] for row in rows if row["contender"] == case.contender and row["size"] == case.size]
-    return max([LEAST_SECONDS, *known])
+    return max(LEAST_SECONDS, statistics.median(known)) if known else LEAST_SECONDS
 
 
 def _refuse_another_gpu(rows: Sequence[Row], cases: Sequence[Case], path: Path) -> None:

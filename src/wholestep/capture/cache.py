@@ -115,6 +115,7 @@ def capture_key(subject: Subject, tensors: Sequence[torch.Tensor], spec: BatchSp
         (spec.tree, signature(tensors), subject.precision, subject.accumulate, subject.clip_norm is None, subject.nonfinite),
         subject.chunked_loss,
         (torch.get_default_dtype(), torch.is_autocast_enabled(subject.device.type)),
+        (subject.on_gpu, torch.backends.cudnn.enabled),
     ):  # fmt: skip
         digest.update(repr(part).encode())
         digest.update(b"\0")

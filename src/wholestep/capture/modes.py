@@ -25,6 +25,7 @@ from wholestep import compat
 from wholestep.capture.chunked_loss import ChunkedLoss
 from wholestep.capture.sites import Sites
 from wholestep.errors import CaptureRefused
+from wholestep.kernels import recurrent
 from wholestep.kernels.attention import scaled_dot_product_attention
 
 aten = torch.ops.aten
@@ -119,9 +120,9 @@ for _name in (
 class FunctionLevel(TorchFunctionMode):
     """Dropout and attention become `ws` operators; calls leave their source line."""
 
-    def __init__(self, sites: Sites, *, tracing: bool, chunked: ChunkedLoss | None = None) -> None:
+    def __init__(self, sites: Sites, *, tracing: bool, on_gpu: bool = False, chunked: ChunkedLoss | None = None) -> None:
         super().__init__()
-        self.sites, self.tracing, self.chunked = sites, tracing, chunked
+        self.sites, self.tracing, self.on_gpu, self.chunked = sites, tracing, on_gpu, chunked
         self.unrolled = False
         """Whether a recurrent layer was met, which tracing unrolls over its time steps."""
 
@@ -187,32 +188,47 @@ class FunctionLevel(TorchFunctionMode):
 
 
     def _recurrent(self, func: Callable, args: tuple) -> Any:
-        """nn.LSTM and its kin with dropout between layers: one call per layer, keyed dropout between them.
+        """nn.LSTM and its kin, layer by layer, with keyed dropout between them; each by cuDNN on a GPU.
 
-        Under tracing torch decomposes these functions in Python and forgets the dropout (seen in 2.13: its condition is
-        never true), so the layers are taken apart before it gets to that.
+        Elsewhere torch's tracing decomposes these functions in Python over time. It forgets their dropout (seen in 2.13: its
+        condition is never true), so the layers are taken apart before it gets to that.
         """
-        self.unrolled = True
         packed = isinstance(args[1], torch.Tensor) and args[1].dtype == torch.int64 and args[1].dim() == 1
         # packed: (data, sizes, hx, weights, biases, layers, dropout, train, bidirectional); else the same without sizes,
         # and with batch_first at the end
         at = 2 if packed else 1
         hidden, weights, biases, layers, dropout, train, both = args[at : at + 7]
-        if dropout == 0.0 or not train or layers == 1:
+        states = tuple(hidden) if isinstance(hidden, tuple | list) else (hidden,)
+        whole = self.on_gpu and not packed and recurrent.applies(args[0], states, train=train)
+        self.unrolled |= not whole
+        if not whole and (dropout == 0.0 or not train or layers == 1):
             return func(*args)
         ways, per_layer = (2 if both else 1), len(weights) // layers
-        states = hidden if isinstance(hidden, tuple | list) else (hidden,)
+        turned = whole and args[at + 7]  # batch_first, which the operator does not know
         value, finals = args[0], []
         for layer in range(layers):
             mine = tuple(s[layer * ways : (layer + 1) * ways] for s in states)
-            hx = mine if isinstance(hidden, tuple | list) else mine[0]
             chosen = list(weights[layer * per_layer : (layer + 1) * per_layer])
-            head = (value, args[1]) if packed else (value,)
-            value, *final = func(*head, hx, chosen, biases, 1, 0.0, train, both, *args[at + 7 :])
+            if whole:
+                value = value.transpose(0, 1) if turned else value
+                value, *final = recurrent.layer(func.__name__, *_in_one_dtype(value, mine, chosen), both)
+                value = value.transpose(0, 1) if turned else value
+            else:
+                hx = mine if isinstance(hidden, tuple | list) else mine[0]
+                head = (value, args[1]) if packed else (value,)
+                value, *final = func(*head, hx, chosen, biases, 1, 0.0, train, both, *args[at + 7 :])
             finals.append(final)
-            if layer < layers - 1:
+            if layer < layers - 1 and train:
                 value = self._dropout(value, dropout)
         return (value, *(torch.cat(parts) for parts in zip(*finals, strict=True)))
+
+
+def _in_one_dtype(x: torch.Tensor, states: tuple, weights: list) -> tuple[torch.Tensor, list, list]:
+    """As autocast has it, which does not know our operator: all in its dtype."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x, list(states), weights
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), [s.to(dtype) for s in states], [w.to(dtype) for w in weights]
 
 
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
@@ -341,11 +357,11 @@ _RANDOM: dict[Any, Callable[..., Any]] = {
 
 @contextlib.contextmanager
 def keyed(
-    sites: Sites, *, tracing: bool = False, record: bool = False, chunked: ChunkedLoss | None = None
+    sites: Sites, *, tracing: bool = False, record: bool = False, on_gpu: bool = False, chunked: ChunkedLoss | None = None
 ) -> Iterator[DispatchLevel]:
     """Run user code with keyed randomness and our attention; yields the lower mode (for its fingerprint)."""
     lower = DispatchLevel(sites, record=record)
-    upper = FunctionLevel(sites, tracing=tracing, chunked=chunked)
+    upper = FunctionLevel(sites, tracing=tracing, on_gpu=on_gpu, chunked=chunked)
     with lower, upper:
         yield lower
     lower.unrolled = upper.unrolled

@@ -71,6 +71,11 @@ class Subject:
             self.device = torch.device("cpu")  # of the stand-ins; autograd cannot take fake CUDA tensors everywhere
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether the step is captured for a GPU, here or elsewhere."""
+        return (self.dry or self.device.type) == "cuda"
+
+    @property
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters the step differentiates: the optimizer's, or all that require a gradient."""
         wanted = {n: p for n, p in self.parameters.items() if p.requires_grad}

@@ -65,7 +65,7 @@ def run_loss(
     with (
         compat.swapped_tensors(subject.root, dict(named)),  # a copy: torch writes the replaced ones into what it is given
         calls.recorded(annotate=tracing),
-        keyed(sites, tracing=tracing, record=True, chunked=chunked) as lower,
+        keyed(sites, tracing=tracing, record=True, on_gpu=subject.on_gpu, chunked=chunked) as lower,
         autocast_for(subject),
     ):
         loss, aux = check_loss((loss_fn or subject.loss_fn)(subject.model, batch))

@@ -1,7 +1,8 @@
 """Operators of the library namespace `ws`: importing this package registers them.
 
-Out: `IN_PLACE` (functional update overload -> Python function that updates parameters and states in place) and
-`DECOMPOSITIONS` (overload -> aten arithmetic that Inductor fuses). Importing touches no GPU and does not import Triton.
+Out: `IN_PLACE` (functional update overload -> Python function that updates parameters and states in place), `DECOMPOSITIONS`
+(overload -> aten arithmetic that Inductor fuses) and `UNCOMPILED` (overloads that no compiler may see). Importing
+touches no GPU and does not import Triton.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from wholestep.kernels import adamw, attention, clip, dropout, linear_cross_entropy, random_bits, sgd
+from wholestep.kernels import adamw, attention, clip, dropout, linear_cross_entropy, random_bits, recurrent, sgd
 from wholestep.kernels.attention import decomposition
 
 IN_PLACE: dict[OpOverload, Callable[..., None]] = {
@@ -26,6 +27,10 @@ DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.ws.normal.default: random_bits.normal,
 }
 
+UNCOMPILED: frozenset[OpOverload] = frozenset({torch.ops.ws.recurrent.default, torch.ops.ws.recurrent_backward.default})
+"""The sizes of some results are the library's secret: Inductor would check them against the guess."""
+
 __all__ = [
-    "DECOMPOSITIONS", "IN_PLACE", "adamw", "attention", "clip", "dropout", "linear_cross_entropy", "random_bits", "sgd",
+    "DECOMPOSITIONS", "IN_PLACE", "UNCOMPILED", "adamw", "attention", "clip", "dropout", "linear_cross_entropy", "random_bits",
+    "recurrent", "sgd",
 ]  # fmt: skip

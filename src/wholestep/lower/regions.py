@@ -26,7 +26,7 @@ from torch import fx
 from wholestep.graph.layers import Part, layers_of, part_of
 from wholestep.graph.training_graph import phase_of
 from wholestep.graph.views import is_cheap_view
-from wholestep.kernels import DECOMPOSITIONS
+from wholestep.kernels import DECOMPOSITIONS, UNCOMPILED
 from wholestep.lower.in_place import ImperativeGraph
 
 aten = torch.ops.aten
@@ -172,13 +172,13 @@ def _is_snapshot(node: fx.Node, returned: set[fx.Node]) -> bool:
 
 
 def _is_direct(node: fx.Node) -> bool:
-    """Whether the driver calls it: in-place updates (plain functions), clipping and functional updates, and whatever a
-    pass marked with meta["custom"]["direct"] (transfers whose place in the step matters)."""
+    """Whether the driver calls it: in-place updates (plain functions), clipping and functional updates, operators that are not
+    to be compiled, and whatever a pass marked with meta["custom"]["direct"] (transfers whose place in the step matters)."""
     if (node.meta.get("custom") or {}).get("direct"):
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
         return not _is_traceable(node.target)
-    return node.target.namespace == "ws" and phase_of(node) == "update"
+    return node.target in UNCOMPILED or (node.target.namespace == "ws" and phase_of(node) == "update")
 
 
 def _is_traceable(target: Any) -> bool:

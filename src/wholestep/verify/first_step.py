@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -125,6 +126,8 @@ class _FirstStep:
         if self.subject.loss_scale is not None:
             gradients = self._unscaled(gradients)
         failing = self._failing(gradients, self.limits.graph)
+        if failing:
+            failing = self._failing(gradients, self.limits.graph, self._own_rounding(failing))
         if failing or self._loss_differs(loss):
             self._report_graph(bare, loss, failing)
         if self.accumulates:
@@ -160,7 +163,9 @@ class _FirstStep:
             return math.isfinite(ours) != math.isfinite(eager)
         return abs(ours - eager) > self.limits.loss * (abs(eager) + self.eager.activation_rms)
 
-    def _failing(self, gradients: dict[str, torch.Tensor], relative: float) -> dict[str, tuple[float, float]]:
+    def _failing(
+        self, gradients: dict[str, torch.Tensor], relative: float, rounding: Mapping[str, float] = MappingProxyType({})
+    ) -> dict[str, tuple[float, float]]:
         """Parameter -> (error, allowed), for every gradient that is further from eager's than allowed."""
         failing = {}
         for name in [*self.eager.gradients, *(n for n in gradients if n not in self.eager.gradients)]:
@@ -169,7 +174,7 @@ class _FirstStep:
                 failing[name] = (math.inf, 0.0)
                 continue
             finite = ours.isfinite()
-            allowed = relative * norm(eager) + self.limits.floor * self.rms * math.sqrt(eager.numel())
+            allowed = relative * norm(eager) + self.limits.floor * self.rms * math.sqrt(eager.numel()) + rounding.get(name, 0.0)
             error = distance(ours, eager, finite) if torch.equal(finite, eager.isfinite()) else math.inf
             if not error <= allowed:
                 failing[name] = (error, allowed)
@@ -258,8 +263,9 @@ class _FirstStep:
             return  # nothing was updated, so there is nothing to compare
         scale, norm_error = self._clipped(total)
         failing = self._failing_updates(scale, {})
-        if failing:
-            failing = self._failing_updates(scale, self._own_rounding(failing))
+        if failing and self.complete:
+            before = {e.name: old for e, (_, old) in self.kept.items() if e.role in (Role.PARAMETER, Role.BUFFER)}
+            failing = self._failing_updates(scale, self._own_rounding(failing, before))
         if self.subject.optimizer is None and not self.accumulates:
             grads = {n: self.subject.parameters[n].grad for n in self.eager.gradients if n in self.empty_grads}
             left = {n: g for n, g in grads.items() if g is not None}
@@ -306,17 +312,17 @@ class _FirstStep:
                     failing[name] = outcome
         return failing
 
-    def _own_rounding(self, names: Iterable[str]) -> dict[str, float]:
-        """Twice the rounding of eager's own gradients, found against float32 on the state before the step.
+    def _own_rounding(self, names: Iterable[str], before: Mapping[str, torch.Tensor] | None = None) -> dict[str, float]:
+        """Twice the rounding of eager's own gradients, found in a wider type on the state `before` the step (or the live one).
 
         In a low precision some gradients (of a first convolution, summed over a million positions) are mostly rounding
         in eager as well; a fixed share of their norm says nothing then. Empty where it cannot be known.
         """
-        if self.limits is not LIMITS["bf16"] or not self.complete or self.accumulates:
+        if self.limits is LIMITS["fp32"] or self.accumulates:
             return {}
-        before = {e.name: old for e, (_, old) in self.kept.items() if e.role in (Role.PARAMETER, Role.BUFFER)}
+        wider = torch.float32 if self.limits is LIMITS["bf16"] else torch.float64
         try:
-            exact = self._reference(tensors=before, dtype=torch.float32).gradients
+            exact = self._reference(tensors=before, dtype=wider).gradients
         except (torch.OutOfMemoryError, RuntimeError, TypeError):
             return {}
         return {n: 2 * distance(self.eager.gradients[n], exact[n]) for n in names if n in exact}
