@@ -122,6 +122,26 @@ def test_a_low_precision_is_measured_by_its_own_rounding(monkeypatch: pytest.Mon
                 step(batches(1)[0])
 
 
+@pytest.mark.parametrize("kind", ["bf16", "tf32"])
+def test_so_is_the_captured_graph(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(first_step.LIMITS, kind, first_step.Limits(4e-4 if kind == "bf16" else 1e-9, 0.5, 0.0, 2e-2))
+    monkeypatch.setattr(first_step, "_precision", lambda *_: kind)
+    small = 1 + 2**-8 if kind == "bf16" else 1 + 2**-23
+    for factor, right in ((small, True), (1.2, False)):
+
+        def scaled(graph: TrainingGraph, factor: float = factor) -> TrainingGraph:
+            scaled_after(graph, graph.node(graph.gradients["body.weight"]).all_input_nodes[0], factor)
+            return graph
+
+        model = Normed()
+        step = compiled(model, torch.optim.AdamW(model.parameters()), precision="bf16" if kind == "bf16" else "fp32", passes=[scaled])
+        if right:
+            step(batches(1)[0])
+        else:
+            with pytest.raises(FirstStepDiffers, match="the captured graph: the gradient of body"):
+                step(batches(1)[0])
+
+
 def test_a_lost_buffer_is_named() -> None:
     model = Normed()
     step = compiled(model, torch.optim.SGD(model.parameters(), lr=0.1), passes=[lost_buffer])
