@@ -136,6 +136,8 @@ def run_child(row: dict[str, Any], limit: float) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             return {"error": f"took more than {limit:.0f} s"}
     answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if "OutOfMemoryError" in done.stderr and not answers:
+        return {"out_of_memory": next(line for line in done.stderr.splitlines()[::-1] if "OutOfMemoryError" in line)[:300]}
     if done.returncode or not answers:
         return {"error": (done.stderr.strip() or "no output")[-3000:]}
     return json.loads(answers[-1])
@@ -144,6 +146,8 @@ def run_child(row: dict[str, Any], limit: float) -> dict[str, Any]:
 def print_row(row: dict[str, Any]) -> None:
     if "error" in row:
         print(f"{row['row']:<28} failed: {row['error'].splitlines()[-1][:300]}", flush=True)
+    elif "out_of_memory" in row:
+        print(f"{row['row']:<28} out of memory: {row['out_of_memory'][:150]}", flush=True)
     elif "refused" in row:
         print(f"{row['row']:<28} refused: {row['refused']}", flush=True)
     else:

@@ -133,8 +133,8 @@ def test_so_is_the_captured_graph(kind: str, monkeypatch: pytest.MonkeyPatch) ->
             scaled_after(graph, graph.node(graph.gradients["body.weight"]).all_input_nodes[0], factor)
             return graph
 
-        model = Normed()
-        step = compiled(model, torch.optim.AdamW(model.parameters()), precision="bf16" if kind == "bf16" else "fp32", passes=[scaled])
+        model, precision = Normed(), "bf16" if kind == "bf16" else "fp32"
+        step = compiled(model, torch.optim.AdamW(model.parameters()), precision=precision, passes=[scaled])
         if right:
             step(batches(1)[0])
         else:
