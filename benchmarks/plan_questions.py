@@ -1,13 +1,13 @@
-"""Forty questions of the kind "will it fit?", answered on a CPU; later, the same steps measured on a card, as a scatter.
+"""Forty questions of the kind "will it fit?", answered on a CPU; and steps that ran on an H200, predicted so, as a scatter.
 
     python benchmarks/plan_questions.py                          # answers -> benchmarks/results/plan_questions.json
     python benchmarks/plan_questions.py --only bert-large        # some of them, added to the file
-    python benchmarks/plan_questions.py --measured FILE --svg plan_questions.svg
+    python benchmarks/plan_questions.py --measured benchmarks/results/memory_budget.json --svg docs/images/predicted.svg
 
 In: three models, several batches and sequence lengths, several cards. Out: JSON rows with the predicted card bytes of the plan
-that was chosen, or of the leanest when none fits. FILE holds measured rows {model, batch, seq, card_bytes, allocated_bytes?,
-seconds?, out_of_memory?}, one per step that was run with the plan of the same model, batch and sequence on the same card; misses
-(predicted to fit and did not, or the other way round) are drawn as crosses, never left out.
+that was chosen, or of the leanest when none fits. With `--measured`, every row of memory_budget.py that Wholestep ran on all layers
+within a budget is asked here with its own batch and budget, and what was predicted is kept beside what was measured. Misses (predicted to fit and
+did not, or the other way round) are drawn as crosses, never left out.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from h200 import LAYERS
 
 from wholestep.cost.target import find_target
+from wholestep.graph.bytes import parse_bytes
 from wholestep.report.fit import CapturedStep, Question, captured_step, will_it_fit
 from wholestep.report.fit_text import fit_json
 from wholestep.report.pictures.predicted_scatter import predicted_scatter
@@ -79,36 +81,62 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return held["rows"] if isinstance(held, dict) else held
 
 
-def scatter(predicted: list[dict[str, Any]], measured: list[dict[str, Any]]) -> str:
-    """Every question that has a measured row; a miss is a question whose yes or no was wrong."""
-    by_key = {key(row): row for row in measured}
-    points = []
-    for row in predicted:
-        found = by_key.get(key(row))
-        if found is None:
+NAMES = {"llama": "llama-1b", "gpt2": "gpt2-medium", "bert": "bert-large"}
+
+
+def compared(measured: list[dict[str, Any]], known: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was measured and what is predicted for the same step, batch and budget; `known` ones are not asked again."""
+    rows = []
+    for found in measured:
+        whole = found["system"] == "wholestep" and found["layers"] == LAYERS[found["model"]]
+        if not whole or "error" in found or not found["budget"]:
             continue
-        ran = not found.get("out_of_memory", False)
-        held = ran and found["card_bytes"] <= row["budget_bytes"]
-        name = f"{row['model']} {row['batch']} x {row['seq']} on {row['device']}"
-        seen = found.get("card_bytes") or row["budget_bytes"]
-        points.append((name, row["card_bytes"] / 2**30, seen / 2**30, row["fits"] == held))
-    return predicted_scatter(points, title="Memory of a step: predicted on a laptop, measured on the card", unit="GiB")
+        name, target, budget = NAMES[found["model"]], find_target("h200"), parse_bytes(found["budget"])
+        seq = SIZES[name][0][1]
+        facts = known.get(found["row"])
+        if facts is None:
+            asked = Question(model=name, batch=found["batch"], seq=seq, target=target, budget_bytes=budget)
+            fit = will_it_fit(asked, find_batch=False)
+            point = fit_json(fit)["frontier"][fit.shown]
+            facts = {"fits": fit.fits, "predicted_bytes": point["peak_bytes"], "predicted_seconds": point["seconds"]}
+        ran, error = "peak_allocated_gib" in found, "did not run"
+        row = {"row": found["row"], "ran": ran, **{k: facts[k] for k in ("fits", "predicted_bytes", "predicted_seconds")}}
+        if ran:
+            row |= {"measured_bytes": int(found["peak_allocated_gib"] * 2**30), "measured_seconds": found["step_ms"] / 1e3}
+            error = f"{row['predicted_bytes'] / row['measured_bytes'] - 1:+.1%}"
+        rows.append(row)
+        print(f"{found['row']:<28} predicted {facts['predicted_bytes'] / 2**30:.2f} GiB, {error}", flush=True)
+    return rows
+
+
+def scatter(rows: list[dict[str, Any]]) -> str:
+    """Allocated peaks; a miss is a step whose yes or no was wrong."""
+    points = []
+    for row in rows:
+        predicted = row["predicted_bytes"] / 2**30
+        seen = row["measured_bytes"] / 2**30 if row["ran"] else predicted
+        points.append((row["row"], predicted, seen, row["fits"] == row["ran"]))
+    return predicted_scatter(points, title="Peak of a step: predicted on a laptop, measured on an H200", unit="GiB")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--only", help="one model, or one card")
-    parser.add_argument("--measured", type=Path, help="measured rows; draws the scatter and answers nothing")
+    parser.add_argument("--measured", type=Path, help="rows of memory_budget.py; asks for each and draws the scatter")
     parser.add_argument("--svg", type=Path, default=RESULTS.with_suffix(".svg"))
     given = parser.parse_args()
     rows = read_rows(given.out)
     if given.measured is not None:
         if not given.measured.is_file():
             sys.exit(f"plan_questions: there is no file {given.measured}")
-        given.svg.write_text(scatter(rows, read_rows(given.measured)), encoding="utf-8")
+        held = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else {"rows": []}
+        held["measured"] = compared(read_rows(given.measured), {row["row"]: row for row in held.get("measured", [])})
+        given.out.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+        given.svg.write_text(scatter(held["measured"]), encoding="utf-8")
         print(f"{given.svg} written")
         return
+    held = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else {}
     wanted = {key(asked) for asked in questions()}
     known = {key(row): row for row in rows if key(row) in wanted}
     step, of = None, None
@@ -120,7 +148,7 @@ def main() -> None:
             said = "fits" if row["fits"] else "does not fit"
             took = row["seconds_to_capture"] + row["seconds_to_plan"]
             print(f"{' '.join(map(str, key(asked)))}: {said}, {row['card_bytes'] / 2**30:.1f} GiB, {took:.0f} s", flush=True)
-            given.out.write_text(json.dumps({"rows": list(known.values())}, indent=1) + "\n", encoding="utf-8")
+            given.out.write_text(json.dumps(held | {"rows": list(known.values())}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
