@@ -6,8 +6,8 @@
 
 In: three models, several batches and sequence lengths, several cards. Out: JSON rows with the predicted card bytes of the plan
 that was chosen, or of the leanest when none fits. With `--measured`, every row of memory_budget.py that Wholestep ran on all layers
-within a budget is asked here with its own batch and budget, and what was predicted is kept beside what was measured. Misses (predicted to fit and
-did not, or the other way round) are drawn as crosses, never left out.
+within a budget is asked here with its own batch and budget, and what was predicted is kept beside what was measured. Misses
+(predicted to fit and did not, or the other way round) are drawn as crosses, never left out.
 """
 
 from __future__ import annotations
