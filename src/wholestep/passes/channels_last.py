@@ -14,7 +14,7 @@ the strides they were captured with. Where the copies would cost what they save,
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from wholestep.cost.flops import flops
 from wholestep.graph.copies import copy_graph
 from wholestep.graph.liveness import UNDECLARED_VIEWS, tensor_bytes
 from wholestep.graph.training_graph import TrainingGraph, tensors_in
-from wholestep.passes.fx_edit import is_static, same_kind, tensor_of
+from wholestep.passes.fx_edit import is_static, same_sizes, tensor_of
 from wholestep.passes.pipeline import compiler_pass
 
 aten = torch.ops.aten
@@ -37,27 +37,27 @@ _SLOTS: dict[Any, tuple[int, ...]] = {aten.convolution.default: (0, 1), aten.con
 _ELEMENTWISE = frozenset((
     "aten::hardtanh", "aten::hardtanh_backward", "aten::leaky_relu_backward", "aten::elu_backward", "aten::hardswish",
     "aten::hardswish_backward", "aten::hardsigmoid_backward", "aten::softplus_backward", "aten::mish_backward",
-    "aten::_prelu_kernel", "aten::_prelu_kernel_backward", "aten::fill", "aten::_to_copy", "aten::clone", "aten::cat", "ws::dropout",
+    "aten::_prelu_kernel", "aten::_prelu_kernel_backward", "aten::fill", "aten::_to_copy", "aten::clone", "aten::cat",
+    "ws::dropout",
 ))
 """Work element by element, like all that torch tags as pointwise."""
 _ALIKE = frozenset((
     "aten::native_batch_norm_backward", "aten::cudnn_batch_norm_backward", "aten::batch_norm_backward",
     "aten::max_pool2d_with_indices_backward", "aten::avg_pool2d_backward", "aten::_adaptive_avg_pool2d_backward",
-    "aten::adaptive_max_pool2d_backward",
+    "aten::adaptive_max_pool2d_backward", "aten::native_group_norm_backward",
 ))
 """Read a gradient and saved values, which a kernel wants in one layout."""
 _FOLLOWING = _ELEMENTWISE | _ALIKE | UNDECLARED_VIEWS | frozenset((
     "aten::_native_batch_norm_legit_functional", "aten::_native_batch_norm_legit", "aten::_native_batch_norm_legit_no_training",
-    "aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::_batch_norm_with_update_functional", "aten::_batch_norm_no_update",
-    "aten::max_pool2d_with_indices", "aten::avg_pool2d", "aten::_adaptive_avg_pool2d", "aten::adaptive_max_pool2d",
-    "aten::upsample_nearest2d", "aten::upsample_nearest2d_backward", "aten::upsample_bilinear2d",
-    "aten::upsample_bilinear2d_backward", "aten::constant_pad_nd", "aten::_unsafe_index", "aten::_unsafe_index_put",
-    "aten::slice_backward", "aten::select_backward", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::empty_like",
-    "aten::new_zeros", "aten::new_full", "aten::new_ones", "aten::new_empty", "aten::mean", "aten::sum", "aten::amax", "aten::any",
-    "aten::mm", "aten::addmm", "aten::bmm", "aten::mse_loss", "aten::mse_loss_backward",
+    "aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::_batch_norm_with_update_functional",
+    "aten::_batch_norm_no_update", "aten::native_group_norm", "aten::max_pool2d_with_indices", "aten::avg_pool2d",
+    "aten::_adaptive_avg_pool2d", "aten::adaptive_max_pool2d", "aten::upsample_nearest2d", "aten::upsample_nearest2d_backward",
+    "aten::upsample_bilinear2d", "aten::upsample_bilinear2d_backward", "aten::constant_pad_nd", "aten::_unsafe_index",
+    "aten::_unsafe_index_put", "aten::slice_backward", "aten::select_backward", "aten::zeros_like", "aten::ones_like",
+    "aten::full_like", "aten::empty_like", "aten::new_zeros", "aten::new_full", "aten::new_ones", "aten::new_empty", "aten::mean",
+    "aten::sum", "aten::amax", "aten::any", "aten::mm", "aten::addmm", "aten::bmm", "aten::mse_loss", "aten::mse_loss_backward",
 ))
-"""Take any strides, and give at run time the strides that they announce. Group norm is not among them: on a GPU it refuses
-channels-last."""
+"""Take any strides, and give at run time the strides that they announce (group norm by the help of `lower/interpret.py`)."""
 # fmt: on
 
 _SMALL_CHANNELS = 64
@@ -92,7 +92,9 @@ def channels_last(graph: TrainingGraph, *, force: bool = False) -> TrainingGraph
         graph.notes.append(f"channels-last is not used: {error}")
         return graph
     if not force and rewrite.copied_bytes > _MOST_COPIED * rewrite.moved_bytes:
-        graph.notes.append(f"channels-last is not used: it would take {len(rewrite.copies_of_activations)} copies of activations")
+        graph.notes.append(
+            f"channels-last is not used: it would take {len(rewrite.copies_of_activations)} copies of activations"
+        )
         return graph
     if not rewrite.edits:  # the model is channels-last already
         return graph
@@ -107,12 +109,13 @@ def _convolves_images(node: fx.Node) -> bool:
     if node.target not in _SLOTS:
         return False
     values = [tensor_of(node.args[slot]) for slot in _SLOTS[node.target]]
-    return all(value is not None and value.dim() == 4 for value in values)
+    return all(value is not None and value.dim() == 4 and is_static(value) for value in values)
 
 
 def _has_static_inputs(graph: TrainingGraph) -> bool:
-    return all(is_static(tensor) for node in graph.placeholders for tensor in tensors_in(node.meta.get("val"))) and not any(
-        isinstance(node.meta.get("val"), torch.SymInt) for node in graph.graph.nodes
+    values = [node.meta.get("val") for node in graph.placeholders]
+    return all(is_static(t) for value in values for t in tensors_in(value)) and not any(
+        isinstance(v, torch.SymInt) for v in values
     )
 
 
@@ -184,9 +187,8 @@ class _Rewrite:
     def note(self) -> str:
         forward = sum(node.target is aten.convolution.default for node in self.turned)
         activations, weights = len(self.copies_of_activations), len(self.copies_of_weights)
-        return (
-            f"{forward} convolutions channels-last, {activations} layout copies of activations, {weights} of weights and gradients"
-        )
+        turned = f"{forward} convolutions channels-last"
+        return f"{turned}, {activations} layout copies of activations, {weights} of weights and gradients"
 
     # ---- one node ----
 
@@ -204,9 +206,7 @@ class _Rewrite:
                 self._turn_images(node)
                 self._propagate(node)
         if node in self.casts and not _is_written_so(tensor_of(node)):
-            node.kwargs = {**node.kwargs, "memory_format": _FORMAT}
-            self.edits += 1
-            self._propagate(node)
+            self._write_as(node, _FORMAT)
 
     def _turn_arguments(self, node: fx.Node) -> None:
         """A convolution's images and weight to channels-last; where one of them leaves it open, the weight says it."""
@@ -261,13 +261,15 @@ class _Rewrite:
         """Whether it is a cast that can as well write another layout."""
         if node.target is not aten._to_copy.default or node.kwargs.get("memory_format") is not None or not node.users:
             return False
-        return all(
-            user in self.turned and all(user.args[slot] is node for slot in _places(user, node)) for user in node.users
-        ) and all(slot in _SLOTS[user.target] for user in node.users for slot in _places(user, node))
+        return all(user in self.turned and _places(user, node) <= set(_SLOTS[user.target]) for user in node.users)
 
     # ---- copies ----
 
     def _turned(self, value: Any, user: fx.Node, *, of_weight: bool = False) -> fx.Node:
+        """The value in channels-last: itself, where it is a copy made for this reader."""
+        if _is_copy_for(value, user):
+            self._write_as(value, _FORMAT)
+            return value
         if value not in self.turned_copies:
             made = self._insert(user, aten.clone.default, (value,), {"memory_format": _FORMAT}, user)
             (self.copies_of_weights if of_weight else self.copies_of_activations).append(made)
@@ -279,11 +281,20 @@ class _Rewrite:
         before, now = self.captured.get(value) if isinstance(value, fx.Node) else None, tensor_of(value)
         if now is None or not isinstance(before, torch.Tensor) or _strides(before) == _strides(now):
             return value
+        if before.is_contiguous() and _is_copy_for(value, user):
+            self._write_as(value, torch.contiguous_format)
+            return value
         if value not in self.restored:
             like = value if user.op == "output" else user
             made = self.restored[value] = self._copy_like(value, before, user, like)
             (self.copies_of_weights if value.name in self.gradients else self.copies_of_activations).append(made)
         return self.restored[value]
+
+    def _write_as(self, node: fx.Node, layout: torch.memory_format) -> None:
+        """A cast or clone writes that layout."""
+        node.kwargs = {**node.kwargs, "memory_format": layout}
+        node.meta["val"] = _unless_equal(_computed(node), self.captured.get(node))
+        self.edits += 1
 
     def _copy_like(self, value: fx.Node, before: torch.Tensor, user: fx.Node, like: fx.Node) -> fx.Node:
         """A copy whose dimensions lie in memory in the order of `before`."""
@@ -294,7 +305,9 @@ class _Rewrite:
         else:
             moved = self._insert(user, aten.permute.default, (value, order), {}, like)
             copy = self._insert(user, aten.clone.default, (moved,), dense, like)
-            made = self._insert(user, aten.permute.default, (copy, [order.index(d) for d in range(before.dim())]), {}, like)
+            made = self._insert(
+                user, aten.permute.default, (copy, [order.index(d) for d in range(before.dim())]), {}, like
+            )
         if _strides(tensor_of(made)) != _strides(before):
             raise _NoSuchStrides(f"{value.name} has strides {tuple(before.stride())} for shape {tuple(before.shape)}")
         self.captured[made] = made.meta["val"]
@@ -306,9 +319,7 @@ class _Rewrite:
         if now is None or not isinstance(before, torch.Tensor) or _strides(before) == _strides(now):
             return
         if node.target is aten._to_copy.default and before.is_contiguous():
-            node.kwargs = {**node.kwargs, "memory_format": torch.contiguous_format}
-            self.edits += 1
-            self._propagate(node)
+            self._write_as(node, torch.contiguous_format)
             return
         users = list(node.users)
         made = self._as_captured(node, node.next)
@@ -318,7 +329,9 @@ class _Rewrite:
         table = self.graph.gradients
         table.update({name: made.name for name, held in table.items() if held == node.name})
 
-    def _insert(self, before: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node) -> fx.Node:
+    def _insert(
+        self, before: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node
+    ) -> fx.Node:
         """A node with the phase, module and source of `like`."""
         with self.graph.graph.inserting_before(before):
             node = self.graph.graph.call_function(target, args, kwargs)
@@ -361,16 +374,24 @@ def _computed(node: fx.Node) -> Any:
 
 
 def _unless_equal(value: Any, before: Any) -> Any:
-    """What was captured, where the new value is of the same kind: whoever reads it has nothing to do then."""
+    """What was captured, where the new value lies in memory as it did: whoever reads it has nothing to do then."""
     if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
-        return before if same_kind(value, before) else value
+        if same_sizes(value.stride(), before.stride()):
+            return before
+        # The dtype is what was captured: a capture for another device than this one knows it better.
+        return value if value.dtype == before.dtype else value.to(before.dtype)
     if isinstance(value, list | tuple) and isinstance(before, list | tuple):
         return type(value)(_unless_equal(new, old) for new, old in zip(value, before, strict=True))
     return value
 
 
-def _places(user: fx.Node, value: fx.Node) -> Iterator[int]:
-    return (slot for slot, argument in enumerate(user.args) if argument is value)
+def _is_copy_for(value: fx.Node, user: fx.Node) -> bool:
+    """Whether it is a cast or clone that nobody else reads: it can as well be written in another layout."""
+    return value.target in (aten._to_copy.default, aten.clone.default) and set(value.users) == {user}
+
+
+def _places(user: fx.Node, value: fx.Node) -> set[int]:
+    return {place for place, argument in enumerate(user.args) if argument is value}
 
 
 def _strides(tensor: torch.Tensor | None) -> list[int] | None:
