@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from tests.passes.small_graphs import operators, traced
 from tests.passes.test_recompute import everything
 from tests.runtime.twins import Side, Twins, eager_update, interpreted
 from torch import fx, nn
+from torch._subclasses import FakeTensorMode
 
 import wholestep
+import wholestep.passes.channels_last as rules
 from wholestep.cost.devices import find_device
 from wholestep.graph.check import check
 from wholestep.graph.copies import copy_graph
@@ -24,7 +27,11 @@ from wholestep.graph.training_graph import OutputKind, TrainingGraph, tensors_in
 from wholestep.lower import lower_inductor, lower_interpret
 from wholestep.lower.interpret import statement_of
 from wholestep.passes.channels_last import channels_last
+from wholestep.passes.fold_casts import fold_casts
+from wholestep.passes.fold_views import fold_views
+from wholestep.passes.lean_gradients import lean_gradients
 from wholestep.passes.pipeline import Pipeline, default_passes
+from wholestep.passes.share_equal import share_equal
 from wholestep.plan.memory import MemoryPlanner
 from wholestep.plan.peak import timeline
 from wholestep.plan.problem import make_problem
@@ -409,6 +416,28 @@ def test_compiled_code_computes_the_same() -> None:
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-4)
 
 
+def test_folds_that_come_later_keep_the_layouts() -> None:
+    """Casts and clones that write a layout are not the plain ones, whoever calls the folds again."""
+    graph = graph_of("residual", precision="bf16")
+    before = [node.kwargs.get("memory_format") for node in graph.operations()]
+    again = Pipeline([fold_views, fold_casts, share_equal, lean_gradients]).run(graph)[0]
+    assert [node.kwargs.get("memory_format") for node in again.operations()] == before
+    run_comparing_strides(again)
+
+
+def test_a_captured_graph_from_the_disk_is_rewritten_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHOLESTEP_CACHE_DIR", str(tmp_path))
+    graphs = [graph_of("normed", cache=True) for _ in range(2)]
+    assert operators(graphs[0]) == operators(graphs[1])
+    run_comparing_strides(graphs[1])
+
+
+def test_it_says_what_it_did() -> None:
+    torch.manual_seed(0)
+    step = interpreted(side_of("residual"), batches_of("residual")[0], passes=forced(), check="off", precision="bf16")
+    assert "channels_last: 4 convolutions channels-last, 0 layout copies of activations" in step.explain()
+
+
 def test_it_can_be_left_out() -> None:
     graph = graph_of("residual", passes=default_passes().without("channels_last"))
     assert not any(n.kwargs.get("memory_format") for n in graph.operations())
@@ -429,6 +458,55 @@ def test_on_the_cpu_and_without_convolutions_the_graph_is_left_alone() -> None:
     assert channels_last(images) is images and operators(images) == before and not images.notes
     plain = traced(multiplies, torch.randn(3, 4), torch.randn(4, 5))
     assert channels_last(plain) is plain and FORCED(plain) is plain
+
+
+def on_a_gpu(graph: TrainingGraph) -> TrainingGraph:
+    """The graph as if captured there."""
+    with FakeTensorMode() as mode:
+        for node in graph.graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor):
+                node.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+                assert node.meta["val"].fake_mode is mode
+    return graph
+
+
+WIDE, NARROW = (128, 128, 3, 3), (64, 64, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("weight", "groups", "dtype", "tf32", "gains"),
+    [
+        (WIDE, 1, torch.bfloat16, False, True),
+        (WIDE, 1, torch.float16, False, True),
+        (WIDE, 1, torch.float32, True, True),
+        (WIDE, 1, torch.float32, False, False),
+        (WIDE, 1, torch.float64, True, False),
+        (NARROW, 1, torch.bfloat16, False, False),
+        ((128, 1, 3, 3), 128, torch.bfloat16, False, True),
+        ((128, 32, 3, 3), 4, torch.bfloat16, False, False),
+    ],
+    ids=str,
+)
+def test_it_is_tried_where_tensor_cores_gain(
+    weight: tuple[int, ...], groups: int, dtype: torch.dtype, tf32: bool, gains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(x, w, groups=groups).sum()
+
+    tried: list[set[str]] = []
+
+    class Tried(rules._Rewrite):
+        def __init__(self, graph: TrainingGraph, names: set[str]) -> None:
+            tried.append(names)
+            raise rules._NoSuchStrides("told")
+
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
+    monkeypatch.setattr(rules, "_Rewrite", Tried)
+    images = torch.empty(2, weight[1] * groups, 8, 8, dtype=dtype)
+    graph = on_a_gpu(traced(step, images, torch.empty(weight, dtype=dtype)))
+    assert channels_last(graph) is graph
+    assert bool(tried) is gains
 
 
 def test_convolutions_over_sequences_and_volumes_are_left_alone() -> None:

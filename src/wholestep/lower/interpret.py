@@ -51,15 +51,17 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default)
 norm does so on the CPU for a transposed input)."""
 
 
-def _group_norm(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+def _group_norm(x: torch.Tensor, *rest: Any, **named: Any) -> tuple[torch.Tensor, ...]:
     """In the layout of `x`, which the operator itself refuses on a GPU unless it is contiguous."""
-    out, mean, rstd = aten.native_group_norm.default(x.contiguous() if x.is_cuda else x, *rest)
+    out, mean, rstd = aten.native_group_norm.default(x.contiguous() if x.is_cuda else x, *rest, **named)
     return _like(out, x), mean, rstd
 
 
-def _group_norm_backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor | None, ...]:
+def _group_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, *rest: Any, **named: Any
+) -> tuple[torch.Tensor | None, ...]:
     given = (grad.contiguous(), x.contiguous()) if x.is_cuda else (grad, x)
-    grad_x, grad_weight, grad_bias = aten.native_group_norm_backward.default(*given, *rest)
+    grad_x, grad_weight, grad_bias = aten.native_group_norm_backward.default(*given, *rest, **named)
     return _like(grad_x, x), grad_weight, grad_bias
 
 

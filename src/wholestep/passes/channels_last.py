@@ -85,8 +85,8 @@ def channels_last(graph: TrainingGraph, *, force: bool = False) -> TrainingGraph
     chosen = [node for node in found if force or _gains(node)]
     if not chosen or not (force or _matters(graph, chosen)):
         return graph
-    rewrite = _Rewrite(copy_graph(graph), {node.name for node in chosen})
     try:
+        rewrite = _Rewrite(copy_graph(graph), {node.name for node in chosen})
         rewrite.run()
     except _NoSuchStrides as error:
         graph.notes.append(f"channels-last is not used: {error}")
