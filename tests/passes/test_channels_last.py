@@ -239,7 +239,7 @@ def run_comparing_strides(graph: TrainingGraph) -> int:
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
         values[node] = statement_of(node).function(*args, **kwargs)
         for real, fake in zip(tensors_in(values[node]), tensors_in(node.meta["val"]), strict=True):
-            assert real.shape == fake.shape, node
+            assert real.shape == fake.shape or not real.numel(), node
             assert significant(real) == significant(fake), f"{node}: {real.stride()}, announced {fake.stride()}"
             compared += 1
     return compared
@@ -499,7 +499,7 @@ def test_it_is_tried_where_tensor_cores_gain(
     class Tried(rules._Rewrite):
         def __init__(self, graph: TrainingGraph, names: set[str]) -> None:
             tried.append(names)
-            raise rules._NoSuchStrides("told")
+            raise rules._GivenUp("told")
 
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
     monkeypatch.setattr(rules, "_Rewrite", Tried)

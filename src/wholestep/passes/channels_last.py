@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from wholestep.cost.flops import flops
+from wholestep.graph.check import where
 from wholestep.graph.copies import copy_graph
 from wholestep.graph.liveness import UNDECLARED_VIEWS, tensor_bytes
 from wholestep.graph.training_graph import TrainingGraph, tensors_in
@@ -34,30 +35,30 @@ _SLOTS: dict[Any, tuple[int, ...]] = {aten.convolution.default: (0, 1), aten.con
 """Convolution -> the arguments that are to be channels-last, the weight last."""
 
 # fmt: off
-_ELEMENTWISE = frozenset((
-    "aten::hardtanh", "aten::hardtanh_backward", "aten::leaky_relu_backward", "aten::elu_backward", "aten::hardswish",
-    "aten::hardswish_backward", "aten::hardsigmoid_backward", "aten::softplus_backward", "aten::mish_backward",
-    "aten::_prelu_kernel", "aten::_prelu_kernel_backward", "aten::fill", "aten::_to_copy", "aten::clone", "aten::cat",
-    "ws::dropout",
-))
+_ELEMENTWISE = frozenset(("aten::fill", "aten::_to_copy", "aten::clone", "aten::cat", "ws::dropout"))
 """Work element by element, like all that torch tags as pointwise."""
-_ALIKE = frozenset((
-    "aten::native_batch_norm_backward", "aten::cudnn_batch_norm_backward", "aten::batch_norm_backward",
-    "aten::max_pool2d_with_indices_backward", "aten::avg_pool2d_backward", "aten::_adaptive_avg_pool2d_backward",
-    "aten::adaptive_max_pool2d_backward", "aten::native_group_norm_backward",
-))
-"""Read a gradient and saved values, which a kernel wants in one layout."""
-_FOLLOWING = _ELEMENTWISE | _ALIKE | UNDECLARED_VIEWS | frozenset((
+_UNLIKE = frozenset(("aten::log_sigmoid_forward", "aten::log_sigmoid_backward"))
+"""Tagged so, but their results lie in memory otherwise than announced."""
+_TWO_LAYOUTS = frozenset((
     "aten::_native_batch_norm_legit_functional", "aten::_native_batch_norm_legit", "aten::_native_batch_norm_legit_no_training",
     "aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::_batch_norm_with_update_functional",
-    "aten::_batch_norm_no_update", "aten::native_group_norm", "aten::max_pool2d_with_indices", "aten::avg_pool2d",
-    "aten::_adaptive_avg_pool2d", "aten::adaptive_max_pool2d", "aten::upsample_nearest2d", "aten::upsample_nearest2d_backward",
-    "aten::upsample_bilinear2d", "aten::upsample_bilinear2d_backward", "aten::constant_pad_nd", "aten::_unsafe_index",
-    "aten::_unsafe_index_put", "aten::slice_backward", "aten::select_backward", "aten::zeros_like", "aten::ones_like",
-    "aten::full_like", "aten::empty_like", "aten::new_zeros", "aten::new_full", "aten::new_ones", "aten::new_empty", "aten::mean",
-    "aten::sum", "aten::amax", "aten::any", "aten::mm", "aten::addmm", "aten::bmm", "aten::mse_loss", "aten::mse_loss_backward",
+    "aten::_batch_norm_no_update", "aten::native_batch_norm_backward", "aten::cudnn_batch_norm_backward",
+    "aten::batch_norm_backward", "aten::native_group_norm", "aten::native_group_norm_backward", "aten::max_pool2d_with_indices",
+    "aten::max_pool2d_with_indices_backward", "aten::avg_pool2d", "aten::avg_pool2d_backward", "aten::_adaptive_avg_pool2d",
+    "aten::_adaptive_avg_pool2d_backward", "aten::adaptive_max_pool2d", "aten::adaptive_max_pool2d_backward",
+    "aten::upsample_nearest2d", "aten::upsample_nearest2d_backward", "aten::upsample_bilinear2d",
+    "aten::upsample_bilinear2d_backward", "aten::hardtanh", "aten::hardtanh_backward", "aten::leaky_relu_backward",
+    "aten::elu_backward", "aten::hardswish", "aten::hardswish_backward", "aten::hardsigmoid_backward", "aten::softplus_backward",
+    "aten::mish_backward", "aten::_prelu_kernel", "aten::_prelu_kernel_backward",
 ))
-"""Take any strides, and give at run time the strides that they announce (group norm by the help of `lower/interpret.py`)."""
+"""Their kernels know two layouts, and want gradients and saved values in the same; some do not look whether they are."""
+_ANY_STRIDES = UNDECLARED_VIEWS | frozenset((
+    "aten::constant_pad_nd", "aten::_unsafe_index", "aten::_unsafe_index_put", "aten::slice_backward", "aten::select_backward",
+    "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::empty_like", "aten::new_zeros", "aten::new_full",
+    "aten::new_ones", "aten::new_empty", "aten::mean", "aten::sum", "aten::amax", "aten::any", "aten::mm", "aten::addmm",
+    "aten::bmm", "aten::mse_loss", "aten::mse_loss_backward",
+))
+"""Take any strides, and give at run time those that they announce."""
 # fmt: on
 
 _SMALL_CHANNELS = 64
@@ -68,8 +69,12 @@ _MOST_COPIED = 0.5
 """Of the bytes that convolutions would transpose without this pass; a copy of our own costs as much as one of cuDNN's."""
 
 
-class _NoSuchStrides(Exception):
-    """No copy has the strides that were captured (they overlap or leave gaps)."""
+_REFUSALS = (RuntimeError, ValueError, TypeError, NotImplementedError)
+"""What operators raise for strides they do not take."""
+
+
+class _GivenUp(Exception):
+    """The rewrite cannot be finished: the graph stays as it was."""
 
 
 @compiler_pass(numerics="rounding")
@@ -88,7 +93,7 @@ def channels_last(graph: TrainingGraph, *, force: bool = False) -> TrainingGraph
     try:
         rewrite = _Rewrite(copy_graph(graph), {node.name for node in chosen})
         rewrite.run()
-    except _NoSuchStrides as error:
+    except _GivenUp as error:
         graph.notes.append(f"channels-last is not used: {error}")
         return graph
     if not force and rewrite.copied_bytes > _MOST_COPIED * rewrite.moved_bytes:
@@ -198,35 +203,60 @@ class _Rewrite:
         elif self._reads_other_layout(node):
             if not _follows(node):
                 self._read_as_captured(node)
-            elif _name(node) in _ALIKE and any(map(_is_turned, self._images(node))):
+                return
+            if _name(node) in _TWO_LAYOUTS and any(map(_is_turned, node.all_input_nodes)):
                 self._turn_images(node)
+            elif _name(node) in _TWO_LAYOUTS:
+                self._read_as_captured(node)
+            elif node.target is aten.cat.default:
+                self._settle_channels(node)
         if self._reads_other_layout(node):
             self._propagate(node)
             if _is_elementwise(node) and self._lost_layout(node):
                 self._turn_images(node)
                 self._propagate(node)
-        if node in self.casts and not _is_written_so(tensor_of(node)):
+        if node in self.casts and not _is_turned(node):
             self._write_as(node, _FORMAT)
 
     def _turn_arguments(self, node: fx.Node) -> None:
-        """A convolution's images and weight to channels-last; where one of them leaves it open, the weight says it."""
-        *images, weight = slots = _SLOTS[node.target]
-        for slot in slots:
+        """A convolution's images and weight to channels-last, so that its kernel cannot take them for anything else.
+
+        Strides of dimensions of size one are free, and at run time not always those announced. Where the image leaves the
+        layout open, the weight is copied to say it; where that cannot either (one channel, one pixel), a copy of the image.
+        """
+        image, weight = _SLOTS[node.target][-2:]
+        for slot in _SLOTS[node.target]:
             tensor = tensor_of(node.args[slot])
             if tensor is not None and not tensor.is_contiguous(memory_format=_FORMAT):
                 node.update_arg(slot, self._turned(node.args[slot], node, of_weight=slot == weight))
-        if not any(_is_written_so(tensor_of(node.args[slot])) for slot in (images[-1], weight)):
-            node.update_arg(weight, self._turned(node.args[weight], node, of_weight=True))
+        if _is_turned(node.args[image]) or self._says_layout(node.args[weight]):
+            return
+        speaks = _can_say_layout(tensor_of(node.args[weight]))
+        slot = weight if speaks else image
+        if _can_say_layout(tensor_of(node.args[slot])):
+            node.update_arg(slot, self._turned(node.args[slot], node, of_weight=speaks))
+
+    def _says_layout(self, value: Any) -> bool:
+        """Whether its strides are those of channels-last to the last, because a copy or a cast was told to write them."""
+        return value.kwargs.get("memory_format") is _FORMAT and _can_say_layout(tensor_of(value))
 
     def _turn_images(self, node: fx.Node) -> None:
         """All images that a node reads to channels-last."""
-        plain = [value for value in self._images(node) if not tensor_of(value).is_contiguous(memory_format=_FORMAT)]  # type: ignore[union-attr]
-        for value in plain:
-            node.replace_input_with(value, self._turned(value, node))
+        for value in node.all_input_nodes:
+            tensor = tensor_of(value)
+            if tensor is not None and tensor.dim() == 4 and not tensor.is_contiguous(memory_format=_FORMAT):
+                node.replace_input_with(value, self._turned(value, node))
+
+    def _settle_channels(self, node: fx.Node) -> None:
+        """A concatenation asks its arguments for their layout: those of one channel are copied to say theirs."""
+        for value in node.all_input_nodes if _has_layout(self.captured[node]) else ():
+            if not _has_layout(tensor_of(value)) and _can_say_layout(tensor_of(value)) and not self._says_layout(value):
+                node.replace_input_with(value, self._turned(value, node))
 
     def _read_as_captured(self, node: fx.Node) -> None:
+        asks = _name(node).startswith("aten::")  # may ask for the strides of dimensions of size one too
         for value in node.all_input_nodes:
-            restored = self._as_captured(value, node)
+            restored = self._as_captured(value, node, exactly=asks)
             if restored is not value:
                 node.replace_input_with(value, restored)
 
@@ -237,25 +267,24 @@ class _Rewrite:
             return
         try:
             value = _computed(node)
-        except (RuntimeError, ValueError, TypeError, NotImplementedError):
+        except _REFUSALS:
             self._read_as_captured(node)
-            value = _computed(node)
+            try:
+                value = _computed(node)
+            except _REFUSALS as error:
+                raise _GivenUp(f"{where(node)} refuses it") from error
         node.meta["val"] = _unless_equal(value, self.captured.get(node))
 
     def _reads_other_layout(self, node: fx.Node) -> bool:
         """Whether an argument is another value than it was captured as."""
         return any(source.meta.get("val") is not self.captured.get(source, self) for source in node.all_input_nodes)
 
-    def _images(self, node: fx.Node) -> list[fx.Node]:
-        """The arguments with pixels and several channels: of those the layout is seen in the strides."""
-        return [value for value in node.all_input_nodes if _has_layout(tensor_of(value))]
-
     def _lost_layout(self, node: fx.Node) -> bool:
         """Whether one argument is channels-last and the result is not."""
         value = tensor_of(node)
         if value is None or not _has_layout(value) or value.is_contiguous(memory_format=_FORMAT):
             return False
-        return any(_is_turned(source) for source in self._images(node))
+        return any(map(_is_turned, node.all_input_nodes))
 
     def _is_read_by_convolutions_alone(self, node: fx.Node) -> bool:
         """Whether it is a cast that can as well write another layout."""
@@ -276,10 +305,12 @@ class _Rewrite:
             self.turned_copies[value] = made
         return self.turned_copies[value]
 
-    def _as_captured(self, value: Any, user: fx.Node) -> Any:
+    def _as_captured(self, value: Any, user: fx.Node, *, exactly: bool = False) -> Any:
         """The value with the strides it was captured with."""
         before, now = self.captured.get(value) if isinstance(value, fx.Node) else None, tensor_of(value)
-        if now is None or not isinstance(before, torch.Tensor) or _strides(before) == _strides(now):
+        if now is None or not isinstance(before, torch.Tensor) or before.stride() == now.stride():
+            return value
+        if _strides(before) == _strides(now) and not (exactly and before.is_contiguous()):
             return value
         if before.is_contiguous() and _is_copy_for(value, user):
             self._write_as(value, torch.contiguous_format)
@@ -309,7 +340,7 @@ class _Rewrite:
                 user, aten.permute.default, (copy, [order.index(d) for d in range(before.dim())]), {}, like
             )
         if _strides(tensor_of(made)) != _strides(before):
-            raise _NoSuchStrides(f"{value.name} has strides {tuple(before.stride())} for shape {tuple(before.shape)}")
+            raise _GivenUp(f"{value.name} has strides {tuple(before.stride())} for shape {tuple(before.shape)}")
         self.captured[made] = made.meta["val"]
         return made
 
@@ -359,10 +390,10 @@ def _follows(node: fx.Node) -> bool:
         return True
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in node.target.tags:
         return False
-    if node.target in _SLOTS:  # a convolution that was not chosen
+    if node.target in _SLOTS or _name(node) in _UNLIKE:  # a convolution that was not chosen
         return False
     is_view = any(result.alias_info is not None for result in node.target._schema.returns)
-    return is_view or _is_elementwise(node) or _name(node) in _FOLLOWING
+    return is_view or _is_elementwise(node) or _name(node) in _TWO_LAYOUTS | _ANY_STRIDES
 
 
 def _computed(node: fx.Node) -> Any:
@@ -409,12 +440,9 @@ def _is_turned(node: fx.Node) -> bool:
     return tensor is not None and _has_layout(tensor) and tensor.is_contiguous(memory_format=_FORMAT)
 
 
-def _is_written_so(tensor: torch.Tensor | None) -> bool:
-    """Whether its strides say channels-last to a kernel that asks, also where sizes of one leave it open."""
-    if tensor is None or tensor.dim() != 4:
-        return False
-    _, channels, height, width = tensor.shape
-    return tensor.stride() == (channels * height * width, 1, channels * width, channels)
+def _can_say_layout(tensor: torch.Tensor | None) -> bool:
+    """Whether the strides of channels-last are other ones: not for one channel with one pixel."""
+    return tensor is not None and tensor.dim() == 4 and tensor.shape[1] * tensor.shape[2] * tensor.shape[3] > 1
 
 
 def _bytes(node: Any) -> int:
