@@ -22,8 +22,10 @@ def reference(x: Tensor, p: float, key: Tensor) -> Tensor:
     if p == 1.0:
         return torch.zeros_like(x)
     dropped = (bits(x.shape, key, x.device) & 0x7FFFFFFF) < drop_threshold(p)
-    # masked_fill rather than a product with the mask: a dropped inf or NaN gives 0.
-    return (x * (1.0 / (1.0 - p))).masked_fill(dropped, 0.0)
+    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        dropped = dropped.contiguous(memory_format=torch.channels_last)  # the result takes the layout of the mask
+    # A choice rather than a product with the mask: a dropped inf or NaN gives 0. (`masked_fill` would write it contiguous.)
+    return torch.where(dropped, 0.0, x * (1.0 / (1.0 - p)))
 
 
 def launch(x: Tensor, p: float, key: Tensor) -> Tensor:

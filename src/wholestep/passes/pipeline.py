@@ -53,6 +53,7 @@ TABLE: tuple[Row, ...] = (
     Row("fold_casts", "prepare", "before share_equal: a shorter chain is more often equal to another"),
     Row("share_equal", "prepare", "after all folds: equal values are then written in equal ways"),
     Row("lean_gradients", "prepare", "before gradients are weighed: it halves them"),
+    Row("channels_last", "prepare", "after lean_gradients and the folds, which look for casts that keep the layout"),
     Row("order_for_peak", "prepare", "after lean_gradients, whose narrow values it keeps waiting instead of wide ones"),
     Row("remove_dead", "prepare", "last: what the others left unread goes, so that the planner sees only what runs"),
     Row("recompute", "apply", "first of those that follow a plan: after it nothing may merge equal values"),
