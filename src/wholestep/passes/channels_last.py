@@ -138,7 +138,9 @@ def _gains(node: fx.Node) -> bool:
 
 
 def _matters(graph: TrainingGraph, chosen: list[fx.Node]) -> bool:
-    """Whether the convolutions are wide, and a good part of the step."""
+    """Whether the convolutions are wide, and a good part of the step; group norm's kernels on a GPU want the other layout."""
+    if any(_name(node) == "aten::native_group_norm" for node in graph.operations()):
+        return False
     weights = [tensor_of(node.args[_SLOTS[node.target][-1]]) for node in chosen]
     if all(max(weight.shape[:2]) <= _SMALL_CHANNELS for weight in weights if weight is not None):
         return False
