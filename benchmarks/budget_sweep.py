@@ -34,10 +34,13 @@ GIB = 2**30
 def child(name: str, layers: int, points: int) -> dict[str, Any]:
     import torch
 
+    from wholestep import compat
     from wholestep.bench.turns import tune_in_turns
 
     tune_in_turns()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":  # from the start, as in a process whose first step has a budget
+        compat.grow_segments()
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     with torch.device(device):

@@ -69,7 +69,7 @@ def make_budget(memory: str | int, subject: Subject, batch: Any = ()) -> Budget:
     """The budget as asked, or what is free on the card less a margin."""
     on_gpu = subject.device.type == "cuda"
     context = _context_bytes(subject.device) if on_gpu else 0
-    others = _others(subject, batch) + LIBRARY_BYTES if on_gpu else 0
+    others = _others(subject, batch) + _holes(subject.device) + LIBRARY_BYTES if on_gpu else 0
     slack = (SLACK if compat.grow_segments() else SLACK_OF_FIXED_SEGMENTS) if on_gpu else 0.0
     if memory != "auto":
         wanted = parse_bytes(memory)
@@ -102,6 +102,15 @@ def _others(subject: Subject, batch: Any) -> int:
         tensors += [t for state in subject.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.is_cuda}
     return max(0, torch.cuda.memory_allocated(subject.device) - sum(storages.values()))
+
+
+def _holes(device: torch.device) -> int:
+    """What the allocator holds and cannot give back: the free parts of segments in which something lives.
+
+    Large where training began before the budget was asked for, in segments that do not grow.
+    """
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 class Fitting:

@@ -79,7 +79,7 @@ def recurrent_backward(
     # cuDNN writes into `reserve`, which nobody reads after this
     dx, dh, dc, dweights = torch.ops.aten._cudnn_rnn_backward.default(
         x, weights, _per_way(weights, both), packed, h, c, out, grad_out, grad_h, grad_c,
-        *_settings(h, kind, both), reserve, [True] * 4,
+        *_settings(h, kind, both), reserve, [True, True, kind == "lstm", True],
     )  # fmt: skip
     # they lie in one piece, where not each begins at an address that vectorised code may assume
     return dx, dh, dc if kind == "lstm" else x.new_empty(0), *_filled([d.clone() for d in dweights], x)

@@ -13,6 +13,7 @@ step with symbolic sizes: one recording for each size that keeps coming back, al
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import statistics
 from collections import Counter
@@ -123,12 +124,18 @@ class CudaGraphRunner:
         torch.cuda.empty_cache()
 
 
+@functools.cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    """One for all recordings: cuBLAS keeps a workspace of 32 MiB for every stream that it has seen."""
+    return torch.cuda.Stream(device)
+
+
 @contextlib.contextmanager
 def _recording(graph: torch.cuda.CUDAGraph | None, pool: Any) -> Iterator[None]:
     """As torch.cuda.graph does it, without collecting garbage and emptying the cache for every size of a batch."""
     assert graph is not None
     torch.cuda.synchronize()
-    side = torch.cuda.Stream()
+    side = _side_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         # thread_local: a data loader's pinning thread may call the driver meanwhile, which is harmless to us
