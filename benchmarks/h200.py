@@ -235,7 +235,7 @@ def facts() -> dict[str, Any]:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False)
     return {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "torch": torch.__version__,
             "cuda": torch.version.cuda, "transformers": transformers.__version__, "python": platform.python_version(),
-            "commit": commit.stdout.strip() or "unknown"}  # fmt: skip
+            "commit": os.environ.get("WHOLESTEP_COMMIT") or commit.stdout.strip() or "unknown"}  # fmt: skip
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

@@ -151,7 +151,7 @@ def test_numbers_without_a_word_in_json_become_null() -> None:
     assert finite({"a": (float("nan"), 1.0), "b": float("inf")}) == {"a": [None, 1.0], "b": None}
 
 
-def test_the_commit_comes_from_the_environment_outside_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_comes_from_the_environment_or_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "PACKAGE", machine.Path("/"))
     monkeypatch.setenv("WHOLESTEP_COMMIT", "abc")
     assert machine.commit() == "abc"

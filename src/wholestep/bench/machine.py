@@ -58,8 +58,8 @@ def cpu_name() -> str:
 
 
 def commit() -> str:
-    """The commit of the package's own checkout, with a mark when its files were changed since; "unknown" outside of one."""
-    return _checked_out(PACKAGE) or os.environ.get("WHOLESTEP_COMMIT") or "unknown"
+    """As the environment says it (for a copy of the files), else of the checkout, with a mark when its files were changed."""
+    return os.environ.get("WHOLESTEP_COMMIT") or _checked_out(PACKAGE) or "unknown"
 
 
 @functools.cache

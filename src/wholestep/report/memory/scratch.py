@@ -99,9 +99,10 @@ def measure_calls(prepare: Sequence[Callable[[], Callable[[], Any]]], device: to
 def _measure_on_cuda(prepared: Callable[[], Callable[[], Any]], device: torch.device) -> Scratch | None:
     """By the allocator's count of bytes asked for: its blocks are larger by what it found not worth splitting off."""
     try:
-        call = prepared()
-        cuda.reset_peak(device)
         with torch.no_grad():
+            prepared()()  # Triton tunes its kernels at their first launch, some of them on copies of their arguments
+            call = prepared()
+            cuda.reset_peak(device)
             result = call()
         left, most = cuda.requested(device)
     except _FAILURES:
