@@ -14,6 +14,7 @@ from tests.bench.test_harness import Maker, cases
 from wholestep.bench import turns
 from wholestep.bench.harness import Case, run_table
 from wholestep.bench.turns import VARIABLE, WORKERS, my_turn, taking_turns, tune_in_turns
+from wholestep.report.memory import scratch
 
 PATIENCE = 20.0
 """Seconds within which threads that may run side by side must have met."""
@@ -128,8 +129,11 @@ def test_kernels_are_tuned_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         heuristics.CachingAutotuner, "benchmark_all_configs", lambda self, *args: held.append(turns._mine.held) or args
     )
     unpatched = heuristics.CachingAutotuner.benchmark_all_configs
+    monkeypatch.setattr(scratch, "alone", scratch.alone)
     tune_in_turns()
     assert heuristics.CachingAutotuner.benchmark_all_configs is unpatched, "alone there is nobody to wait for"
+    assert scratch.alone is not my_turn
     with taking_turns(2):
         tune_in_turns()
         assert heuristics.CachingAutotuner.benchmark_all_configs(None, 3) == (3,) and held == [True]
+        assert scratch.alone is my_turn

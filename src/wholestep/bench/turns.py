@@ -1,9 +1,9 @@
 """Rows made side by side take turns on the device: one measures while others compile.
 
 In: the path of a lock file in the environment, set by the harness when it makes several rows at once. Out: a context in which
-no other row is timed. Building and compiling need the CPU, measuring needs the GPU to itself: the steps of a row, and the
-trials by which Inductor chooses between versions of a kernel, which are timed as well. Every row gets its share of the CPU's
-cores to compile with, so that one is left to launch the kernels of the row that is timed.
+no other row is timed. Building and compiling need the CPU, measuring needs the GPU to itself: the steps of a row, the trials by
+which Inductor chooses between versions of a kernel, which are timed as well, and the regions that a memory plan runs. Every row
+gets its share of the CPU's cores to compile with, so that one is left to launch the kernels of the row that is timed.
 """
 
 from __future__ import annotations
@@ -70,9 +70,12 @@ def my_turn() -> Iterator[None]:
 
 
 def tune_in_turns() -> None:
-    """From now on Inductor times the versions of a kernel in a turn of this process."""
+    """From now on Inductor times the versions of a kernel, and a memory plan its regions, in a turn of this process."""
     if VARIABLE not in os.environ:
         return
+    from wholestep.report.memory import scratch
+
+    scratch.alone = my_turn
     try:
         from torch._inductor.runtime.triton_heuristics import CachingAutotuner
     except ImportError:  # no Triton here, so nothing is tuned

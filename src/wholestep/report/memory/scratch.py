@@ -8,6 +8,7 @@ prediction that runs anything.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
@@ -33,6 +34,10 @@ class Scratch:
     """At its peak, beyond what is left when it returns."""
     results: tuple[int, ...]
     """Of the whole storage of each tensor it returns; 0 where it was there before; empty where that is not known."""
+
+
+alone: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+"""Open while a call runs on a GPU; a benchmark whose processes share one puts its turns here."""
 
 
 class _Unknown(Exception):
@@ -100,11 +105,14 @@ def _measure_on_cuda(prepared: Callable[[], Callable[[], Any]], device: torch.de
     """By the allocator's count of bytes asked for: its blocks are larger by what it found not worth splitting off."""
     try:
         with torch.no_grad():
-            prepared()()  # Triton tunes its kernels at their first launch, some of them on copies of their arguments
             call = prepared()
-            cuda.reset_peak(device)
-            result = call()
-        left, most = cuda.requested(device)
+            with alone():  # Triton tunes its kernels at their first launch, some of them on copies of their arguments
+                call()
+            call = prepared()
+            with alone():
+                cuda.reset_peak(device)
+                result = call()
+                left, most = cuda.requested(device)
     except _FAILURES:
         return None
     del result
