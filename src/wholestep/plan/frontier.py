@@ -9,6 +9,7 @@ than it takes to write and read it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 
 from wholestep import compat
@@ -84,6 +85,12 @@ def fastest(graph: TrainingGraph, device: Device, apply: Apply) -> Plan:
     return Study(graph, device, apply).quickest.plan
 
 
+def leanest(graph: TrainingGraph, device: Device, apply: Apply) -> Point:
+    """The plan that takes the least memory."""
+    study = Study(graph, device, apply)
+    return min(study.kept, study.carried_out(study.least), key=lambda point: point.peak_bytes)
+
+
 class Study:
     """One step on one device: the memory and the time of its plans."""
 
@@ -97,8 +104,20 @@ class Study:
         self.planner = MemoryPlanner(self.problem)
         self.kept = self._point(whole, Plan())
         """Everything kept."""
-        self.first, self.least = self.planner.fastest(), self.planner.least()
-        self.fastest = self.carried_out(self.first)
+
+    @functools.cached_property
+    def first(self) -> Decision:
+        """The decision of the least time."""
+        return self.planner.fastest()
+
+    @functools.cached_property
+    def least(self) -> Decision:
+        """The decision of the least memory."""
+        return self.planner.least()
+
+    @functools.cached_property
+    def fastest(self) -> Point:
+        return self.carried_out(self.first)
 
     @property
     def quickest(self) -> Point:

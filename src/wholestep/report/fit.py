@@ -21,7 +21,7 @@ from wholestep.errors import BadOption
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Role, TrainingGraph, tensors_in
 from wholestep.passes.pipeline import Pipeline, default_pipeline
-from wholestep.plan.frontier import TARGETS, Point, card_bytes, frontier, peak_for_card
+from wholestep.plan.frontier import TARGETS, Point, card_bytes, frontier, leanest, peak_for_card
 from wholestep.plan.rebatch import rebatched
 from wholestep.train.dry_job import DryJob, make_dry_job
 from wholestep.train.plan_use import made_for
@@ -238,8 +238,8 @@ def _largest(
 
     def least(wanted: int) -> int:
         tell(f"planning batch {wanted * parts}")
-        points = plans_of(rebatched(step.captured.graph, wanted / rows), question.target.device, step.passes, targets=1)
-        return on_the_card(min(point.peak_bytes for point in points) + state, question.target)
+        point = leanest(rebatched(step.captured.graph, wanted / rows), question.target.device, step.passes.carry_out)
+        return on_the_card(point.peak_bytes + state, question.target)
 
     found, known, certain = largest_fitting(least, {rows: min(planned.cards)}, question.budget_bytes)
     tried = " and ".join(str(size * parts) for size in sorted(known) if size != rows)
