@@ -1,4 +1,4 @@
-"""A stand-in for the planner: two or three plans for any graph, from its predicted profile, in no time."""
+"""Stand-ins for the planner: two or three plans for any graph, from its predicted profile, in no time."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from wholestep.cost.devices import Device
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.passes.pipeline import Pipeline
-from wholestep.plan.frontier import Point
+from wholestep.plan.frontier import Apply, Point
 from wholestep.report.memory.predict import predict_profile
 
 KINDS = ("weights", "optimizer state", "gradients", "saved activations", "temporaries", "workspace")
 
 
-def plans_of(graph: TrainingGraph, device: Device, passes: Pipeline, *, targets: int = 2, near: int | None = None) -> list[Point]:
+def plans_of(
+    graph: TrainingGraph, device: Device, passes: Pipeline | None, *, targets: int = 2, near: int | None = None
+) -> list[Point]:
     split = predict_profile(graph, rounding=512).at_peak
     kinds = {kind: split.get(kind, 0) for kind in KINDS}
     kinds["temporaries"] += sum(split.values()) - sum(kinds.values())
@@ -25,3 +27,7 @@ def plans_of(graph: TrainingGraph, device: Device, passes: Pipeline, *, targets:
         seconds = 0.010 * (1 + 0.1 * number)
         points.append(Point(Plan(recompute=names, reasons=why), sum(breakdown.values()), seconds, breakdown, change))
     return points
+
+
+def leanest(graph: TrainingGraph, device: Device, apply: Apply) -> Point:
+    return plans_of(graph, device, None)[-1]

@@ -7,6 +7,7 @@ import pytest
 from wholestep.cost.target import find_target
 from wholestep.graph.training_graph import Role, tensors_in
 from wholestep.passes.pipeline import default_pipeline
+from wholestep.plan.frontier import leanest
 from wholestep.plan.rebatch import rebatched
 from wholestep.report.fit import Question, captured_step, largest_fitting, plans_of
 
@@ -34,6 +35,8 @@ def test_the_peaks_of_a_step_captured_there(asked: Question) -> None:
     for one, other in ((mine[0], true[0]), (mine[-1], true[-1])):
         assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.01)
         assert one.seconds == pytest.approx(other.seconds, rel=0.03)
+    least = leanest(there, TARGET.device, default_pipeline().carry_out)
+    assert least.peak_bytes == pytest.approx(true[-1].peak_bytes, rel=0.01), "what the largest batch is found by"
 
 
 def test_weights_states_and_gradients_do_not_grow_and_the_original_stays() -> None:
