@@ -21,7 +21,6 @@ from torch import Tensor
 
 KINDS = ("rnn_relu", "rnn_tanh", "lstm", "gru")
 """In cuDNN's order: the place is its number there."""
-GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
 _RESERVED = {"rnn_relu": 2, "rnn_tanh": 2, "lstm": 6, "gru": 5}
 """Values of width H that a step leaves for the backward: gates and states. An estimate, for predictions of memory."""
 MOST_WEIGHTS = 8

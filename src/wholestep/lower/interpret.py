@@ -51,38 +51,11 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default)
 norm does so on the CPU for a transposed input)."""
 
 
-def _group_norm(x: torch.Tensor, *rest: Any, **named: Any) -> tuple[torch.Tensor, ...]:
-    """In the layout of `x`, which the operator itself refuses on a GPU unless it is contiguous."""
-    out, mean, rstd = aten.native_group_norm.default(x.contiguous() if x.is_cuda else x, *rest, **named)
-    return _like(out, x), mean, rstd
-
-
-def _group_norm_backward(
-    grad: torch.Tensor, x: torch.Tensor, *rest: Any, **named: Any
-) -> tuple[torch.Tensor | None, ...]:
-    given = (grad.contiguous(), x.contiguous()) if x.is_cuda else (grad, x)
-    grad_x, grad_weight, grad_bias = aten.native_group_norm_backward.default(*given, *rest, **named)
-    return _like(grad_x, x), grad_weight, grad_bias
-
-
-def _like(value: Any, x: torch.Tensor) -> Any:
-    """`value` in channels-last where `x` is."""
-    turned = value is not None and x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    return value.contiguous(memory_format=torch.channels_last) if turned and not x.is_contiguous() else value
-
-
-_CALLED_AS: dict[Any, Any] = {
-    **dict.fromkeys(_VIEWS, aten.reshape.default),
-    aten.native_group_norm.default: _group_norm,
-    aten.native_group_norm_backward.default: _group_norm_backward,
-}
-
-
 def statement_of(node: fx.Node) -> Statement:
     """The call that a node stands for."""
     if not callable(node.target):
         raise TypeError(f"node {node.name} calls {node.target!r}, which is no function")
-    function = _CALLED_AS.get(node.target, node.target)
+    function = aten.reshape.default if node.target in _VIEWS else node.target
     return Statement(function, node.args, node.kwargs, (node,), comment=module_of(node) or "")
 
 

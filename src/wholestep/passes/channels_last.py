@@ -43,7 +43,7 @@ _TWO_LAYOUTS = frozenset((
     "aten::_native_batch_norm_legit_functional", "aten::_native_batch_norm_legit", "aten::_native_batch_norm_legit_no_training",
     "aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::_batch_norm_with_update_functional",
     "aten::_batch_norm_no_update", "aten::native_batch_norm_backward", "aten::cudnn_batch_norm_backward",
-    "aten::batch_norm_backward", "aten::native_group_norm", "aten::native_group_norm_backward", "aten::max_pool2d_with_indices",
+    "aten::batch_norm_backward", "aten::max_pool2d_with_indices",
     "aten::max_pool2d_with_indices_backward", "aten::avg_pool2d", "aten::avg_pool2d_backward", "aten::_adaptive_avg_pool2d",
     "aten::_adaptive_avg_pool2d_backward", "aten::adaptive_max_pool2d", "aten::adaptive_max_pool2d_backward",
     "aten::upsample_nearest2d", "aten::upsample_nearest2d_backward", "aten::upsample_bilinear2d",
