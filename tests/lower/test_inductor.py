@@ -12,7 +12,7 @@ import torch
 from wholestep.errors import CompilerMissing
 from wholestep.graph import serialise
 from wholestep.graph.training_graph import Output, OutputKind, Role
-from wholestep.lower import compile_region, lower_inductor, lower_interpret
+from wholestep.lower import compile_region, lower_inductor, lower_interpret, regions
 
 AUX, UPDATE = OutputKind.AUX, OutputKind.UPDATE
 
@@ -73,6 +73,41 @@ def test_outputs_have_the_traced_strides_and_their_own_memory(functional_trace):
     kept = got[-1].clone()
     runner(inputs)
     assert torch.equal(got[-1], kept)
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["compiled", "uncompiled"])
+def test_a_kernel_that_returns_other_strides_than_traced_is_copied(functional_trace, monkeypatch, broken):
+    """hardtanh's backward follows a transposed gradient and announces a contiguous result: both called directly, and last
+    in a region that runs uncompiled."""
+    backward = torch.ops.aten.hardtanh_backward.default
+    direct = torch.ops.aten.convolution.default if broken else backward  # the convolution reads what the region gives
+    monkeypatch.setattr(regions, "UNCOMPILED", frozenset({direct}))
+    if broken:
+        monkeypatch.setattr(compile_region, "_compile", _failing_for(backward, compile_region._compile))
+        compile_region._in_process.clear()
+
+    def body(x, gradient, weight):
+        made = backward((gradient * 2).exp().sin().permute(1, 2, 3, 0), x.cos().exp() * 2, 0.0, 20.0)
+        seen = torch.ops.aten.convolution.default(made, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+        return made.sin().exp().sum(0), seen.sin().exp() * 2
+
+    tensors = [torch.randn(shape, dtype=torch.float64) for shape in ((6, 3, 4, 20), (20, 6, 3, 4), (2, 3, 2, 2))]
+    step = functional_trace(body, tensors, [Output(AUX, "a"), Output(AUX, "b")])
+    expected, _ = step.reference()
+    runner = lower_inductor(step.graph)
+    assert runner.describe()["direct_calls"] >= 1
+    assert bool(runner.describe()["notes"]) is broken
+    torch.testing.assert_close(runner(step.fresh()), expected)
+    compile_region._in_process.clear()
+
+
+def _failing_for(target, compile_it):
+    def chosen(module, signature):
+        if any(node.target is target for node in module.graph.nodes):
+            raise RuntimeError("no such lowering")
+        return compile_it(module, signature)
+
+    return chosen
 
 
 def test_restride_gives_any_dense_order():

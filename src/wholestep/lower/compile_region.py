@@ -32,6 +32,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from wholestep.errors import CompilerMissing
+from wholestep.graph.strides import inverse, memory_order
 from wholestep.graph.training_graph import tensors_in
 from wholestep.lower import region_cache
 from wholestep.lower.driver import build_driver
@@ -118,10 +119,11 @@ def _cache_hits() -> int:
 def _uncompiled(module: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     """The region as a flat function of operator calls."""
     nodes = list(module.graph.nodes)
-    statements = [statement_of(node) for node in nodes if node.op == "call_function"]
+    results = nodes[-1].args[0]
+    statements = [statement_of(node, exactly=node in results) for node in nodes if node.op == "call_function"]
     placeholders = [node for node in nodes if node.op == "placeholder"]
     constants = constants_of(module.graph, module)
-    return build_driver(placeholders, statements, nodes[-1].args[0], constants, consume=True).function
+    return build_driver(placeholders, statements, results, constants, consume=True).function
 
 
 def _compile(module: fx.GraphModule, signature: str) -> Callable[[list[Any]], Sequence[Any]]:
@@ -232,14 +234,13 @@ def _significant_strides(tensor: torch.Tensor) -> list[str]:
 
 def _restride(graph: fx.Graph, before: fx.Node, node: fx.Node, value: torch.Tensor, mode: FakeTensorMode) -> fx.Node:
     """A dense copy of `node` whose dimensions are laid out in the order of `value`'s strides."""
-    order = sorted(range(value.dim()), key=lambda d: (value.stride(d), value.shape[d] != 1), reverse=True)
-    back = [order.index(d) for d in range(value.dim())]
+    order = memory_order(value)
     contiguous = {"memory_format": torch.contiguous_format}
     with graph.inserting_before(before), mode:
         for target, args, kwargs in (
             (aten.permute.default, (order,), {}),
             (aten.clone.default, (), contiguous),
-            (aten.permute.default, (back,), {}),
+            (aten.permute.default, (inverse(order),), {}),
         ):
             made = graph.call_function(target, (node, *args), kwargs)
             made.meta["val"] = target(node.meta["val"], *args, **kwargs)

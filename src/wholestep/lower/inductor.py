@@ -39,7 +39,7 @@ def lower_inductor(graph: TrainingGraph, *, watch: Sequence[str] = (), progress:
     compiled = _compile_together(regions, progress)
     driver = build_driver(
         imperative.placeholders,
-        [_statement(piece, compiled) for piece in pieces],
+        _statements(pieces, compiled),
         imperative.results,
         constants_of(imperative.graph, imperative.owner),
     )
@@ -78,11 +78,16 @@ def _compile_distinct(regions: list[Region], progress: Progress | None) -> dict[
     return compiled
 
 
-def _statement(piece: Piece, compiled: dict[str, Compiled]) -> Statement:
-    if isinstance(piece, fx.Node):
-        return statement_of(piece)
-    function = compiled[piece.signature].function
-    return Statement(function, piece.reads, {}, piece.defines, unpack=True, boxed=True, comment=piece.title)
+def _statements(pieces: list[Piece], compiled: dict[str, Compiled]) -> list[Statement]:
+    read = {node for piece in pieces if isinstance(piece, Region) for node in piece.reads}
+
+    def statement(piece: Piece) -> Statement:
+        if isinstance(piece, fx.Node):
+            return statement_of(piece, exactly=piece in read)
+        function = compiled[piece.signature].function
+        return Statement(function, piece.reads, {}, piece.defines, unpack=True, boxed=True, comment=piece.title)
+
+    return [statement(piece) for piece in pieces]
 
 
 def _facts(imperative: ImperativeGraph, pieces: list[Piece], compiled: dict[str, Compiled]) -> dict[str, Any]:

@@ -7,12 +7,13 @@ computes bit for bit what eager computes where the operators are the same. Each 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from wholestep.graph.strides import is_dense_in, laid_out, memory_order
 from wholestep.graph.training_graph import TrainingGraph, module_of
 from wholestep.lower.driver import Statement, build_driver
 from wholestep.lower.in_place import write_state_in_place
@@ -51,12 +52,28 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default)
 norm does so on the CPU for a transposed input)."""
 
 
-def statement_of(node: fx.Node) -> Statement:
-    """The call that a node stands for."""
+def statement_of(node: fx.Node, *, exactly: bool = False) -> Statement:
+    """The call that a node stands for; `exactly` with the strides of the trace, for a reader that was compiled for them."""
     if not callable(node.target):
         raise TypeError(f"node {node.name} calls {node.target!r}, which is no function")
     function = aten.reshape.default if node.target in _VIEWS else node.target
+    if exactly:
+        function = _with_strides(function, node.meta.get("val"))
     return Statement(function, node.args, node.kwargs, (node,), comment=module_of(node) or "")
+
+
+def _with_strides(function: Callable[..., Any], traced: Any) -> Callable[..., Any]:
+    """Copies a result that lies in memory otherwise than tracing was told (hardtanh's backward does, for a transposed gradient)."""
+    if not isinstance(traced, torch.Tensor) or traced.dim() < 2:
+        return function
+    order = memory_order(traced)
+    if not is_dense_in(traced, order):
+        return function
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return laid_out(function(*args, **kwargs), order)
+
+    return call
 
 
 def constants_of(graph: fx.Graph, owner: torch.nn.Module) -> dict[fx.Node, Any]:

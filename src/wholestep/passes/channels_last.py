@@ -24,6 +24,7 @@ from wholestep.cost.flops import flops
 from wholestep.graph.check import where
 from wholestep.graph.copies import copy_graph
 from wholestep.graph.liveness import UNDECLARED_VIEWS, tensor_bytes
+from wholestep.graph.strides import inverse, memory_order
 from wholestep.graph.training_graph import TrainingGraph, tensors_in
 from wholestep.passes.fx_edit import is_static, same_sizes, tensor_of
 from wholestep.passes.pipeline import compiler_pass
@@ -331,16 +332,14 @@ class _Rewrite:
 
     def _copy_like(self, value: fx.Node, before: torch.Tensor, user: fx.Node, like: fx.Node) -> fx.Node:
         """A copy whose dimensions lie in memory in the order of `before`."""
-        order = sorted(range(before.dim()), key=lambda d: (before.stride(d), before.shape[d] != 1), reverse=True)
+        order = memory_order(before)
         dense = {"memory_format": torch.contiguous_format}
         if before.is_contiguous():
             made = self._insert(user, aten.clone.default, (value,), dense, like)
         else:
             moved = self._insert(user, aten.permute.default, (value, order), {}, like)
             copy = self._insert(user, aten.clone.default, (moved,), dense, like)
-            made = self._insert(
-                user, aten.permute.default, (copy, [order.index(d) for d in range(before.dim())]), {}, like
-            )
+            made = self._insert(user, aten.permute.default, (copy, inverse(order)), {}, like)
         if _strides(tensor_of(made)) != _strides(before):
             raise _GivenUp(f"{value.name} has strides {tuple(before.stride())} for shape {tuple(before.shape)}")
         self.captured[made] = made.meta["val"]
