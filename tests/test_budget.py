@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -12,13 +13,16 @@ from tests.plan.test_frontier import Gelu
 from torch import nn
 
 import wholestep
-from wholestep.budget import ForSpeed
+from wholestep import compat
+from wholestep.budget import Budget, Enforced, ForSpeed
 from wholestep.capture.dry import dry_capture
 from wholestep.cost import find_device
 from wholestep.cost.node_costs import is_recomputed
-from wholestep.errors import BadOption, BudgetTooSmall
+from wholestep.errors import BadOption, BudgetTooSmall, WholestepWarning
+from wholestep.lower.runner import Runner
 from wholestep.passes.pipeline import Pipeline, default_pipeline, name_of
 from wholestep.passes.update_early import update_early
+from wholestep.plan.frontier import CONTEXT_BYTES
 from wholestep.report.memory import memory_profile
 
 
@@ -199,3 +203,86 @@ def test_the_fastest_plan_trains_the_same_on_a_gpu() -> None:
         step = wholestep.compile(model, loss_fn, optimizer, data[0], plan=plan, cache=False, seed=3)
         losses.append([float(step(batch)) for batch in data])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+class Card:
+    """CUDA's allocator, as far as a limit goes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, total: int) -> None:
+        self.fraction, self.allocated, self.seen = 0.9, 0, []
+        properties = type("Properties", (), {"total_memory": total})
+        for name, value in {
+            "get_per_process_memory_fraction": lambda device: self.fraction,
+            "set_per_process_memory_fraction": lambda fraction, device: setattr(self, "fraction", fraction),
+            "get_device_properties": lambda device: properties,
+            "memory_allocated": lambda device: self.allocated,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def step(self, inputs: list[Any]) -> tuple[Any, ...]:
+        self.seen.append(self.fraction)
+        return ()
+
+
+def test_the_allocator_is_held_to_the_budget_while_the_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, total=1 << 30)
+    budget = Budget(600 << 20, context_bytes=100 << 20, others_bytes=0, slack=0.0, said="600 MiB", enforced=True)
+    runner = Runner(card.step, 0, {"backend": "interpret"}).within(Enforced(budget, torch.device("cuda")))
+    card.allocated = 50 << 20
+    runner([])
+    card.allocated = 60 << 20  # what others took since is theirs
+    runner.with_facts(more=1)([])
+    assert card.seen == [500 / 1024, 510 / 1024] and card.fraction == 0.9
+    card.allocated = 150 << 20
+    with pytest.warns(WholestepWarning, match="100 MiB were allocated beside the step.*600 MiB is exceeded by that"):
+        runner([])
+    runner([])  # said once
+    card.fraction = 0.2  # a limit of the user's own stays
+    runner([])
+    assert card.seen[-1] == card.fraction == 0.2
+
+
+def test_memory_that_does_not_suffice_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, total=1 << 30)
+    budget = Budget(600 << 20, context_bytes=100 << 20, others_bytes=0, slack=0.0, said="600 MiB", enforced=True)
+
+    def greedy(inputs: list[Any]) -> tuple[Any, ...]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        Runner(greedy, 0, {}).within(Enforced(budget, torch.device("cuda")))([])
+    assert "within memory=600 MiB" in raised.value.__notes__[0] and card.fraction == 0.9
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cuda_graph", [None, False])
+def test_the_smallest_budget_is_kept_on_a_gpu(cuda_graph: bool | None) -> None:
+    """Layers of odd widths, so that what one leaves free does not fit the next."""
+    torch.manual_seed(0)
+    widths = [2048, 8192, 3072, 10240, 5120, 7168, 2048]
+    layers = [m for a, b in itertools.pairwise(widths) for m in (nn.Linear(a, b), nn.GELU(), nn.LayerNorm(b))]
+    model = nn.Sequential(*layers).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    batch = {"x": torch.randn(4096, widths[0], device="cuda")}
+
+    def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+        return model(batch["x"]).square().mean()
+
+    def compiled(memory: int) -> Any:
+        return wholestep.compile(
+            model, loss_of, optimizer, batch, memory=memory, check="off", cuda_graph=cuda_graph, cache=False, precision="bf16"
+        )
+
+    budget = 1 << 30
+    for _ in range(3):  # kernels loaded meanwhile take a little of the card: it names the smallest anew
+        try:
+            step = compiled(budget)
+            break
+        except BudgetTooSmall as refused:
+            budget = refused.smallest_bytes
+    torch.cuda.reset_peak_memory_stats()
+    losses = [float(step(batch)) for _ in range(12)]
+    held = compat.bytes_on_card(torch.device("cuda"))
+    context = held - torch.cuda.memory_reserved() if held is not None else CONTEXT_BYTES
+    assert torch.cuda.max_memory_reserved() + context <= budget
+    assert losses[-1] < losses[0] and torch.cuda.get_per_process_memory_fraction() == 1.0

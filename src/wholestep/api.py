@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from wholestep import compat
-from wholestep.budget import Budget, Fitting, ForSpeed, check_within, make_budget, planner_of
+from wholestep.budget import Budget, Enforced, Fitting, ForSpeed, check_within, make_budget, planner_of
 from wholestep.capture import optimizers
 from wholestep.capture.batch import BatchSpec, flatten
 from wholestep.capture.cache import cached_climb
@@ -194,6 +194,8 @@ class _Stages:
             effect = f"{facts.get('regions', 0)} regions, {facts.get('unique_regions', 0)} compiled, the rest called directly"
             seconds, stages = time.perf_counter() - began, len(self.pipeline.passes) + len(self.pipeline.apply)
             dump_source(facts["driver"], self.dump, "lowered", stages + 1, f"lower_{backend}", seconds, effect)
+        if self.budget is not None and self.budget.enforced:
+            runner = runner.within(Enforced(self.budget, self.subject.device))
         if self.subject.device.type != "cuda" or self.cuda_graph is False or backend == "interpret":
             return runner
         kind = CudaGraphsByShape if runner.describe().get("symbolic") else AutoCudaGraph

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ from wholestep import compat
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
 from wholestep.cost import Device, this_device
-from wholestep.errors import BadOption, BudgetTooSmall, CompilerMissing
+from wholestep.errors import BadOption, BudgetTooSmall, CompilerMissing, WholestepWarning
 from wholestep.graph.bytes import parse_bytes, show_bytes
 from wholestep.graph.copies import copy_graph
 from wholestep.graph.liveness import tensor_bytes
@@ -55,6 +56,8 @@ class Budget:
     slack: float
     said: str
     """For people."""
+    enforced: bool = False
+    """Whether the allocator can be held to it: where its segments grow, it can give back what lies between live tensors."""
 
     def takes(self, peak_bytes: float) -> int:
         """Card bytes of a step with this allocated peak."""
@@ -70,16 +73,18 @@ def make_budget(memory: str | int, subject: Subject, batch: Any = ()) -> Budget:
     on_gpu = subject.device.type == "cuda"
     context = _context_bytes(subject.device) if on_gpu else 0
     others = _others(subject, batch) + _holes(subject.device) + LIBRARY_BYTES if on_gpu else 0
-    slack = (SLACK if compat.grow_segments() else SLACK_OF_FIXED_SEGMENTS) if on_gpu else 0.0
+    grows = on_gpu and compat.grow_segments()
+    slack = (SLACK if grows else SLACK_OF_FIXED_SEGMENTS) if on_gpu else 0.0
     if memory != "auto":
         wanted = parse_bytes(memory)
-        return Budget(wanted, context, others, slack, f"{show_bytes(wanted)}")
+        return Budget(wanted, context, others, slack, f"{show_bytes(wanted)}", grows)
     if not on_gpu:
         raise BadOption("memory='auto' on a CPU", hint="name an amount, such as memory='8GiB', or leave it out")
     free, total = torch.cuda.mem_get_info(subject.device)
     margin = int(AUTO_MARGIN * total)
     wanted = free + torch.cuda.memory_reserved(subject.device) + context - margin
-    return Budget(wanted, context, others, slack, f"{show_bytes(wanted)} (what is free, less a margin of {show_bytes(margin)})")
+    said = f"{show_bytes(wanted)} (what is free, less a margin of {show_bytes(margin)})"
+    return Budget(wanted, context, others, slack, said, grows)
 
 
 def _context_bytes(device: torch.device) -> int:
@@ -254,19 +259,43 @@ def _state_bytes(capture: Capture) -> int:
 
 
 @contextlib.contextmanager
-def memory_cap(budget: Budget, device: torch.device) -> Iterator[None]:
-    """The allocator refuses to go beyond the budget while this is open: for the check against eager PyTorch."""
-    if device.type != "cuda":
-        yield
-        return
+def memory_cap(budget: Budget, device: torch.device, more_bytes: int = 0) -> Iterator[None]:
+    """The allocator does not go beyond the budget (and `more_bytes`) while this is open.
+
+    Where segments grow, it first gives back what lies free between live tensors, so a step that fits by its tensors runs.
+    """
     before = torch.cuda.get_per_process_memory_fraction(device)
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(before, (budget.card_bytes - budget.context_bytes) / total), device)
+    limit = (budget.card_bytes - budget.context_bytes + more_bytes) / total
+    torch.cuda.set_per_process_memory_fraction(min(before, limit), device)
     try:
         yield
+    except torch.OutOfMemoryError as error:
+        error.add_note(f"Wholestep keeps the step within memory={budget.said}: ask for more, or for a smaller batch.")
+        raise
     finally:
         torch.cuda.set_per_process_memory_fraction(before, device)
-        torch.cuda.empty_cache()
+
+
+class Enforced:
+    """A context for every call of a step: the budget holds, and what the process took for itself since is added to it."""
+
+    def __init__(self, budget: Budget, device: torch.device) -> None:
+        self.budget, self.device = budget, device
+        self.held: int | None = None
+        """Allocated when the first step began."""
+        self.warned = False
+
+    def __call__(self) -> contextlib.AbstractContextManager[None]:
+        now = torch.cuda.memory_allocated(self.device)
+        self.held = now if self.held is None else self.held
+        more = max(0, now - self.held)
+        if more > LIBRARY_BYTES and not self.warned:
+            self.warned = True
+            taken = f"{show_bytes(more)} were allocated beside the step since its first call"
+            text = f"{taken}: memory={self.budget.said} is exceeded by that"
+            warnings.warn(text, WholestepWarning, stacklevel=2)
+        return memory_cap(self.budget, self.device, more)
 
 
 def check_within(budget: Budget, check: Callable[..., Any]) -> Callable[..., Any]:
@@ -276,8 +305,11 @@ def check_within(budget: Budget, check: Callable[..., Any]) -> Callable[..., Any
         device = variant.subject.device
         if device.type != "cuda":
             return check(step, variant, *rest)
-        with memory_cap(budget, device):
-            check(step, variant, *rest)
+        try:
+            with memory_cap(budget, device):
+                check(step, variant, *rest)
+        finally:
+            torch.cuda.empty_cache()
         step._note("within a memory budget the first step is compared before it runs, not after")
         return None
 

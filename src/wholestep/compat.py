@@ -194,8 +194,8 @@ def grow_segments() -> bool:
 
     False where this torch cannot change that any more.
     """
-    for holder in (torch.cuda.memory, getattr(torch, "_C", None)):
-        setter = getattr(holder, "_set_allocator_settings", None) or getattr(holder, "_accelerator_setAllocatorSettings", None)
+    names = ((torch._C, "_accelerator_setAllocatorSettings"), (torch.cuda.memory, "_set_allocator_settings"))
+    for setter in (getattr(holder, name, None) for holder, name in names):  # the newer name first: the other warns there
         if setter is None:
             continue
         try:

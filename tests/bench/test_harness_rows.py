@@ -51,6 +51,9 @@ def test_a_row_of_a_gpu_has_its_memory_and_its_name(contender: str) -> None:
     assert row["memory"]["reserved_bytes"] >= row["memory"]["peak_bytes"] >= row["memory"]["steady_bytes"] > 0
     assert row["machine"]["device"] == torch.cuda.get_device_name() and row["machine"]["cuda"]
     assert len(row["step_ms"]["all"]) == 6 and len(row["curve"]) == 13, "two iterations settle before the window"
+    assert ("again" in row) is (contender == "eager")
+    if contender == "eager":
+        assert row["again"] == pytest.approx(row["losses"], rel=1e-3) and not torch.backends.cudnn.deterministic
 
 
 @pytest.mark.parametrize(("name", "said"), [("lazy", "at step 4"), ("halved", "at step 0"), ("exploding", "not finite")])
@@ -59,6 +62,21 @@ def test_a_contender_that_computes_something_else_is_flagged(name: str, said: st
     assert own["status"] == "ok" and said in own["departs"] and "departs" not in eager
     text = "\n".join(workload_table([eager, own]))
     assert "DEPARTS" in text and "departs" in text.splitlines()[3], "no ratio for it"
+
+
+def test_a_row_is_held_to_what_eager_repeats_of_itself() -> None:
+    eager, other = row_of("eager"), row_of("eager") | {"contender": "other"}
+    moved = max(eager["curve"]) - min(eager["curve"])
+    other["losses"] = eager["losses"] | {"4": eager["losses"]["4"] + 0.2 * moved, "10": eager["losses"]["10"] + 0.2 * moved}
+    assert "at step 4" in judged([eager, other])[1]["departs"]
+    steady = eager | {"again": eager["losses"]}
+    assert "at step 4" in judged([steady, other])[1]["departs"] and "repeat" not in "".join(workload_table([steady, other]))
+    # it moved by half as much at step 4: later steps follow from that one
+    unsteady = eager | {"again": eager["losses"] | {"4": eager["losses"]["4"] - 0.11 * moved}}
+    assert "departs" not in judged([unsteady, other])[1]
+    assert "eager does not repeat its own losses" in "\n".join(workload_table([unsteady, other]))
+    other["losses"]["0"] += 0.05 * moved  # before eager was apart
+    assert "at step 0" in judged([unsteady, other])[1]["departs"]
 
 
 def test_losses_are_not_judged_against_another_seed() -> None:

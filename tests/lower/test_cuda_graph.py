@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -97,6 +99,28 @@ def test_a_refusal_is_told_and_final(policy):
     facts = auto.describe()["cuda_graph"]
     assert facts["mode"] == "direct"
     assert "not permitted when stream is capturing" in facts["reason"]
+
+
+def test_what_a_failed_recording_held_is_free_before_the_direct_run(monkeypatch):
+    """Frames of the exception hold its tensors, and a memory budget may have no room for them and a direct run."""
+    monkeypatch.setattr(cuda_graph, "why_not", lambda runner, inputs: None)
+    held, alive = [], []
+
+    def record(runner, inputs, batch):
+        large = torch.empty(8)
+        held.append(weakref.ref(large))
+        try:
+            raise torch.OutOfMemoryError("not enough")
+        except torch.OutOfMemoryError as error:
+            raise NotRecordable("too large") from error
+
+    def step(inputs):
+        alive.extend(reference() is not None for reference in held)
+        return ("direct",)
+
+    auto = AutoCudaGraph(Runner(step, 1, {}), [0], timer=Clock(), record=record)
+    assert outcomes(auto, 5) == ["direct"] * 5
+    assert alive == [False, False] and "too large" in auto.reason
 
 
 def test_invalidate_starts_over(policy):

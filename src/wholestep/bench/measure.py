@@ -9,6 +9,7 @@ CPU. The loss is read after the clock has stopped.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import math
 import time
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from wholestep.bench import machine
-from wholestep.bench.contenders import NotInstalled, Ours, make_maker
+from wholestep.bench.contenders import NotInstalled, Ours, make_maker, plain_step
 from wholestep.bench.figures import summarised
 from wholestep.bench.memory import MemoryMeter
 from wholestep.bench.protocol import Protocol, settled
@@ -102,7 +103,28 @@ def measure(
     row |= {"dropout": dropout, "curve": timed.curve}
     row["losses"] = {str(step): timed.curve[step] for step in protocol.loss_steps()}
     ours = [call.facts() for call in calls if isinstance(call, Ours)]
+    if contender == "eager" and device.type == "cuda":
+        del training, calls, timed  # two of them may be more than the card holds
+        with my_turn():
+            row["again"] = _losses_again(workload, sizes, device, seed, protocol.loss_steps())
     return row | ({"wholestep": ours} if ours else {})
+
+
+def _losses_again(
+    workload: Workload, sizes: dict[str, Any], device: torch.device, seed: int, steps: Sequence[int]
+) -> dict[str, float | None]:
+    """What eager PyTorch's losses are in another training that rounds otherwise; see bench/losses.py."""
+    gc.collect()
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    try:
+        training = workload.build(sizes, device, seed)
+        timed = Timed(training, [plain_step(part, training.precision) for part in training.parts], device)
+        for _ in range(max(steps) + 1):
+            timed.iterate()
+    finally:
+        torch.backends.cudnn.deterministic = before
+    return {str(step): timed.curve[step] for step in steps}
 
 
 def attempt(workload: Workload, contender: str, *, size: str, device: torch.device, seed: int, **rest: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wholestep.bench.contenders import is_ours
+from wholestep.bench.losses import unsteadiness
 from wholestep.bench.results import Row
 from wholestep.bench.workload import Workload
 from wholestep.graph.bytes import show_bytes
@@ -119,6 +120,8 @@ def _remarks(row: Row) -> list[str]:
     if row["status"] != "ok":
         return [f"{row['status']}: {row['reason']}" if row["status"] != "not installed" else row["reason"]]
     said = [f"DEPARTS: {row['departs']}"] if "departs" in row else []
+    unsteady = unsteadiness(row)
+    said += [f"{unsteady}; the others are held to no more than that"] if unsteady is not None else []
     if not row["warm_up"]["settled"]:
         said.append(f"times had not settled after {row['warm_up']['steps']} steps of warm-up")
     for part in row.get("wholestep", ()):

@@ -88,13 +88,15 @@ class CudaGraphRunner:
                     torch._foreach_copy_(list(self.sinks.values()), [outputs[i] for i in self.sinks])
                     for i, sink in self.sinks.items():
                         outputs[i] = sink
+        except torch.OutOfMemoryError as error:
+            self.graph = None
+            raise NotRecordable("its memory, which cannot be defragmented, is more than there is") from error
         except Exception as error:
             self.graph = None
             lines = str(error).strip().splitlines()
             raise NotRecordable(f"{type(error).__name__}: {lines[0] if lines else ''}") from error
         if pool is None:  # memory cached for direct runs is of no use to the graph's own pool
-            gc.collect()
-            torch.cuda.empty_cache()
+            _give_back()
         return outputs
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
@@ -120,7 +122,13 @@ class CudaGraphRunner:
         self.graph = None
         self.outputs = []
         self.static = []
-        gc.collect()
+        _give_back()
+
+
+def _give_back() -> None:
+    """What nobody holds any more goes back to the card. Not while an exception is handled: its frames hold tensors."""
+    gc.collect()
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
@@ -240,8 +248,10 @@ class AutoCudaGraph:
             self._recorded = self._record(self.runner, inputs, self.batch, *extra)
         except NotRecordable as refusal:
             self.decided, self.reason = "direct", f"not recordable: {refusal}"
-            return self.runner(inputs)
-        return self._recorded(inputs)  # its first replay uploads the graph: not timed
+        if self._recorded is not None:
+            return self._recorded(inputs)  # its first replay uploads the graph: not timed
+        _give_back()
+        return self.runner(inputs)
 
     def _timed(self, call: Callable[..., list[Any]], inputs: list[torch.Tensor], times: list) -> list[Any]:
         first = self._timer.mark()
@@ -329,8 +339,10 @@ class CudaGraphsByShape:
             self._recorded[sizes] = self._in_pool(self.runner, inputs, self.batch, self._sinks)
         except NotRecordable as refusal:
             self._settle("direct", f"not recordable: {refusal}")
-            return self.runner(inputs)
-        return self._recorded[sizes](inputs)
+        if sizes in self._recorded:
+            return self._recorded[sizes](inputs)
+        _give_back()
+        return self.runner(inputs)
 
     def _measured(self, sizes: Any, inputs: list[torch.Tensor]) -> list[Any]:
         auto = self._measuring.get(sizes)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 StepFunction = Callable[[list[Any]], tuple[Any, ...]]
+Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def _without_autocast() -> contextlib.AbstractContextManager[Any]:
@@ -27,12 +28,20 @@ def _without_autocast() -> contextlib.AbstractContextManager[Any]:
 class Runner:
     """Calls one generated function under `no_grad`; knows how it was made."""
 
-    __slots__ = ("_facts", "_function", "_keep", "num_inputs")
+    __slots__ = ("_around", "_facts", "_function", "_keep", "num_inputs")
 
-    def __init__(self, function: StepFunction, num_inputs: int, facts: dict[str, Any], keep: Any = None) -> None:
+    def __init__(
+        self,
+        function: StepFunction,
+        num_inputs: int,
+        facts: dict[str, Any],
+        keep: Any = None,
+        around: Around = contextlib.nullcontext,
+    ) -> None:
         self._function: StepFunction | None = function
         self._facts = facts
         self._keep = keep
+        self._around = around
         self.num_inputs = num_inputs
 
     def __call__(self, inputs: list[torch.Tensor]) -> list[Any]:
@@ -40,7 +49,7 @@ class Runner:
             raise RuntimeError("this runner was released; lower the graph again")
         if len(inputs) != self.num_inputs:
             raise ValueError(f"the graph has {self.num_inputs} inputs, {len(inputs)} were given")
-        with torch.no_grad(), _without_autocast():
+        with torch.no_grad(), _without_autocast(), self._around():
             return list(self._function(inputs))
 
     def describe(self) -> dict[str, Any]:
@@ -50,7 +59,12 @@ class Runner:
     def with_facts(self, **facts: Any) -> Runner:
         """The same code, described by more facts."""
         assert self._function is not None
-        return Runner(self._function, self.num_inputs, {**self._facts, **facts}, self._keep)
+        return Runner(self._function, self.num_inputs, {**self._facts, **facts}, self._keep, self._around)
+
+    def within(self, around: Around) -> Runner:
+        """The same code, called within a context."""
+        assert self._function is not None
+        return Runner(self._function, self.num_inputs, self._facts, self._keep, around)
 
     def release(self) -> None:
         """Drop the compiled code and the constants it holds."""
