@@ -124,8 +124,9 @@ def measured(row: dict[str, Any], step: Any, batches: list[Any], losses: list[fl
     return found
 
 
-def run_child(row: dict[str, Any], limit: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
+def run_child(row: dict[str, Any], limit: float, cache: Path | None) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as fresh:
+        folder = cache or fresh
         environment = os.environ | {
             "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton",
             "WHOLESTEP_CACHE_DIR": f"{folder}/wholestep", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error",
@@ -161,8 +162,8 @@ def print_row(row: dict[str, Any]) -> None:
 class Table:
     """Rows in a file, made by one worker or several until the time is up."""
 
-    def __init__(self, out: Path, rows: list[dict[str, Any]], limit: float, jobs: int) -> None:
-        self.out, self.rows, self.jobs = out, rows, jobs
+    def __init__(self, out: Path, rows: list[dict[str, Any]], limit: float, jobs: int, cache: Path | None) -> None:
+        self.out, self.rows, self.jobs, self.cache = out, rows, jobs, cache
         self.deadline = time.monotonic() + limit
         self.lock = threading.Lock()
 
@@ -180,7 +181,7 @@ class Table:
             print(f"out of time before {text}; the same command goes on from here", flush=True)
             return
         row = parse(text)
-        row |= run_child(row, left) | ({"jobs": self.jobs} if self.jobs > 1 else {})
+        row |= run_child(row, left, self.cache) | ({"jobs": self.jobs} if self.jobs > 1 else {})
         with self.lock:
             self.rows.append(row)
             print_row(row)
@@ -195,6 +196,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=500.0, help="seconds for all rows")
     parser.add_argument("--retry", action="store_true", help="make rows that failed again")
     parser.add_argument("--jobs", type=int, default=1, help="rows at work at once")
+    parser.add_argument("--cache", type=Path, help="a folder in which rows share compiled code; first steps then say little")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -202,7 +204,7 @@ def main() -> None:
         return
     rows: list[dict[str, Any]] = json.loads(options.out.read_text("utf-8"))["rows"] if options.out.exists() else []
     rows = [row for row in rows if not (options.retry and "error" in row)]
-    Table(options.out, rows, options.limit, options.jobs).make(list(filter(None, options.rows.split(","))))
+    Table(options.out, rows, options.limit, options.jobs, options.cache).make(list(filter(None, options.rows.split(","))))
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
     python benchmarks/plan_questions.py                          # answers -> benchmarks/results/plan_questions.json
     python benchmarks/plan_questions.py --only bert-large        # some of them, added to the file
-    python benchmarks/plan_questions.py --measured benchmarks/results/memory_budget.json --svg docs/images/predicted.svg
+    python benchmarks/memory_budget.py --rows $(python benchmarks/plan_questions.py --rows) --out FILE     # the same on a GPU
+    python benchmarks/plan_questions.py --measured FILE benchmarks/results/memory_budget.json --svg docs/images/predicted.svg
 
 In: three models, several batches and sequence lengths, several cards. Out: JSON rows with the predicted card bytes of the plan
 that was chosen, or of the leanest when none fits. With `--measured`, every row of memory_budget.py that Wholestep ran on all layers
-within a budget is asked here with its own batch and budget, and what was predicted is kept beside what was measured. Misses
-(predicted to fit and did not, or the other way round) are drawn as crosses, never left out.
+within a budget stands beside the answer to its question; those that are not among the forty are asked now. A smaller card is
+a budget on the large one. Misses (predicted to fit and refused there, or the other way round) are drawn as crosses, never left out.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ SIZES = {
 }
 """Model -> (batch, sequence length)."""
 CARDS = ("h200", "a100-40gb", "rtx4090", "16GiB")
-"""10 sizes on 4 cards: 40 questions. A card of a smaller size is asked of an H200 as a budget when it is measured."""
+"""10 sizes on 4 cards: 40 questions."""
+NAMES = {"llama": "llama-1b", "gpt2": "gpt2-medium", "bert": "bert-large"}
+"""As the other benchmarks call them."""
 
 
 def questions() -> list[dict[str, Any]]:
@@ -45,6 +48,12 @@ def questions() -> list[dict[str, Any]]:
         {"model": model, "batch": batch, "seq": seq, "device": card}
         for model, sizes in SIZES.items() for (batch, seq), card in itertools.product(sizes, CARDS)
     ]  # fmt: skip
+
+
+def as_row(asked: dict[str, Any]) -> str:
+    """The question as a row of memory_budget.py."""
+    short = {name: model for model, name in NAMES.items()}[asked["model"]]
+    return f"{short}:wholestep:{find_target(asked['device']).device.memory_bytes}:{asked['batch']}"
 
 
 def as_question(asked: dict[str, Any]) -> Question:
@@ -81,9 +90,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return held["rows"] if isinstance(held, dict) else held
 
 
-NAMES = {"llama": "llama-1b", "gpt2": "gpt2-medium", "bert": "bert-large"}
-
-
 def compared(measured: list[dict[str, Any]], known: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """What was measured and what is predicted for the same step, batch and budget; `known` ones are not asked again."""
     rows = []
@@ -91,31 +97,54 @@ def compared(measured: list[dict[str, Any]], known: dict[str, dict[str, Any]]) -
         whole = found["system"] == "wholestep" and found["layers"] == LAYERS[found["model"]]
         if not whole or "error" in found or not found["budget"]:
             continue
-        name, target, budget = NAMES[found["model"]], find_target("h200"), parse_bytes(found["budget"])
-        seq = SIZES[name][0][1]
-        facts = known.get(found["row"])
-        if facts is None:
-            asked = Question(model=name, batch=found["batch"], seq=seq, target=target, budget_bytes=budget)
-            fit = will_it_fit(asked, find_batch=False)
-            point = fit_json(fit)["frontier"][fit.shown]
-            facts = {"fits": fit.fits, "predicted_bytes": point["peak_bytes"], "predicted_seconds": point["seconds"]}
-        ran, error = "peak_allocated_gib" in found, "did not run"
-        row = {"row": found["row"], "ran": ran, **{k: facts[k] for k in ("fits", "predicted_bytes", "predicted_seconds")}}
-        if ran:
+        facts = known.get(found["row"]) or predicted(found)
+        row = {"row": found["row"], "ran": "peak_allocated_gib" in found, **facts}
+        if row["ran"]:
             row |= {"measured_bytes": int(found["peak_allocated_gib"] * 2**30), "measured_seconds": found["step_ms"] / 1e3}
-            error = f"{row['predicted_bytes'] / row['measured_bytes'] - 1:+.1%}"
+            row["card_bytes"] = int(found["peak_card_gib"] * 2**30)
+        elif "smallest_gib" in found:
+            row["smallest_bytes"] = int(found["smallest_gib"] * 2**30)
         rows.append(row)
-        print(f"{found['row']:<28} predicted {facts['predicted_bytes'] / 2**30:.2f} GiB, {error}", flush=True)
+        print(f"{found['row']:<36} {told(row)}", flush=True)
     return rows
 
 
+def predicted(found: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a row that is none of the forty, asked for an H200."""
+    name, budget = NAMES[found["model"]], parse_bytes(found["budget"])
+    question = Question(
+        model=name, batch=found["batch"], seq=SIZES[name][0][1], target=find_target("h200"), budget_bytes=budget
+    )
+    fit = will_it_fit(question, find_batch=False)
+    point = fit_json(fit)["frontier"][fit.shown]
+    return {"fits": fit.fits, "predicted_bytes": point["peak_bytes"], "predicted_seconds": point["seconds"]}
+
+
+def answered(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The forty answers by the row that measures each."""
+    return {
+        as_row(row): {"fits": row["fits"], "predicted_bytes": row["peak_bytes"]}
+        | ({"predicted_seconds": row["seconds"]} if row["device"] == "h200" else {})
+        for row in rows
+    }
+
+
+def told(row: dict[str, Any]) -> str:
+    says = f"predicted {row['predicted_bytes'] / 2**30:.2f} GiB{'' if row['fits'] else ', too much'};"
+    if not row["ran"]:
+        return f"{says} {'refused' if 'smallest_bytes' in row else 'did not run'}"
+    error = row["predicted_bytes"] / row["measured_bytes"] - 1
+    return f"{says} measured {row['measured_bytes'] / 2**30:.2f}, {error:+.1%}{'' if row['fits'] else ' of the leanest plan'}"
+
+
 def scatter(rows: list[dict[str, Any]]) -> str:
-    """Allocated peaks; a miss is a step whose yes or no was wrong."""
+    """Allocated peaks of what ran, and crosses where yes or no was wrong."""
     points = []
     for row in rows:
-        predicted = row["predicted_bytes"] / 2**30
-        seen = row["measured_bytes"] / 2**30 if row["ran"] else predicted
-        points.append((row["row"], predicted, seen, row["fits"] == row["ran"]))
+        right = row["fits"] == row["ran"]
+        if row["ran"] or not right:
+            expected = row["predicted_bytes"] / 2**30
+            points.append((row["row"], expected, row["measured_bytes"] / 2**30 if row["ran"] else expected, right))
     return predicted_scatter(points, title="Peak of a step: predicted on a laptop, measured on an H200", unit="GiB")
 
 
@@ -123,15 +152,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--only", help="one model, or one card")
-    parser.add_argument("--measured", type=Path, help="rows of memory_budget.py; asks for each and draws the scatter")
+    parser.add_argument("--rows", action="store_true", help="print the forty as rows for memory_budget.py")
+    parser.add_argument("--measured", type=Path, nargs="+", help="files of memory_budget.py; draws the scatter")
     parser.add_argument("--svg", type=Path, default=RESULTS.with_suffix(".svg"))
     given = parser.parse_args()
+    if given.rows:  # one card after the other: a size that was compiled for one is compiled for the next
+        print(",".join(as_row(asked) for card in CARDS for asked in questions() if asked["device"] == card))
+        return
     rows = read_rows(given.out)
     if given.measured is not None:
-        if not given.measured.is_file():
-            sys.exit(f"plan_questions: there is no file {given.measured}")
+        missing = [str(path) for path in given.measured if not path.is_file()]
+        if missing:
+            sys.exit(f"plan_questions: there is no file {missing[0]}")
         held = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else {"rows": []}
-        held["measured"] = compared(read_rows(given.measured), {row["row"]: row for row in held.get("measured", [])})
+        kept = ("fits", "predicted_bytes", "predicted_seconds")
+        before = {row["row"]: {k: row[k] for k in kept if k in row} for row in held.get("measured", [])}
+        found = [row for path in given.measured for row in read_rows(path)]
+        held["measured"] = compared(found, before | answered(rows))
         given.out.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
         given.svg.write_text(scatter(held["measured"]), encoding="utf-8")
         print(f"{given.svg} written")
