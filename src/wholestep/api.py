@@ -31,6 +31,7 @@ from wholestep.lower import (
     CudaGraphsByShape,
     Runner,
     faster_of,
+    give_back,
     lower_inductor,
     lower_interpret,
     warm_up,
@@ -196,6 +197,7 @@ class _Stages:
             dump_source(facts["driver"], self.dump, "lowered", stages + 1, f"lower_{backend}", seconds, effect)
         if self.budget is not None and self.budget.enforced:
             runner = runner.within(Enforced(self.budget, self.subject.device))
+            give_back()  # what measuring and tuning left cached counts as taken from the card
         if self.subject.device.type != "cuda" or self.cuda_graph is False or backend == "interpret":
             return runner
         kind = CudaGraphsByShape if runner.describe().get("symbolic") else AutoCudaGraph

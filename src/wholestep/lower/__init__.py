@@ -1,6 +1,6 @@
 """Lowering: TrainingGraph -> Runner, a callable that updates the state in place. The only folder that writes state."""
 
-from wholestep.lower.cuda_graph import AutoCudaGraph, CudaGraphRunner, CudaGraphsByShape, NotRecordable
+from wholestep.lower.cuda_graph import AutoCudaGraph, CudaGraphRunner, CudaGraphsByShape, NotRecordable, give_back
 from wholestep.lower.inductor import lower_inductor
 from wholestep.lower.interpret import lower_interpret
 from wholestep.lower.measured import faster_of
@@ -14,6 +14,7 @@ __all__ = [
     "NotRecordable",
     "Runner",
     "faster_of",
+    "give_back",
     "lower_inductor",
     "lower_interpret",
     "warm_up",

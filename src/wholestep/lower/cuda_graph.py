@@ -96,7 +96,7 @@ class CudaGraphRunner:
             lines = str(error).strip().splitlines()
             raise NotRecordable(f"{type(error).__name__}: {lines[0] if lines else ''}") from error
         if pool is None:  # memory cached for direct runs is of no use to the graph's own pool
-            _give_back()
+            give_back()
         return outputs
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
@@ -122,10 +122,10 @@ class CudaGraphRunner:
         self.graph = None
         self.outputs = []
         self.static = []
-        _give_back()
+        give_back()
 
 
-def _give_back() -> None:
+def give_back() -> None:
     """What nobody holds any more goes back to the card. Not while an exception is handled: its frames hold tensors."""
     gc.collect()
     if torch.cuda.is_available():
@@ -250,7 +250,7 @@ class AutoCudaGraph:
             self.decided, self.reason = "direct", f"not recordable: {refusal}"
         if self._recorded is not None:
             return self._recorded(inputs)  # its first replay uploads the graph: not timed
-        _give_back()
+        give_back()
         return self.runner(inputs)
 
     def _timed(self, call: Callable[..., list[Any]], inputs: list[torch.Tensor], times: list) -> list[Any]:
@@ -341,7 +341,7 @@ class CudaGraphsByShape:
             self._settle("direct", f"not recordable: {refusal}")
         if sizes in self._recorded:
             return self._recorded[sizes](inputs)
-        _give_back()
+        give_back()
         return self.runner(inputs)
 
     def _measured(self, sizes: Any, inputs: list[torch.Tensor]) -> list[Any]:
