@@ -132,6 +132,19 @@ def made(kind: str) -> tuple[nn.Module, Any, Any]:
     return Small(), loss_fn, batches(1)[0]
 
 
+@pytest.mark.parametrize("worth", [0.0, 0.99], ids=["fastest", "kept"])
+def test_plans_by_events_and_by_sums_begin_with_the_same(worth: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`plan` on a laptop looks at events, `compile` at sums: without a tight budget they choose alike."""
+    monkeypatch.setattr("wholestep.plan.frontier.WORTH_SECONDS", worth)
+    graph, apply = prepared(Gelu(), lambda m, x: m(x).square().mean(), torch.randn(512, 256)), default_pipeline().carry_out
+    ways = [frontier(graph, H200, apply, targets=6, exact=exact) for exact in (True, False)]
+    assert ways[0][0].plan == ways[1][0].plan == Study(graph, H200, apply).quickest.plan
+    assert bool(ways[0][0].plan.recompute) is (worth == 0.0)
+    for points in ways:
+        seconds = [point.seconds for point in points]
+        assert seconds == sorted(seconds) and all(p.plan.predicted_seconds == p.seconds for p in points)
+
+
 @pytest.mark.parametrize("kind", ["transformer", "convolutions"])
 def test_peaks_fall_and_times_rise(kind: str) -> None:
     points = frontier(prepared(*made(kind)), H200, default_pipeline().carry_out, targets=6)

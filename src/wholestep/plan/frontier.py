@@ -75,9 +75,9 @@ def frontier(
         exact: carry every plan out and look at it event by event; else the planner's own sums have to do.
     """
     study = Study(graph, device, apply)
-    points = [study.kept, study.quickest]
+    points = [study.kept]
     points += [study.carried_out(one) if exact else study.summed_up(one) for one in _decisions(study, targets, near, few=exact)]
-    return _worthwhile(points, study.problem)
+    return _worthwhile(study.quickest, points, study.problem)
 
 
 def fastest(graph: TrainingGraph, device: Device, apply: Apply) -> Plan:
@@ -165,11 +165,12 @@ def _decisions(study: Study, targets: int, near: int | None, *, few: bool) -> It
     yield least
 
 
-def _worthwhile(points: Sequence[Point], problem: Problem) -> list[Point]:
-    """Strictly leaner and slower each; a point that another beats in both is dropped. The leanest of all is always there."""
-    found: list[Point] = []
+def _worthwhile(quickest: Point, others: Sequence[Point], problem: Problem) -> list[Point]:
+    """The quickest, then strictly leaner and not faster each; a point that another beats in both is dropped. The leanest of
+    all is always there."""
+    found, points = [quickest], [quickest, *(_not_faster(point, quickest) for point in others)]
     for point in sorted(points, key=lambda p: (p.seconds, p.peak_bytes)):
-        if not found or point.peak_bytes < found[-1].peak_bytes * (1 - WORTH):
+        if point.peak_bytes < found[-1].peak_bytes * (1 - WORTH):
             found.append(point)
     leanest = min(points, key=lambda p: (p.peak_bytes, not p.breakdown))  # of two, the one that is known in detail
     if leanest is not found[-1] and len(found) > 1:
@@ -177,6 +178,12 @@ def _worthwhile(points: Sequence[Point], problem: Problem) -> list[Point]:
     elif leanest.peak_bytes < found[-1].peak_bytes:
         found.append(leanest)
     return [_told(point, found[i - 1] if i else None, problem) for i, point in enumerate(found)]
+
+
+def _not_faster(point: Point, quickest: Point) -> Point:
+    """Faster than the quickest plan by less than predictions can tell: as fast."""
+    seconds = max(point.seconds, quickest.seconds)
+    return dataclasses.replace(point, seconds=seconds, plan=dataclasses.replace(point.plan, predicted_seconds=seconds))
 
 
 def _told(point: Point, before: Point | None, problem: Problem) -> Point:
