@@ -19,7 +19,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -162,11 +161,9 @@ class Sweeps:
             self.models = json.loads(options.out.read_text("utf-8"))["models"]
 
     def make(self, names: list[str]) -> None:
-        from wholestep.bench.turns import taking_turns
+        from wholestep.bench.turns import side_by_side
 
-        with taking_turns(self.options.jobs), ThreadPoolExecutor(self.options.jobs) as workers:
-            for _ in workers.map(self._one, [name for name in names if name not in self.models]):
-                pass
+        side_by_side(self._one, [name for name in names if name not in self.models], self.options.jobs)
 
     def _one(self, name: str) -> None:
         left, options = self.deadline - time.monotonic(), self.options

@@ -20,7 +20,6 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -168,12 +167,10 @@ class Table:
         self.lock = threading.Lock()
 
     def make(self, texts: list[str]) -> None:
-        from wholestep.bench.turns import taking_turns
+        from wholestep.bench.turns import side_by_side
 
         present = {row["row"] for row in self.rows}
-        with taking_turns(self.jobs), ThreadPoolExecutor(self.jobs) as workers:
-            for _ in workers.map(self._one, [text for text in texts if text not in present]):
-                pass
+        side_by_side(self._one, [text for text in texts if text not in present], self.jobs)
 
     def _one(self, text: str) -> None:
         left = self.deadline - time.monotonic()

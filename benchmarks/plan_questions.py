@@ -101,7 +101,7 @@ def compared(measured: list[dict[str, Any]], known: dict[str, dict[str, Any]]) -
         row = {"row": found["row"], "ran": "peak_allocated_gib" in found, **facts}
         if row["ran"]:
             row |= {"measured_bytes": int(found["peak_allocated_gib"] * 2**30), "measured_seconds": found["step_ms"] / 1e3}
-            row["card_bytes"] = int(found["peak_card_gib"] * 2**30)
+            row |= {"card_bytes": int(found["peak_card_gib"] * 2**30)} if "peak_card_gib" in found else {}
         elif "smallest_gib" in found:
             row["smallest_bytes"] = int(found["smallest_gib"] * 2**30)
         rows.append(row)

@@ -195,15 +195,21 @@ class _Stages:
             effect = f"{facts.get('regions', 0)} regions, {facts.get('unique_regions', 0)} compiled, the rest called directly"
             seconds, stages = time.perf_counter() - began, len(self.pipeline.passes) + len(self.pipeline.apply)
             dump_source(facts["driver"], self.dump, "lowered", stages + 1, f"lower_{backend}", seconds, effect)
-        if self.budget is not None and self.budget.enforced:
-            runner = runner.within(Enforced(self.budget, self.subject.device))
-            give_back()  # what measuring and tuning left cached counts as taken from the card
+        returned = [output for output in graph.outputs if output.kind is not OutputKind.UPDATE]
+        gradients = [i for i, output in enumerate(returned) if output.kind is OutputKind.GRADIENT]
+        runner = self._within_budget(runner, gradients)
         if self.subject.device.type != "cuda" or self.cuda_graph is False or backend == "interpret":
             return runner
         kind = CudaGraphsByShape if runner.describe().get("symbolic") else AutoCudaGraph
-        returned = [output for output in graph.outputs if output.kind is not OutputKind.UPDATE]
-        gradients = [i for i, output in enumerate(returned) if output.kind is OutputKind.GRADIENT]
         return kind(runner, graph.indices(Role.BATCH), always=self.cuda_graph is True, lent=gradients)
+
+    def _within_budget(self, runner: Runner, gradients: Sequence[int]) -> Runner:
+        if self.budget is None or not self.budget.enforced:
+            return runner
+        give_back()  # what measuring and tuning left cached counts as taken from the card
+        if gradients:  # p.grad, and an update of one's own, take memory beside the step, as much as they like
+            return runner
+        return runner.within(Enforced(self.budget, self.subject.device))
 
     def _compiled(self, graph: TrainingGraph) -> Runner:
         try:

@@ -13,7 +13,7 @@ from tests.bench.test_harness import Maker, cases
 
 from wholestep.bench import turns
 from wholestep.bench.harness import Case, run_table
-from wholestep.bench.turns import VARIABLE, WORKERS, my_turn, taking_turns, tune_in_turns
+from wholestep.bench.turns import VARIABLE, WORKERS, my_turn, side_by_side, taking_turns, tune_in_turns
 from wholestep.report.memory import scratch
 
 PATIENCE = 20.0
@@ -137,3 +137,11 @@ def test_kernels_are_tuned_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         tune_in_turns()
         assert heuristics.CachingAutotuner.benchmark_all_configs(None, 3) == (3,) and held == [True]
         assert scratch.alone is my_turn
+
+
+def test_work_side_by_side_is_done_in_turns_and_errors_are_raised() -> None:
+    seen: list[tuple[int, bool]] = []
+    side_by_side(lambda item: seen.append((item, VARIABLE in os.environ)), range(5), jobs=3)
+    assert sorted(seen) == [(i, True) for i in range(5)] and VARIABLE not in os.environ
+    with pytest.raises(ZeroDivisionError):
+        side_by_side(lambda item: print(1 / item), [1, 0], jobs=1)

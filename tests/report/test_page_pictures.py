@@ -142,4 +142,4 @@ def test_words_are_shortened_in_the_middle() -> None:
         and fitted("abcdefghijk", 40) == "abc…jk"
         and fitted("abcdef", 10) == ""
     )
-    assert [show_ms(v) for v in (0, 0.01, 2.5, 4321)] == ["0 ms", "10 µs", "2.5 ms", "4.32 s"]
+    assert [show_ms(v) for v in (0, -1.4e-14, 0.01, 2.5, 4321)] == ["0 ms", "0 ms", "10 µs", "2.5 ms", "4.32 s"]

@@ -13,7 +13,8 @@ import functools
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 VARIABLE = "WHOLESTEP_BENCH_TURN"
@@ -48,6 +49,13 @@ def taking_turns(jobs: int) -> Iterator[None]:
             del os.environ[VARIABLE]
             if before is None:
                 del os.environ[WORKERS]
+
+
+def side_by_side(work: Callable[[Any], None], items: Iterable[Any], jobs: int) -> None:
+    """`work(item)` for all items, `jobs` at a time; children that it starts take turns."""
+    with taking_turns(jobs), ThreadPoolExecutor(jobs) as workers:
+        for _ in workers.map(work, items):  # an error is raised here
+            pass
 
 
 @contextlib.contextmanager
