@@ -209,15 +209,18 @@ class Card:
     """CUDA's allocator, as far as a limit goes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, total: int) -> None:
-        self.fraction, self.allocated, self.seen = 0.9, 0, []
+        self.fraction, self.allocated, self.seen, self.context = 0.9, 0, [], 100 << 20
         properties = type("Properties", (), {"total_memory": total})
         for name, value in {
             "get_per_process_memory_fraction": lambda device: self.fraction,
             "set_per_process_memory_fraction": lambda fraction, device: setattr(self, "fraction", fraction),
             "get_device_properties": lambda device: properties,
             "memory_allocated": lambda device: self.allocated,
+            "memory_reserved": lambda device: 400 << 20,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(compat, "bytes_on_card", lambda device: self.context + (400 << 20))
+        monkeypatch.setattr("wholestep.budget.CONTEXT_BYTES", 100 << 20)
 
     def step(self, inputs: list[Any]) -> tuple[Any, ...]:
         self.seen.append(self.fraction)
@@ -237,6 +240,9 @@ def test_the_allocator_is_held_to_the_budget_while_the_step_runs(monkeypatch: py
     with pytest.warns(WholestepWarning, match="100 MiB were allocated beside the step.*600 MiB is exceeded by that"):
         runner([])
     runner([])  # said once
+    card.context = 130 << 20  # kernels loaded since the budget was made
+    runner.within(Enforced(budget, torch.device("cuda")))([])
+    assert card.seen[-1] == 470 / 1024
     card.fraction = 0.2  # a limit of the user's own stays
     runner([])
     assert card.seen[-1] == card.fraction == 0.2

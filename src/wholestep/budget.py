@@ -284,18 +284,20 @@ class Enforced:
         self.budget, self.device = budget, device
         self.held: int | None = None
         """Allocated when the first step began."""
+        self.context = budget.context_bytes
         self.warned = False
 
     def __call__(self) -> contextlib.AbstractContextManager[None]:
         now = torch.cuda.memory_allocated(self.device)
-        self.held = now if self.held is None else self.held
+        if self.held is None:
+            self.held, self.context = now, max(self.context, _context_bytes(self.device))  # the check has loaded kernels since
         more = max(0, now - self.held)
         if more > LIBRARY_BYTES and not self.warned:
             self.warned = True
             taken = f"{show_bytes(more)} were allocated beside the step since its first call"
             text = f"{taken}: memory={self.budget.said} is exceeded by that"
             warnings.warn(text, WholestepWarning, stacklevel=2)
-        return memory_cap(self.budget, self.device, more)
+        return memory_cap(self.budget, self.device, more - (self.context - self.budget.context_bytes))
 
 
 def check_within(budget: Budget, check: Callable[..., Any]) -> Callable[..., Any]:
