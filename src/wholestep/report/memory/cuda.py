@@ -81,12 +81,12 @@ def as_allocated(before: Mapping[int, Block], taken: Mapping[int, int]) -> dict[
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class History:
-    """One step as the allocator itself recorded it."""
+    """One step as the allocator itself recorded it, in bytes that were asked for: blocks may be up to 1 MiB larger."""
 
     peak_bytes: int
     peak_reserved_bytes: int
     fragmentation_bytes: int
-    """Reserved and not allocated, at the peak."""
+    """Reserved and not asked for, at the peak."""
     timeline: tuple[tuple[int, int], ...]
     """(bytes allocated, bytes reserved) after each entry."""
     workspace_bytes: int
@@ -104,8 +104,7 @@ def allocator_history(
     device memory.
     """
     index = _index(device)
-    wait(device)
-    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    asked, reserved = requested(device)[0], torch.cuda.memory_reserved(device)
     torch.cuda.memory._record_memory_history("all", context="all", stacks="all", max_entries=entries, device=device)
     phases: list[tuple[str, int]] = [("forward", 0)]
 
@@ -118,7 +117,7 @@ def allocator_history(
         snapshot = torch.cuda.memory._snapshot(device)
     finally:
         torch.cuda.memory._record_memory_history(None, device=device)
-    return read_history(snapshot["device_traces"][index], allocated, reserved, phases)
+    return read_history(snapshot["device_traces"][index], asked, reserved, phases)
 
 
 def read_history(
