@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +16,12 @@ from torch import nn
 
 import wholestep
 from wholestep import compat
-from wholestep.budget import Budget, Enforced, ForSpeed
+from wholestep.budget import Budget, Enforced, ForSpeed, make_room
 from wholestep.capture.dry import dry_capture
 from wholestep.cost import find_device
 from wholestep.cost.node_costs import is_recomputed
 from wholestep.errors import BadOption, BudgetTooSmall, WholestepWarning
+from wholestep.graph.plan import Plan
 from wholestep.lower.runner import Runner
 from wholestep.passes.pipeline import Pipeline, default_pipeline, name_of
 from wholestep.passes.update_early import update_early
@@ -258,6 +261,90 @@ def test_memory_that_does_not_suffice_is_explained(monkeypatch: pytest.MonkeyPat
     with pytest.raises(torch.OutOfMemoryError) as raised:
         Runner(greedy, 0, {}).within(Enforced(budget, torch.device("cuda")))([])
     assert "within memory=600 MiB" in raised.value.__notes__[0] and card.fraction == 0.9
+
+
+class Recording:
+    """Of another size: gives back what it holds when asked."""
+
+    holds_memory = True
+
+    def make_room(self) -> None:
+        self.holds_memory = False
+
+
+@pytest.mark.parametrize(("planned", "stays"), [(400, True), (500, False), (None, False)])
+def test_recordings_of_other_sizes_stay_where_there_is_room(planned: int | None, stays: bool, monkeypatch: Any) -> None:
+    card = Card(monkeypatch, total=1 << 30)  # 400 MiB are reserved, 600 less a context of 100 allowed
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    budget = Budget(600 << 20, context_bytes=100 << 20, others_bytes=0, slack=0.0, said="600 MiB", enforced=True)
+    card.allocated = 300 << 20
+    plan = Plan(predicted_bytes=planned << 20) if planned is not None else None
+    variant = SimpleNamespace(capture=SimpleNamespace(plan=plan))
+    recording = Recording()
+    make_room(budget, torch.device("cuda"), variant, [recording])
+    assert recording.holds_memory is stays
+    again = Recording()
+    make_room(budget, torch.device("cuda"), None, [again])
+    assert not again.holds_memory, "a size that is not planned yet needs what there is"
+
+
+def test_room_is_made_when_the_size_changes(free: int) -> None:
+    step, _, _ = compiled(int(0.8 * free))
+    asked: list[tuple[Any, list[Any]]] = []
+    step.settings = dataclasses.replace(step.settings, make_room=lambda variant, others: asked.append((variant, others)))
+    whole = batches(1)[0]
+    half = {name: tensor[:2] for name, tensor in whole.items()}
+    step(whole)
+    (first,) = step._variants.values()
+    recording = first.runner = Recorded(first.runner)
+    step(whole)
+    step(half)
+    (second,) = (variant for variant in step._variants.values() if variant is not first)
+    step(half)
+    step(whole)
+    assert asked == [(first, []), (None, [recording]), (second, [recording]), (first, [])]
+
+
+class Recorded:
+    """A runner that holds the memory of a recording."""
+
+    holds_memory = True
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        return self.runner(inputs)
+
+
+@pytest.mark.gpu
+def test_two_sizes_within_the_smallest_budget_on_a_gpu() -> None:
+    """The recording of one holds what the other needs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(2048, 8192), nn.GELU(), nn.Linear(8192, 2048)))).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    whole = {"x": torch.randn(8192, 2048, device="cuda")}
+    part = {"x": whole["x"][:6144]}
+
+    def compiled(memory: int) -> Any:
+        return wholestep.compile(
+            model, lambda m, b: m(b["x"]).square().mean(), optimizer, whole, memory=memory, check="off", cuda_graph=True,
+            cache=False, precision="bf16",
+        )  # fmt: skip
+
+    budget = 1 << 30
+    for _ in range(3):
+        try:
+            step = compiled(budget)
+            break
+        except BudgetTooSmall as refused:
+            budget = refused.smallest_bytes
+    torch.cuda.reset_peak_memory_stats()
+    losses = [float(step(batch)) for batch in (*[whole] * 6, *[part] * 2, *[whole] * 14, *[part] * 6)]
+    held = compat.bytes_on_card(torch.device("cuda"))
+    context = held - torch.cuda.memory_reserved() if held is not None else CONTEXT_BYTES
+    assert torch.cuda.max_memory_reserved() + context <= budget
+    assert losses[-1] < losses[0] and step.captures == 2
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from wholestep import compat
-from wholestep.budget import Budget, Enforced, Fitting, ForSpeed, check_within, make_budget, planner_of
+from wholestep.budget import Budget, Enforced, Fitting, ForSpeed, check_within, make_budget, make_room, planner_of
 from wholestep.capture import optimizers
 from wholestep.capture.batch import BatchSpec, flatten
 from wholestep.capture.cache import cached_climb
@@ -129,13 +129,14 @@ def compile(
     first: Any = check_first_step if check == "first" else None
     if clip_scope != "global" and first is not None:
         first = _before_only(first, f"clip_scope={clip_scope!r} is not torch's clipping: gradients were compared, updates were not")
-    budget = None
+    budget, room = None, None
     if memory is not None:
         budget = make_budget(memory, subject, flatten(example_batch)[0])
         dynamic = False  # a plan is for one size; every size gets its own within the same budget
         first = None if first is None else check_within(budget, first)
+        room = functools.partial(make_room, budget, subject.device) if budget.enforced else None
     stages = _Stages(subject, pipeline, progress, dump, cache, cuda_graph, backend, plan, budget)
-    step = Step(subject, Settings(stages.capture, stages.lower, backend, dynamic, first), seed=seed)
+    step = Step(subject, Settings(stages.capture, stages.lower, backend, dynamic, first, room), seed=seed)
     tensors, spec = flatten(_example_micro_batch(step, example_batch))
     step.variant_for(tensors, spec)
     step.compiled_for(spec)

@@ -300,6 +300,20 @@ class Enforced:
         return memory_cap(self.budget, self.device, more - (self.context - self.budget.context_bytes))
 
 
+def make_room(budget: Budget, device: torch.device, variant: Any, recordings: list[Any]) -> None:
+    """Recordings of other sizes give their memory back unless the variant fits beside them; one that is not made yet never does."""
+    if not recordings:
+        return
+    plan = None if variant is None else variant.capture.plan
+    if plan is not None and plan.predicted_bytes is not None:
+        torch.cuda.empty_cache()
+        needed = max(0, plan.predicted_bytes + budget.others_bytes - torch.cuda.memory_allocated(device))
+        if torch.cuda.memory_reserved(device) + (1 + budget.slack) * needed <= budget.card_bytes - budget.context_bytes:
+            return
+    for recording in recordings:
+        recording.make_room()
+
+
 def check_within(budget: Budget, check: Callable[..., Any]) -> Callable[..., Any]:
     """The first step's check, as far as it fits: eager PyTorch may need more than the budget, copies of the state do too."""
 

@@ -123,6 +123,23 @@ def test_what_a_failed_recording_held_is_free_before_the_direct_run(monkeypatch)
     assert alive == [False, False] and "too large" in auto.reason
 
 
+def test_a_recording_that_had_to_go_is_made_again_later(policy):
+    FakeRecording.released = 0
+    auto, made, _ = policy(direct=2.0, replay=1.0)
+    assert not auto.holds_memory
+    auto.make_room()  # nothing to give
+    outcomes(auto, 10)
+    assert auto.holds_memory
+    auto.make_room()
+    assert FakeRecording.released == 1 and not auto.holds_memory
+    assert outcomes(auto, 14) == ["direct"] * 12 + ["replayed"] * 2 and len(made) == 2
+    for _ in range(4):
+        auto.make_room()
+        outcomes(auto, 200)
+    auto.make_room()
+    assert outcomes(auto, 193) == ["direct"] * 192 + ["replayed"]
+
+
 def test_invalidate_starts_over(policy):
     FakeRecording.released = 0
     auto, made, _ = policy(direct=2.0, replay=1.0)

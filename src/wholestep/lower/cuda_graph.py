@@ -26,6 +26,8 @@ from wholestep.lower.runner import Runner
 
 DIRECT_CALLS = 3
 """Direct calls before recording: the first loads kernels and tunes, so the median of three is a settled one."""
+MOST_DIRECT_CALLS = 192
+"""Direct calls before recording once more, when sizes alternate within a memory budget that has no room for two recordings."""
 REPLAYS_TIMED = 4
 MEETINGS = 2
 """How often a size is met, in a step with symbolic ones, before it is recorded: recording costs about one direct call."""
@@ -278,6 +280,18 @@ class AutoCudaGraph:
         if self._recorded is not None:
             self._recorded.release()
         self._start_over()
+
+    @property
+    def holds_memory(self) -> bool:
+        return self._recorded is not None
+
+    def make_room(self) -> None:
+        """Another size needs the memory of the recording: it is made again later, after more direct calls every time."""
+        if self._recorded is None:
+            return
+        direct, replays = self._calls
+        self._calls = min(4 * direct, MOST_DIRECT_CALLS), replays
+        self.invalidate()
 
     def describe(self) -> dict[str, Any]:
         """The runner's facts, plus what runs and why."""

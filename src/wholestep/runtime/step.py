@@ -48,6 +48,8 @@ class Settings:
     dynamic: bool | None = None
     check: Callable[[Step, Variant, list[list[torch.Tensor]], BatchSpec], Callable[[Any], None] | None] | None = None
     """Called before the first live step of a variant; what it returns is called with the step's result after it."""
+    make_room: Callable[[Variant | None, list[Any]], None] | None = None
+    """(variant that will run, or None for one that is not made yet; the recordings of others): for a memory budget."""
 
 
 class Step:
@@ -77,6 +79,7 @@ class Step:
         self._structure: BatchSpec | None = None
         """Of the example batch."""
         self._latest: Variant | None = None
+        self._running: Variant | None = None
 
     # ---- the call ----
 
@@ -125,6 +128,7 @@ class Step:
             if any(shape_rules.shapes_of(t) != shape_rules.shapes_of(tensors[0]) for t in tensors):
                 self._note("micro-batches of unequal shapes run in eager PyTorch: pad them to one shape")
                 return eager_step(self.subject, micro)
+            self._make_room(variant)
             try:
                 check = self.settings.check if variant.uses == 0 else None
                 afterwards = check(self, variant, tensors, spec) if check is not None else None
@@ -135,6 +139,14 @@ class Step:
             except StateMoved as moved:
                 self._forget(str(moved))
         return eager_step(self.subject, micro)
+
+    def _make_room(self, variant: Variant | None) -> None:
+        """Where memory is short, recordings of other sizes go before this one runs, or is made."""
+        if self.settings.make_room is None or (variant is not None and variant is self._running):
+            return
+        others = {id(other): other for other in self._variants.values() if other is not None and other is not variant}
+        self.settings.make_room(variant, [recording for other in others.values() for recording in other.recordings])
+        self._running = variant
 
     def compiled_for(self, spec: BatchSpec) -> None:
         """The structure that batches are expected to have; others are captured when they come."""
@@ -167,6 +179,7 @@ class Step:
         return self._make(base, shapes, tensors, spec)
 
     def _make(self, base: tuple, shapes: Any, tensors: Sequence[torch.Tensor], spec: BatchSpec) -> Variant | None:
+        self._make_room(None)
         seen = self._seen.setdefault(base, [])
         seen.append(shapes)
         dims = None

@@ -33,6 +33,11 @@ class Variant:
         self.names = [o.name for o in kinds]
         self.uses = 0
 
+    @property
+    def recordings(self) -> list[Any]:
+        """Its runners that hold the memory of a CUDA graph."""
+        return [runner for runner in (self.runner, self.update_runner) if getattr(runner, "holds_memory", False)]
+
     def run(self, batches: Sequence[Sequence[torch.Tensor]], seed: int, step: int) -> tuple[Result, torch.Tensor | None]:
         """One optimizer step over the micro-batches given as flat tensors."""
         moved = self.binding.refresh()
