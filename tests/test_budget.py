@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -317,6 +318,26 @@ class Recorded:
         return self.runner(inputs)
 
 
+def within_the_smallest(compiled: Callable[[int], Any]) -> tuple[Any, int]:
+    """A step within the smallest budget that is granted, and that budget."""
+    budget = 1 << 30
+    for _ in range(3):  # kernels loaded meanwhile take a little of the card: it names the smallest anew
+        try:
+            step = compiled(budget)
+            torch.cuda.reset_peak_memory_stats()
+            return step, budget
+        except BudgetTooSmall as refused:
+            budget = refused.smallest_bytes
+    raise AssertionError(f"{budget} was named as the smallest budget and refused")
+
+
+def card_peak() -> int:
+    """Reserved at most since `within_the_smallest`, and the context."""
+    held = compat.bytes_on_card(torch.device("cuda"))
+    context = held - torch.cuda.memory_reserved() if held is not None else CONTEXT_BYTES
+    return torch.cuda.max_memory_reserved() + context
+
+
 @pytest.mark.gpu
 def test_two_sizes_within_the_smallest_budget_on_a_gpu() -> None:
     """The recording of one holds what the other needs."""
@@ -332,18 +353,9 @@ def test_two_sizes_within_the_smallest_budget_on_a_gpu() -> None:
             cache=False, precision="bf16",
         )  # fmt: skip
 
-    budget = 1 << 30
-    for _ in range(3):
-        try:
-            step = compiled(budget)
-            break
-        except BudgetTooSmall as refused:
-            budget = refused.smallest_bytes
-    torch.cuda.reset_peak_memory_stats()
+    step, budget = within_the_smallest(compiled)
     losses = [float(step(batch)) for batch in (*[whole] * 6, *[part] * 2, *[whole] * 14, *[part] * 6)]
-    held = compat.bytes_on_card(torch.device("cuda"))
-    context = held - torch.cuda.memory_reserved() if held is not None else CONTEXT_BYTES
-    assert torch.cuda.max_memory_reserved() + context <= budget
+    assert card_peak() <= budget
     assert losses[-1] < losses[0] and step.captures == 2
 
 
@@ -366,16 +378,7 @@ def test_the_smallest_budget_is_kept_on_a_gpu(cuda_graph: bool | None) -> None:
             model, loss_of, optimizer, batch, memory=memory, check="off", cuda_graph=cuda_graph, cache=False, precision="bf16"
         )
 
-    budget = 1 << 30
-    for _ in range(3):  # kernels loaded meanwhile take a little of the card: it names the smallest anew
-        try:
-            step = compiled(budget)
-            break
-        except BudgetTooSmall as refused:
-            budget = refused.smallest_bytes
-    torch.cuda.reset_peak_memory_stats()
+    step, budget = within_the_smallest(compiled)
     losses = [float(step(batch)) for _ in range(12)]
-    held = compat.bytes_on_card(torch.device("cuda"))
-    context = held - torch.cuda.memory_reserved() if held is not None else CONTEXT_BYTES
-    assert torch.cuda.max_memory_reserved() + context <= budget
+    assert card_peak() <= budget
     assert losses[-1] < losses[0] and torch.cuda.get_per_process_memory_fraction() == 1.0

@@ -126,17 +126,12 @@ def compile(
         warm_up(subject.device.type)
     _warn_about_optimizer(optimizer, clip_norm)
     pipeline = _pipeline(passes, plan, precision, clip_scope, early_update)
-    first: Any = check_first_step if check == "first" else None
-    if clip_scope != "global" and first is not None:
-        first = _before_only(first, f"clip_scope={clip_scope!r} is not torch's clipping: gradients were compared, updates were not")
-    budget, room = None, None
-    if memory is not None:
-        budget = make_budget(memory, subject, flatten(example_batch)[0])
+    budget = None if memory is None else make_budget(memory, subject, flatten(example_batch)[0])
+    if budget is not None:
         dynamic = False  # a plan is for one size; every size gets its own within the same budget
-        first = None if first is None else check_within(budget, first)
-        room = functools.partial(make_room, budget, subject.device) if budget.enforced else None
     stages = _Stages(subject, pipeline, progress, dump, cache, cuda_graph, backend, plan, budget)
-    step = Step(subject, Settings(stages.capture, stages.lower, backend, dynamic, first, room), seed=seed)
+    first = _first_check(clip_scope, budget) if check == "first" else None
+    step = Step(subject, Settings(stages.capture, stages.lower, backend, dynamic, first, stages.room), seed=seed)
     tensors, spec = flatten(_example_micro_batch(step, example_batch))
     step.variant_for(tensors, spec)
     step.compiled_for(spec)
@@ -203,6 +198,13 @@ class _Stages:
             return runner
         kind = CudaGraphsByShape if runner.describe().get("symbolic") else AutoCudaGraph
         return kind(runner, graph.indices(Role.BATCH), always=self.cuda_graph is True, lent=gradients)
+
+    @property
+    def room(self) -> Any:
+        """How recordings of other sizes give way; None where nothing is short."""
+        if self.budget is None or not self.budget.enforced:
+            return None
+        return functools.partial(make_room, self.budget, self.subject.device)
 
     def _within_budget(self, runner: Runner, gradients: Sequence[int]) -> Runner:
         if self.budget is None or not self.budget.enforced:
@@ -291,6 +293,14 @@ def _check_options(memory: Any, plan: Any, precision: str, backend: str, check: 
     ):  # fmt: skip
         if value not in known:
             raise BadOption(f"{name}={value!r}", hint=f"use one of {', '.join(map(repr, known))}")
+
+
+def _first_check(clip_scope: str, budget: Budget | None) -> Any:
+    """The comparison of the first live step with eager PyTorch, as far as the options leave it."""
+    check: Any = check_first_step
+    if clip_scope != "global":
+        check = _before_only(check, f"clip_scope={clip_scope!r} is not torch's clipping: gradients were compared, updates were not")
+    return check if budget is None else check_within(budget, check)
 
 
 def _before_only(check: Callable[..., Any], reason: str) -> Callable[..., Any]:
