@@ -19,7 +19,7 @@ from torch import nn
 
 import wholestep
 from wholestep.errors import BadCheckpoint, BadOption, WholestepWarning
-from wholestep.train import checkpoint, encoding
+from wholestep.train import checkpoint, checkpoint_files, encoding
 
 SCHEDULE_WARNING = "ignore:Detected call of `lr_scheduler.step:UserWarning"
 pytestmark = pytest.mark.filterwarnings(SCHEDULE_WARNING)
@@ -206,7 +206,7 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path) -> None:
 def test_tied_tensors_are_stored_once_and_load_strictly(tmp_path: Path) -> None:
     model = {"a": Tied(), "b": nn.Linear(2, 2)}
     path = wholestep.save(tmp_path, model=model)
-    tensors, metadata = checkpoint._read_tensors(path / "model.safetensors")
+    tensors, metadata = checkpoint_files.read_tensors(path / "model.safetensors")
     assert json.loads(metadata["aliases"]) == {"a.head.weight": "a.embed.weight"}
     assert "a.head.weight" not in tensors and "b.weight" in tensors
     fresh = {"a": Tied(), "b": nn.Linear(2, 2)}

@@ -14,37 +14,35 @@ checkpoints it had, or one more. Names that begin with a dot are unfinished, and
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 import random
-import re
-import shutil
-import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wholestep.capture.optimizers import UNUSED
 from wholestep.errors import BadCheckpoint, BadOption, WholestepWarning
 from wholestep.runtime.step import Step
+from wholestep.train.checkpoint_files import (
+    Stored,
+    checkpoints,
+    clean,
+    discard,
+    folder_name,
+    open_stored,
+    read_tensors,
+    telling_what_the_disk_refused,
+    write,
+)
 from wholestep.train.encoding import decode, encode, own_copy
-
-FORMAT = "wholestep checkpoint"
-VERSION = 1
-"""Raised when an older Wholestep could not read what is written now."""
-FACTS = "checkpoint.json"
-_NAME = re.compile(r"step-(\d{6,})(\.replaced)?")
-_UNFINISHED = (".saving-", ".removing-")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,18 +83,18 @@ def save(
         raise BadOption(f"keep={keep!r}", hint="use 1 or more, or None to keep all")
     root = Path(folder)
     tensors, facts = _gather(model, optimizer, scheduler, step, data, config)
-    with _telling_what_the_disk_refused(root):
+    with telling_what_the_disk_refused(root):
         root.mkdir(parents=True, exist_ok=True)
-        _clean(root)
-        present = [number for number, _ in _checkpoints(root)]
+        clean(root)
+        present = [number for number, _ in checkpoints(root)]
         number = _number(step, present)
         if present and number < present[0]:
-            text = f"step {number} is saved beside {_folder_name(present[0])}, which `load({str(root)!r})` takes as the newest"
+            text = f"step {number} is saved beside {folder_name(present[0])}, which `load({str(root)!r})` takes as the newest"
             warnings.warn(text + "; remove that one, or save to another folder", WholestepWarning, stacklevel=2)
-        path = _write(root, number, tensors, facts)
-    for old, other in _checkpoints(root)[keep:] if keep is not None else ():
+        path = write(root, number, tensors, facts)
+    for old, other in checkpoints(root)[keep:] if keep is not None else ():
         if old != number:
-            _discard(other)
+            discard(other)
     return path
 
 
@@ -229,179 +227,6 @@ def _number(step: Step | int | None, present: list[int]) -> int:
     return int(step)
 
 
-def _folder_name(number: int) -> str:
-    return f"step-{number:06d}"
-
-
-def _write(root: Path, number: int, files: Mapping[str, tuple[dict[str, Tensor], dict[str, str]]], facts: dict) -> Path:
-    final = root / _folder_name(number)
-    temporary = root / f"{_UNFINISHED[0]}{final.name}-{uuid.uuid4().hex[:8]}"
-    try:
-        temporary.mkdir()
-        for name, (tensors, metadata) in files.items():
-            save_file(tensors, temporary / name, metadata)
-            _sync(temporary / name)
-        sizes = {name: (temporary / name).stat().st_size for name in files}
-        head = {"format": FORMAT, "version": VERSION, "number": number, "files": sizes}
-        (temporary / FACTS).write_text(json.dumps(head | facts, indent=1) + "\n", encoding="utf-8")
-        _sync(temporary / FACTS)
-        _sync(temporary)
-        replaced = final.with_name(final.name + ".replaced")
-        if final.exists():  # a folder cannot be renamed over another; `load` also finds it under this name
-            os.rename(final, replaced)
-        os.rename(temporary, final)
-        _sync(root)
-        if replaced.exists():
-            _discard(replaced)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return final
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def _telling_what_the_disk_refused(root: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        good = next((path.name for _, path in _checkpoints(root) if _is_complete(path)), None)
-        kept = "there is no earlier checkpoint" if good is None else f"{good} is complete and kept"
-        raise BadCheckpoint(f"the checkpoint could not be written to {root}: {why}", hint=kept) from error
-
-
-def _discard(path: Path) -> None:
-    """Remove a checkpoint: renamed first, so that half of one is never taken for a checkpoint."""
-    hidden = path.with_name(f"{_UNFINISHED[1]}{path.name}-{uuid.uuid4().hex[:8]}")
-    with contextlib.suppress(OSError):  # the next save tries again
-        os.rename(path, hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _clean(root: Path) -> None:
-    """Remove what killed runs left, and finish a replacement they began."""
-    for path in root.iterdir():
-        if path.name.startswith(_UNFINISHED):
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.suffix == ".replaced" and _NAME.fullmatch(path.name):
-            if path.with_suffix("").exists():
-                _discard(path)
-            else:
-                os.rename(path, path.with_suffix(""))
-
-
-# ---- finding and reading ----
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Stored:
-    """A checkpoint on disk whose files are all there."""
-
-    path: Path
-    facts: dict[str, Any]
-
-    @property
-    def number(self) -> int:
-        return int(self.facts["number"])
-
-    def part(self, name: str, tensors: Mapping[str, Tensor] | None = None) -> Any:
-        """What an object given to `load` needs; an error when there was none to save."""
-        if name not in self.facts:
-            raise BadCheckpoint(f"{self.path} was saved without {name}=", hint=f"load it without {name}=")
-        return decode(self.facts[name], tensors)
-
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        """Of one file; none when it was not written. They lie in the mapped file until they are copied."""
-        return _read_tensors(self.path / name)[0] if name in self.facts["files"] else {}
-
-
-def _checkpoints(root: Path) -> list[tuple[int, Path]]:
-    """(number, folder), newest first; a folder being replaced comes after the one that replaces it."""
-    try:
-        found = [(match, path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
-    except OSError:
-        return []
-    ordered = sorted(found, key=lambda pair: (-int(pair[0][1]), pair[0][2] is not None))
-    return [(int(match[1]), path) for match, path in ordered]
-
-
-def open_stored(folder: Path) -> _Stored:
-    """The checkpoint to load."""
-    if not folder.is_dir():
-        raise BadCheckpoint(f"there is no folder {folder}", hint="give the folder that was given to save")
-    found = _checkpoints(folder)
-    if (folder / FACTS).exists() or (_NAME.fullmatch(folder.name) and not found):
-        damage = _damage(folder)
-        if damage is not None:
-            raise BadCheckpoint(
-                f"{folder} is no complete checkpoint: {damage}", hint="load its parent folder for an earlier one"
-            )
-        return _Stored(folder, _read_facts(folder))
-    if not found:
-        raise BadCheckpoint(f"{folder} holds no checkpoint", hint="give the folder that was given to save")
-    for _, path in found:
-        damage = _damage(path)
-        if damage is None:
-            return _Stored(path, _read_facts(path))
-        warnings.warn(f"{path.name} is damaged and passed over: {damage}", WholestepWarning, stacklevel=3)
-    raise BadCheckpoint(
-        f"none of the {len(found)} checkpoints in {folder} is complete", hint=f"the newest: {_damage(found[0][1])}"
-    )
-
-
-def _read_facts(path: Path) -> dict[str, Any]:
-    """checkpoint.json; ValueError or OSError when damaged, BadCheckpoint when it is none of ours or too new."""
-    facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
-    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-        raise BadCheckpoint(f"{path} was not written by wholestep.save: {FACTS} does not say {FORMAT!r}")
-    if not isinstance(facts.get("version"), int) or facts["version"] > VERSION:
-        what = f"{path} has format version {facts.get('version')!r}, this Wholestep reads up to {VERSION}"
-        raise BadCheckpoint(what, hint="update Wholestep")
-    return facts
-
-
-def _damage(path: Path) -> str | None:
-    """Why a checkpoint is not complete, or None. Checks the sizes and the headers of all files."""
-    name = FACTS
-    try:
-        facts = _read_facts(path)
-        for name, size in facts["files"].items():
-            found = (path / name).stat().st_size
-            if found != size:
-                return f"{name} has {found:,} bytes instead of {size:,}"
-            with safe_open(path / name, framework="pt"):
-                pass
-    except BadCheckpoint:
-        raise
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
-        return f"{name} cannot be read ({error})"
-    return None
-
-
-def _is_complete(path: Path) -> bool:
-    try:
-        return _damage(path) is None
-    except BadCheckpoint:  # none of ours
-        return False
-
-
-def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata of a file."""
-    with safe_open(path, framework="pt", device="cpu") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
-
-
 # ---- restoring ----
 
 
@@ -414,8 +239,8 @@ class _ModelPlan:
     """Tensors whose dtype will change."""
 
 
-def _plan_model(stored: _Stored, model: Any) -> _ModelPlan:
-    tensors, metadata = _read_tensors(stored.path / "model.safetensors")
+def _plan_model(stored: Stored, model: Any) -> _ModelPlan:
+    tensors, metadata = read_tensors(stored.path / "model.safetensors")
     tensors |= {name: tensors[target] for name, target in json.loads(metadata["aliases"]).items()}
     modules = _modules(model)
     expected = {prefix + key: value for prefix, module in modules.items() for key, value in module.state_dict().items()}
@@ -455,7 +280,7 @@ def _shape(value: Any) -> str:
     return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
 
 
-def _plan_optimizer(stored: _Stored, optimizer: Optimizer) -> dict[str, Any]:
+def _plan_optimizer(stored: Stored, optimizer: Optimizer) -> dict[str, Any]:
     state = stored.part("optimizer", stored.tensors("optimizer.safetensors"))
     saved, live = (
         [len(group["params"]) for group in groups] for groups in (state["param_groups"], optimizer.param_groups)
@@ -480,7 +305,7 @@ def _restore_optimizer(optimizer: Optimizer, state: dict[str, Any], same_dtypes:
                 live[key] = value.to(live[key].device)
 
 
-def _restore_step(stored: _Stored, step: Step) -> None:
+def _restore_step(stored: Stored, step: Step) -> None:
     if "step" in stored.facts:
         step.load_state_dict(stored.facts["step"])
         return
@@ -489,7 +314,7 @@ def _restore_step(stored: _Stored, step: Step) -> None:
     step.load_state_dict({"seed": step.seed, "count": stored.number})
 
 
-def _restore_generators(stored: _Stored) -> None:
+def _restore_generators(stored: Stored) -> None:
     tensors = stored.tensors("rng.safetensors")
     torch.set_rng_state(tensors.pop("cpu").clone())
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0

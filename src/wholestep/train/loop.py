@@ -16,7 +16,7 @@ from typing import Any, Literal
 from wholestep.errors import BadOption
 from wholestep.graph.bytes import show_bytes
 from wholestep.runtime.step import Step
-from wholestep.train import checkpoint
+from wholestep.train.checkpoint_files import open_stored
 from wholestep.train.job import Job
 from wholestep.train.run_folder import RunFolder, new_run, open_run, refuse_changed
 from wholestep.train.running import Outcome, Run
@@ -113,7 +113,7 @@ def _folder(
     folder.update(settings=settings, steps=steps)  # also tries the disk, before anything is compiled
     stored = None
     if any(folder.checkpoints.glob("step-*")):
-        stored = checkpoint.open_stored(folder.checkpoints).path
+        stored = open_stored(folder.checkpoints).path
     return folder, stored
 
 

@@ -1,0 +1,206 @@
+"""Checkpoints as folders on disk: written whole, found again, checked, removed.
+
+In: tensors by file and facts that are no tensors. Out: `folder/step-000123/`, or the newest one there whose files are complete.
+What the files hold is the matter of `checkpoint.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+import uuid
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from wholestep.errors import BadCheckpoint, WholestepWarning
+from wholestep.train.encoding import decode
+
+FORMAT = "wholestep checkpoint"
+VERSION = 1
+"""Raised when an older Wholestep could not read what is written now."""
+FACTS = "checkpoint.json"
+_NAME = re.compile(r"step-(\d{6,})(\.replaced)?")
+_UNFINISHED = (".saving-", ".removing-")
+
+
+def folder_name(number: int) -> str:
+    return f"step-{number:06d}"
+
+
+def write(root: Path, number: int, files: Mapping[str, tuple[dict[str, Tensor], dict[str, str]]], facts: dict) -> Path:
+    final = root / folder_name(number)
+    temporary = root / f"{_UNFINISHED[0]}{final.name}-{uuid.uuid4().hex[:8]}"
+    try:
+        temporary.mkdir()
+        for name, (tensors, metadata) in files.items():
+            save_file(tensors, temporary / name, metadata)
+            _sync(temporary / name)
+        sizes = {name: (temporary / name).stat().st_size for name in files}
+        head = {"format": FORMAT, "version": VERSION, "number": number, "files": sizes}
+        (temporary / FACTS).write_text(json.dumps(head | facts, indent=1) + "\n", encoding="utf-8")
+        _sync(temporary / FACTS)
+        _sync(temporary)
+        replaced = final.with_name(final.name + ".replaced")
+        if final.exists():  # a folder cannot be renamed over another; `load` also finds it under this name
+            os.rename(final, replaced)
+        os.rename(temporary, final)
+        _sync(root)
+        if replaced.exists():
+            discard(replaced)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return final
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def telling_what_the_disk_refused(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        good = next((path.name for _, path in checkpoints(root) if _is_complete(path)), None)
+        kept = "there is no earlier checkpoint" if good is None else f"{good} is complete and kept"
+        raise BadCheckpoint(f"the checkpoint could not be written to {root}: {why}", hint=kept) from error
+
+
+def discard(path: Path) -> None:
+    """Remove a checkpoint: renamed first, so that half of one is never taken for a checkpoint."""
+    hidden = path.with_name(f"{_UNFINISHED[1]}{path.name}-{uuid.uuid4().hex[:8]}")
+    with contextlib.suppress(OSError):  # the next save tries again
+        os.rename(path, hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def clean(root: Path) -> None:
+    """Remove what killed runs left, and finish a replacement they began."""
+    for path in root.iterdir():
+        if path.name.startswith(_UNFINISHED):
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.suffix == ".replaced" and _NAME.fullmatch(path.name):
+            if path.with_suffix("").exists():
+                discard(path)
+            else:
+                os.rename(path, path.with_suffix(""))
+
+
+# ---- finding and reading ----
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stored:
+    """A checkpoint on disk whose files are all there."""
+
+    path: Path
+    facts: dict[str, Any]
+
+    @property
+    def number(self) -> int:
+        return int(self.facts["number"])
+
+    def part(self, name: str, tensors: Mapping[str, Tensor] | None = None) -> Any:
+        """What an object given to `load` needs; an error when there was none to save."""
+        if name not in self.facts:
+            raise BadCheckpoint(f"{self.path} was saved without {name}=", hint=f"load it without {name}=")
+        return decode(self.facts[name], tensors)
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Of one file; none when it was not written. They lie in the mapped file until they are copied."""
+        return read_tensors(self.path / name)[0] if name in self.facts["files"] else {}
+
+
+def checkpoints(root: Path) -> list[tuple[int, Path]]:
+    """(number, folder), newest first; a folder being replaced comes after the one that replaces it."""
+    try:
+        found = [(match, path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
+    except OSError:
+        return []
+    ordered = sorted(found, key=lambda pair: (-int(pair[0][1]), pair[0][2] is not None))
+    return [(int(match[1]), path) for match, path in ordered]
+
+
+def open_stored(folder: Path) -> Stored:
+    """The checkpoint to load."""
+    if not folder.is_dir():
+        raise BadCheckpoint(f"there is no folder {folder}", hint="give the folder that was given to save")
+    found = checkpoints(folder)
+    if (folder / FACTS).exists() or (_NAME.fullmatch(folder.name) and not found):
+        damage = _damage(folder)
+        if damage is not None:
+            raise BadCheckpoint(
+                f"{folder} is no complete checkpoint: {damage}", hint="load its parent folder for an earlier one"
+            )
+        return Stored(folder, _read_facts(folder))
+    if not found:
+        raise BadCheckpoint(f"{folder} holds no checkpoint", hint="give the folder that was given to save")
+    for _, path in found:
+        damage = _damage(path)
+        if damage is None:
+            return Stored(path, _read_facts(path))
+        warnings.warn(f"{path.name} is damaged and passed over: {damage}", WholestepWarning, stacklevel=3)
+    raise BadCheckpoint(
+        f"none of the {len(found)} checkpoints in {folder} is complete", hint=f"the newest: {_damage(found[0][1])}"
+    )
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    """checkpoint.json; ValueError or OSError when damaged, BadCheckpoint when it is none of ours or too new."""
+    facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        raise BadCheckpoint(f"{path} was not written by wholestep.save: {FACTS} does not say {FORMAT!r}")
+    if not isinstance(facts.get("version"), int) or facts["version"] > VERSION:
+        what = f"{path} has format version {facts.get('version')!r}, this Wholestep reads up to {VERSION}"
+        raise BadCheckpoint(what, hint="update Wholestep")
+    return facts
+
+
+def _damage(path: Path) -> str | None:
+    """Why a checkpoint is not complete, or None. Checks the sizes and the headers of all files."""
+    name = FACTS
+    try:
+        facts = _read_facts(path)
+        for name, size in facts["files"].items():
+            found = (path / name).stat().st_size
+            if found != size:
+                return f"{name} has {found:,} bytes instead of {size:,}"
+            with safe_open(path / name, framework="pt"):
+                pass
+    except BadCheckpoint:
+        raise
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+        return f"{name} cannot be read ({error})"
+    return None
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        return _damage(path) is None
+    except BadCheckpoint:  # none of ours
+        return False
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of a file."""
+    with safe_open(path, framework="pt", device="cpu") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
