@@ -14,10 +14,10 @@ from tests.passes.small_graphs import operators, traced
 from tests.passes.test_recompute import everything
 from tests.runtime.twins import Side, Twins, eager_update, interpreted
 from torch import fx, nn
-from torch._subclasses import FakeTensorMode
 
 import wholestep
 import wholestep.passes.channels_last as rules
+from wholestep.capture.dry import dry_capture
 from wholestep.cost.devices import find_device
 from wholestep.graph.check import check
 from wholestep.graph.copies import copy_graph
@@ -30,7 +30,7 @@ from wholestep.passes.channels_last import channels_last
 from wholestep.passes.fold_casts import fold_casts
 from wholestep.passes.fold_views import fold_views
 from wholestep.passes.lean_gradients import lean_gradients
-from wholestep.passes.pipeline import Pipeline, default_passes
+from wholestep.passes.pipeline import Pipeline, default_passes, default_pipeline
 from wholestep.passes.share_equal import share_equal
 from wholestep.plan.memory import MemoryPlanner
 from wholestep.plan.peak import timeline
@@ -462,13 +462,21 @@ def test_on_the_cpu_and_without_convolutions_the_graph_is_left_alone() -> None:
 
 def on_a_gpu(graph: TrainingGraph) -> TrainingGraph:
     """The graph as if captured there."""
-    with FakeTensorMode() as mode:
-        for node in graph.graph.nodes:
-            value = node.meta.get("val")
-            if isinstance(value, torch.Tensor):
-                node.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
-                assert node.meta["val"].fake_mode is mode
+    graph.for_gpu = True
     return graph
+
+
+@pytest.mark.parametrize(("device", "used"), [("cuda", True), ("cpu", False)])
+def test_a_capture_without_a_gpu_is_laid_out_as_one_there(device: str, used: bool) -> None:
+    """So that `wholestep plan` sees the copies that a GPU would make."""
+    model = nn.Sequential(*(m for _ in range(4) for m in (nn.Conv2d(128, 128, 3, padding=1), nn.BatchNorm2d(128), nn.ReLU())))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    capture = dry_capture(model, lambda m, x: m(x).square().mean(), optimizer, torch.randn(4, 128, 12, 12), device=device)
+    told = default_pipeline().run_on(capture)
+    assert capture.graph.for_gpu is used
+    assert any("4 convolutions channels-last" in line for line in told) is used
+    turned = [node for node in capture.graph.operations() if node.target is torch.ops.aten.convolution.default]
+    assert all(node.meta["val"].is_contiguous(memory_format=torch.channels_last) is used for node in turned) and turned
 
 
 WIDE, NARROW = (128, 128, 3, 3), (64, 64, 3, 3)

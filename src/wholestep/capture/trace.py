@@ -175,6 +175,7 @@ def _trace_once(tracer: Tracer) -> tuple[TrainingGraph, tuple[torch.Tensor, ...]
     inputs = order + [Input(Role.CONSTANT, f"constant{i}") for i in range(len(constants))]
     fakes = fakes + [compat.to_fake(tracer.mode, c) for c in constants]
     graph = functional(recorded, fakes, inputs, meanings, tracer.mode)
+    graph.for_gpu = tracer.subject.on_gpu
     if tracer.subject.nonfinite == "skip":
         keep_buffers(graph)
     return graph, constants

@@ -85,6 +85,8 @@ class TrainingGraph:
     """Module path (`path#2` for its second call) -> name of the node that is its output; in execution order."""
     made_by: str = "capture"
     seconds: float = 0.0
+    for_gpu: bool = False
+    """Whether it was captured for a GPU; in a dry capture its tensors are said to be on a CPU all the same."""
     notes: list[str] = dataclasses.field(default_factory=list)
     """What the pass at work wants the user to know; the pipeline takes them."""
 

@@ -88,7 +88,7 @@ def channels_last(graph: TrainingGraph, *, force: bool = False) -> TrainingGraph
     found = [node for node in graph.operations() if _convolves_images(node)]
     if not found or not _has_static_inputs(graph):
         return graph
-    chosen = [node for node in found if force or _gains(node)]
+    chosen = [node for node in found if force or (graph.for_gpu and _gains(node))]
     if not chosen or not (force or _matters(graph, chosen)):
         return graph
     try:
@@ -129,8 +129,6 @@ def _gains(node: fx.Node) -> bool:
     """Whether cuDNN has a faster kernel for it in channels-last: on tensor cores, and not for groups of several channels."""
     image, weight = (tensor_of(node.args[slot]) for slot in _SLOTS[node.target][-2:])
     assert image is not None and weight is not None
-    if image.device.type != "cuda":
-        return False
     narrow = image.dtype in (torch.bfloat16, torch.float16)
     if not narrow and not (image.dtype is torch.float32 and torch.backends.cudnn.allow_tf32):
         return False
