@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.bench.fake_workloads import fake, row_of
 
 from wholestep.bench import machine, smoke
+from wholestep.bench.contenders import Ours
 from wholestep.bench.measure import failure_of
 from wholestep.bench.memory import MemoryMeter
 from wholestep.bench.results import finite, judged
 from wholestep.bench.tables import best_peer, ratio, smoke_text, workload_table
+from wholestep.bench.workload import Part
 
 OWN = "tests.bench.fake_workloads:"
 
@@ -37,6 +40,23 @@ def test_the_captured_step_has_eagers_losses_and_tells_its_rung() -> None:
 def test_an_own_contender_is_measured_like_any_other() -> None:
     eager, own = judged([row_of("eager"), row_of(OWN + "plain")])
     assert own["status"] == "ok" and own["curve"] == eager["curve"]
+
+
+def test_what_a_step_takes_is_seen_before_a_cuda_graph_hides_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check against eager in the first call, a recording after the third: all within one iteration of a GAN."""
+    taken = iter([900, 300, 310, 20, 20])
+    peak = [0]
+
+    def step(batch: object) -> torch.Tensor:
+        peak[0] = max(peak[0], next(taken))
+        return torch.tensor(0.5)
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak.__setitem__(0, 0))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak[0])
+    optimizer = SimpleNamespace(param_groups=[{"params": [SimpleNamespace(is_cuda=True)]}])
+    part = Part(name="critic", model=None, loss_fn=None, optimizer=optimizer, example_batch=None)  # type: ignore[arg-type]
+    ours = Ours(lambda *_, **__: step, part, "fp32", "inductor", ())
+    assert [float(ours(None)) for _ in range(5)] == [0.5] * 5 and ours.peak_bytes == 300
 
 
 @pytest.mark.gpu

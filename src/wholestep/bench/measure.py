@@ -102,9 +102,11 @@ def measure(
     row |= {"throughput": training.units / row["step_ms"]["median"] * 1e3, "unit": workload.unit, "precision": training.precision}
     row |= {"dropout": dropout, "curve": timed.curve}
     row["losses"] = {str(step): timed.curve[step] for step in protocol.loss_steps()}
-    ours = [call.facts() for call in calls if isinstance(call, Ours)]
+    steps = [call for call in calls if isinstance(call, Ours)]
+    ours = [step.facts() for step in steps]
+    row["memory"]["peak_bytes"] = max(row["memory"]["peak_bytes"], *(step.peak_bytes for step in steps), 0)
     if contender == "eager" and device.type == "cuda":
-        del training, calls, timed  # two of them may be more than the card holds
+        del training, calls, timed, steps  # two of them may be more than the card holds
         with my_turn():
             row["again"] = _losses_again(workload, sizes, device, seed, protocol.loss_steps())
     return row | ({"wholestep": ours} if ours else {})
