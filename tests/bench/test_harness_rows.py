@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.bench.fake_workloads import fake, row_of
 
 from wholestep.bench import machine, smoke
-from wholestep.bench.contenders import Ours
 from wholestep.bench.measure import failure_of
 from wholestep.bench.memory import MemoryMeter
 from wholestep.bench.results import finite, judged
 from wholestep.bench.tables import best_peer, ratio, smoke_text, workload_table
-from wholestep.bench.workload import Part
 
 OWN = "tests.bench.fake_workloads:"
 
@@ -53,10 +50,10 @@ def test_what_a_step_takes_is_seen_before_a_cuda_graph_hides_it(monkeypatch: pyt
 
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak.__setitem__(0, 0))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak[0])
-    optimizer = SimpleNamespace(param_groups=[{"params": [SimpleNamespace(is_cuda=True)]}])
-    part = Part(name="critic", model=None, loss_fn=None, optimizer=optimizer, example_batch=None)  # type: ignore[arg-type]
-    ours = Ours(lambda *_, **__: step, part, "fp32", "inductor", ())
-    assert [float(ours(None)) for _ in range(5)] == [0.5] * 5 and ours.peak_bytes == 300
+    meter = MemoryMeter(torch.device("cuda"))
+    call = meter.watched(step)
+    assert [float(call(None)) for _ in range(5)] == [0.5] * 5 and meter.early == 300
+    assert MemoryMeter(torch.device("cpu")).watched(step) is step
 
 
 @pytest.mark.gpu

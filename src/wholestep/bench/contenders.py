@@ -116,33 +116,19 @@ def budget_context() -> Callable[[], Any]:
 
 
 class Ours:
-    """A compiled Step as a StepCall, which remembers the Step so that a row can tell what became of it.
-
-    Its second call is looked at by itself: the first compares with eager PyTorch, and soon a CUDA graph hides from the allocator
-    what a step takes, within the first iteration where that is several steps.
-    """
-
-    SEEN = 2
+    """A compiled Step as a StepCall, which remembers the Step so that a row can tell what became of it."""
 
     def __init__(
         self, compile_step: Callable[..., Any], part: Part, precision: str, backend: str, passes: Sequence[Any]
     ) -> None:
         self.name = part.name
-        self.calls, self.peak_bytes = 0, 0
-        self.on_gpu = next(iter(part.optimizer.param_groups[0]["params"])).is_cuda
         self.step = compile_step(
             part.model, part.loss_fn, part.optimizer, part.example_batch, precision=precision, clip_norm=part.clip_norm,
             backend=backend, passes=list(passes) or None, verbose=False,
         )  # fmt: skip
 
     def __call__(self, batch: Any) -> torch.Tensor:
-        self.calls += 1
-        seen = self.on_gpu and self.calls == self.SEEN
-        if seen:
-            torch.cuda.reset_peak_memory_stats()
         made = self.step(batch)
-        if seen:
-            self.peak_bytes = torch.cuda.max_memory_allocated()
         return made[0] if isinstance(made, tuple) else made
 
     def facts(self) -> dict[str, Any]:

@@ -29,8 +29,6 @@ from wholestep.bench.workload import Part, StepCall, Training, Workload
 
 SETTLING = 2
 """Iterations between giving memory back and the window, in which the allocator takes again what training needs."""
-EARLY = (1, 2)
-"""The iterations after the first in which memory is looked at, before a CUDA graph hides it."""
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
 
@@ -87,7 +85,7 @@ def measure(
     meter = MemoryMeter(device)
     began = time.perf_counter()
     calls = [make(part, training.precision) for part in training.parts]
-    timed = Timed(training, calls, device)
+    timed = Timed(training, [meter.watched(call) for call in calls], device)
     compiled = time.perf_counter() - began
     if contender.startswith("compile"):  # it compiles in its first step; others choose kernels there, by measurement
         compiled += timed.iterate_alone()
@@ -96,17 +94,15 @@ def measure(
         if not timed.curve:
             timed.iterate()
         row: dict[str, Any] = {"build_seconds": built, "first_step_seconds": compiled + time.perf_counter() - began}
-        row |= _warmed_up(timed, protocol, meter)
+        row |= _warmed_up(timed, protocol)
         window = _sampled(timed, protocol, meter)
         row |= {"step_ms": summarised(window), "memory": meter.read(), "machine": machine.facts(on_gpu=device.type == "cuda")}
     row |= {"throughput": training.units / row["step_ms"]["median"] * 1e3, "unit": workload.unit, "precision": training.precision}
     row |= {"dropout": dropout, "curve": timed.curve}
     row["losses"] = {str(step): timed.curve[step] for step in protocol.loss_steps()}
-    steps = [call for call in calls if isinstance(call, Ours)]
-    ours = [step.facts() for step in steps]
-    row["memory"]["peak_bytes"] = max(row["memory"]["peak_bytes"], *(step.peak_bytes for step in steps), 0)
+    ours = [call.facts() for call in calls if isinstance(call, Ours)]
     if contender == "eager" and device.type == "cuda":
-        del training, calls, timed, steps  # two of them may be more than the card holds
+        del training, calls, timed  # two of them may be more than the card holds
         with my_turn():
             row["again"] = _losses_again(workload, sizes, device, seed, protocol.loss_steps())
     return row | ({"wholestep": ours} if ours else {})
@@ -153,16 +149,11 @@ def failure_of(error: BaseException) -> dict[str, Any]:
     return {"status": "out of memory" if lack else "failed", "reason": said[:300]}
 
 
-def _warmed_up(timed: Timed, protocol: Protocol, meter: MemoryMeter) -> dict[str, Any]:
+def _warmed_up(timed: Timed, protocol: Protocol) -> dict[str, Any]:
     """Iterations until the times have settled, as the Protocol says."""
     began = time.perf_counter()
     while not protocol.warm(timed.milliseconds, time.perf_counter() - began):
-        number = len(timed.curve)
-        if number == EARLY[0]:
-            meter.first_steps_begin()
         timed.iterate()
-        if number == EARLY[-1]:
-            meter.first_steps_end()
     return {"warm_up": {"steps": len(timed.milliseconds), "settled": settled(timed.milliseconds[1:])}}
 
 

@@ -1,8 +1,8 @@
 """How much memory a training takes: the allocator's own account on a GPU, the process's resident set on a CPU.
 
-On a GPU `peak_bytes` is the most that was allocated at once, in the window or in the two steps after the first: a CUDA graph
-recorded later keeps its memory out of the allocator's sight. `reserved_bytes` is what the allocator held in the window, blocks
-left from compilation handed back before it; `steady_bytes` is what stays between steps.
+On a GPU `peak_bytes` is the most that was allocated at once, in the window or in the second call of a step: the first may compile,
+and a CUDA graph recorded later keeps its memory out of the allocator's sight. `reserved_bytes` is what the allocator held in the
+window, blocks left from compilation handed back before it; `steady_bytes` is what stays between steps.
 
 On a CPU peak and steady bytes are above the resident set right after the model was built, so imports, weights and data are not
 in them; what a compiler left in the process is, for the C library seldom hands memory back.
@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 import torch
+
+from wholestep.bench.workload import StepCall
 
 _CLEAR = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
@@ -39,14 +41,9 @@ class MemoryMeter:
         else:
             self.base = psutil.Process().memory_info().rss
 
-    def first_steps_begin(self) -> None:
-        """After the first iteration, whose compilation takes memory that training does not."""
-        if self.on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-
-    def first_steps_end(self) -> None:
-        if self.on_gpu:
-            self.early = torch.cuda.max_memory_allocated()
+    def watched(self, call: StepCall) -> StepCall:
+        """The call, its second time looked at by itself. An iteration may be several calls, so iterations would not do."""
+        return _Watched(self, call) if self.on_gpu else call
 
     def before_window(self) -> None:
         """A little before the window, for the blocks given back are asked for again by the next step."""
@@ -79,6 +76,22 @@ class MemoryMeter:
             "peak_bytes": max(_peak_resident(self.resets) - self.base, steady),  # Linux counts the peak in lumps, a little late
             "steady_bytes": steady,
         }
+
+
+class _Watched:
+    """A step on a GPU whose second call tells what it takes."""
+
+    def __init__(self, meter: MemoryMeter, call: StepCall) -> None:
+        self.meter, self.call, self.count = meter, call, 0
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        self.count += 1
+        if self.count != 2:
+            return self.call(batch)
+        torch.cuda.reset_peak_memory_stats()
+        loss = self.call(batch)
+        self.meter.early = max(self.meter.early, torch.cuda.max_memory_allocated())
+        return loss
 
 
 def _peak_resident(resets: bool) -> int:
