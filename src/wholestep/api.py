@@ -10,17 +10,17 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from wholestep import compat
 from wholestep.budget import Budget, Enforced, Fitting, ForSpeed, check_within, make_budget, make_room, planner_of
 from wholestep.capture import optimizers
-from wholestep.capture.batch import BatchSpec, flatten
-from wholestep.capture.cache import cached_climb
-from wholestep.capture.ladder import Climb
+from wholestep.capture.batch import flatten
+from wholestep.capture.cache import cached_capture
 from wholestep.capture.preflight import refuse_unsupported
+from wholestep.capture.reading import Reading
 from wholestep.capture.subject import Subject, make_subject
+from wholestep.capture.trace import Capture
 from wholestep.errors import BadBatch, BadOption, CaptureRefused, CompilerMissing, WholestepWarning
 from wholestep.graph.bytes import parse_bytes
 from wholestep.graph.plan import Plan
@@ -39,15 +39,17 @@ from wholestep.lower import (
 from wholestep.passes.amp import amp
 from wholestep.passes.pipeline import Pipeline, default_pipeline
 from wholestep.passes.update_early import update_early
+from wholestep.runtime.one_step import OneStep
 from wholestep.runtime.progress import Progress
 from wholestep.runtime.step import Settings, Step
-from wholestep.verify.first_step import check_first_step
+from wholestep.verify.first_step import check_first_step, nothing_after
 from wholestep.verify.report import Report
 from wholestep.verify.verify import verify as verify_step
 
 _BACKENDS = ("inductor", "interpret")
 _PRECISIONS = ("fp32", "bf16", "fp16")
 _CHECKS = ("first", "off")
+_GUARDS = ("dynamo", "off")
 
 
 def compile(
@@ -67,6 +69,7 @@ def compile(
     backend: str = "inductor",
     dynamic: bool | None = None,
     check: str = "first",
+    guards: str = "dynamo",
     passes: Pipeline | Sequence[Callable[[TrainingGraph], TrainingGraph]] | None = None,
     early_update: bool | None = None,
     cuda_graph: bool | None = None,
@@ -100,6 +103,8 @@ def compile(
         backend: "inductor" compiles; "interpret" runs the graph operator by operator, bit for bit as eager does.
         dynamic: None decides by the sizes seen; True makes all batch sizes symbolic at once; False compiles every shape.
         check: "first" compares the first live step with eager PyTorch; "off" does not.
+        guards: "dynamo": the step is captured anew when something changes that the loss read; "off" traces the loss once as
+            plain Python, with every value that it read fixed, for code that Dynamo cannot take.
         passes: a Pipeline, or passes to run after the default ones.
         early_update: None updates every layer behind its backward where that is exact, so that its gradients die (not with
             clip_norm or nonfinite="skip", which need all gradients first); False updates at the end of the step.
@@ -109,7 +114,7 @@ def compile(
         seed: for dropout and random numbers; None takes torch's seed.
         verbose: progress on stderr; None shows it on a terminal.
     """
-    _check_options(memory, plan, precision, backend, check, dynamic)
+    _check_options(memory, plan, precision, backend, check, dynamic, guards)
     if plan is not None and chunked_loss is None:
         chunked_loss = plan.chunked_loss
     _check_update_options(early_update, clip_scope, clip_norm, nonfinite, accumulate, optimizer, precision)
@@ -131,10 +136,12 @@ def compile(
         dynamic = False  # a plan is for one size; every size gets its own within the same budget
     stages = _Stages(subject, pipeline, progress, dump, cache, cuda_graph, backend, plan, budget)
     first = _first_check(clip_scope, budget) if check == "first" else None
-    step = Step(subject, Settings(stages.capture, stages.lower, backend, dynamic, first, stages.room), seed=seed)
-    tensors, spec = flatten(_example_micro_batch(step, example_batch))
-    step.variant_for(tensors, spec)
-    step.compiled_for(spec)
+    settings = Settings(stages.capture, stages.lower, backend, dynamic, first, stages.room, guards)
+    step = Step(subject, settings, seed=seed)
+    step.prepare(_example_micro_batch(step, example_batch))
+    if step.graph is None and budget is not None:
+        text = f"memory={budget.said} is not honoured: the step was not captured, so it cannot be planned"
+        warnings.warn(text, WholestepWarning, stacklevel=2)
     progress.finish(step.explain())
     return step
 
@@ -164,24 +171,20 @@ class _Stages:
     plan: Plan | None
     budget: Budget | None
 
-    def capture(self, subject: Subject, tensors: Sequence[torch.Tensor], spec: BatchSpec, dynamic: Any) -> Climb:
-        with self.progress.stage("capturing the step"):
-            climb = cached_climb(subject, tensors, spec, dynamic, enabled=self.cache)
-        if climb.capture is None:
-            if self.budget is not None:
-                text = f"memory={self.budget.said} is not honoured: the step was not captured, so it cannot be planned"
-                warnings.warn(text, WholestepWarning, stacklevel=2)
-        elif self.budget is not None:
+    def capture(self, subject: Subject, reading: Reading | None, batch: Any, *, dynamic: Any = None) -> Capture:
+        with self.progress.stage("capturing the step"), compat.no_collection():
+            made = cached_capture(subject, reading, batch, dynamic=dynamic, enabled=self.cache)
+        if self.budget is not None:
             with self.progress.stage("planning for the memory budget"):
                 fitting = Fitting(self.budget, self.pipeline, self.backend, self.subject.device)
-                climb.capture.notes += fitting.run_on(climb.capture, dump=self.dump)
+                made.notes += fitting.run_on(made, dump=self.dump)
         elif self.plan is None:
             planning = ForSpeed(self.pipeline, self.backend, self.subject.device)
-            climb.capture.notes += planning.run_on(climb.capture, dump=self.dump)
+            made.notes += planning.run_on(made, dump=self.dump)
         else:
-            climb.capture.notes += self.pipeline.bound(self.plan).run_on(climb.capture, dump=self.dump)
-            climb.capture.plan = self.plan
-        return climb
+            made.notes += self.pipeline.bound(self.plan).run_on(made, dump=self.dump)
+            made.plan = self.plan
+        return made
 
     def lower(self, graph: TrainingGraph, backend: str) -> Any:
         began = time.perf_counter()
@@ -278,7 +281,9 @@ def _example_micro_batch(step: Step, example: Any) -> Any:
         return example
 
 
-def _check_options(memory: Any, plan: Any, precision: str, backend: str, check: str, dynamic: Any) -> None:
+def _check_options(
+    memory: Any, plan: Any, precision: str, backend: str, check: str, dynamic: Any, guards: str = "dynamo"
+) -> None:
     if memory is not None and memory != "auto":
         parse_bytes(memory)
     if plan is not None and not isinstance(plan, Plan):
@@ -290,6 +295,7 @@ def _check_options(memory: Any, plan: Any, precision: str, backend: str, check: 
         raise BadOption(f"memory={memory!r} together with {other}", hint="a budget makes its own plan for every size: give one")
     for name, value, known in (
         ("precision", precision, _PRECISIONS), ("backend", backend, _BACKENDS), ("check", check, _CHECKS),
+        ("guards", guards, _GUARDS),
     ):  # fmt: skip
         if value not in known:
             raise BadOption(f"{name}={value!r}", hint=f"use one of {', '.join(map(repr, known))}")
@@ -306,9 +312,10 @@ def _first_check(clip_scope: str, budget: Budget | None) -> Any:
 def _before_only(check: Callable[..., Any], reason: str) -> Callable[..., Any]:
     """The first step's check of loss and gradients, without that of the update."""
 
-    def checked(step: Step, *rest: Any) -> None:
-        check(step, *rest)
-        step._note(reason)
+    def checked(run: OneStep, *rest: Any) -> Any:
+        afterwards = check(run, *rest)
+        run.step._note(reason)
+        return None if afterwards is None else nothing_after
 
     return checked
 

@@ -32,6 +32,7 @@ from wholestep.passes.pipeline import Pipeline
 from wholestep.plan.frontier import CONTEXT_BYTES, SLACK, Point, fastest, frontier, round_up, too_small
 from wholestep.plan.rebatch import at_traced_sizes
 from wholestep.report.memory import measure_scratch, predict_compiled, predict_profile
+from wholestep.verify.first_step import nothing_after
 
 LIBRARY_BYTES = 72 << 20
 """cuBLAS's workspaces, taken from the allocator at their first use and kept: 66 to 68 MiB were measured."""
@@ -317,16 +318,16 @@ def make_room(budget: Budget, device: torch.device, variant: Any, recordings: li
 def check_within(budget: Budget, check: Callable[..., Any]) -> Callable[..., Any]:
     """The first step's check, as far as it fits: eager PyTorch may need more than the budget, copies of the state do too."""
 
-    def capped(step: Any, variant: Any, *rest: Any) -> Any:
+    def capped(run: Any, variant: Any, *rest: Any) -> Any:
         device = variant.subject.device
         if device.type != "cuda":
-            return check(step, variant, *rest)
+            return check(run, variant, *rest)
         try:
             with memory_cap(budget, device):
-                check(step, variant, *rest)
+                afterwards = check(run, variant, *rest)
         finally:
             torch.cuda.empty_cache()
-        step._note("within a memory budget the first step is compared before it runs, not after")
-        return None
+        run.step._note("within a memory budget the first step is compared before it runs, not after")
+        return None if afterwards is None else nothing_after
 
     return capped

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -100,13 +101,6 @@ def trace(
 
 
 @contextlib.contextmanager
-def fake_run(mode: FakeTensorMode) -> Iterator[None]:
-    """The same surroundings as `trace`, without recording."""
-    with mode, tracing(TracingContext(mode)), enable_python_dispatcher():
-        yield
-
-
-@contextlib.contextmanager
 def no_python_code() -> Iterator[None]:
     """Graph modules made inside get no Python code, which is a third of the time to make one; they must not be called."""
     kept = fx.GraphModule.recompile
@@ -117,16 +111,26 @@ def no_python_code() -> Iterator[None]:
         fx.GraphModule.recompile = kept
 
 
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """A trace makes a million objects that all stay: looking for garbage among them is a fifth of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def annotate(**facts: Any) -> Any:
     """Context: every node made inside carries `facts` in meta["custom"]."""
     return fx_traceback.annotate(facts)
 
 
-def note_source(source: str) -> None:
-    """Sets the source line of the nodes made from now on; cheaper than a context per operator call."""
-    custom = fx_traceback.current_meta.get("custom")
-    if custom is not None:
-        custom["source"] = source
+def noted_source() -> str | None:
+    """The source line of the operation that is traced now, where an annotation says it."""
+    return (fx_traceback.current_meta.get("custom") or {}).get("source")
 
 
 def number_backward(loss: torch.Tensor) -> None:
@@ -144,13 +148,6 @@ def shape_guards(mode: FakeTensorMode) -> list[Any]:
     """The facts about symbolic sizes that the trace relied on, as sympy expressions."""
     env = mode.shape_env
     return [] if env is None else [guard.expr for guard in env.guards]
-
-
-def dynamo_export(module: nn.Module, arguments: tuple[Any, ...]) -> fx.GraphModule:
-    """Dynamo's graph of one module call, with the module's own parameters; raises on a graph break."""
-    from torch._dynamo.functional_export import dynamo_graph_capture_for_export
-
-    return dynamo_graph_capture_for_export(module)(*arguments)
 
 
 @contextlib.contextmanager

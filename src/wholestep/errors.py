@@ -65,8 +65,9 @@ class BadCheckpoint(WholestepError):
 class CaptureRefused(Exception):
     """This rung of the ladder cannot capture the step faithfully; the next rung is tried and `reason` is told."""
 
-    def __init__(self, reason: str, *, where: str | None = None) -> None:
-        self.reason, self.where = reason, where
+    def __init__(self, reason: str, *, where: str | None = None, curable: bool = False, compiled: bool = False) -> None:
+        """`curable`: perhaps not after one eager step. `compiled`: torch.compile may do it, with graph breaks."""
+        self.reason, self.where, self.curable, self.compiled = reason, where, curable, compiled
         super().__init__(reason if where is None else f"{reason} (at {where})")
 
 

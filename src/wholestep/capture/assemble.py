@@ -23,10 +23,6 @@ from wholestep.graph.training_graph import Input, Output, OutputKind, Role, Trai
 aten = torch.ops.aten
 
 
-class LeakedFake(Exception):
-    """A tensor made by an earlier run of the forward was read by this one."""
-
-
 def lift_constants(recorded: fx.GraphModule, subject: Subject, mode: compat.FakeMode) -> tuple[torch.Tensor, ...]:
     """Tensors that the trace met without being given them become inputs, read live at every step."""
     graph = recorded.graph
@@ -36,7 +32,7 @@ def lift_constants(recorded: fx.GraphModule, subject: Subject, mode: compat.Fake
     for node in [n for n in graph.nodes if n.op == "get_attr"]:
         tensor = getattr(recorded, str(node.target))
         if compat.is_fake(tensor):
-            raise LeakedFake("a tensor kept from the previous call is read")
+            raise CaptureRefused("a tensor kept from an earlier call is read")
         if not isinstance(tensor, torch.Tensor):
             continue
         if _becomes_literal(graph, node, tensor):
@@ -83,14 +79,20 @@ def _refuse_trained_constants(live: list[torch.Tensor], subject: Subject) -> Non
 
 
 def functional(
-    recorded: fx.GraphModule, fakes: list[Any], inputs: Sequence[Input], meanings: list[Output], mode: compat.FakeMode
+    recorded: fx.GraphModule,
+    fakes: list[Any],
+    inputs: Sequence[Input],
+    meanings: list[Output],
+    mode: compat.FakeMode,
+    *,
+    num_sites: int = 0,
 ) -> TrainingGraph:
-    """The second tracing where something mutates, then the TrainingGraph."""
+    """The second tracing where something mutates, then the TrainingGraph; keys beyond `num_sites` were not taken."""
     recorded.graph.eliminate_dead_code()
     if not any(_mutates(node) for node in recorded.graph.nodes):
-        return _assemble(recorded, inputs, meanings)  # already functional: half of the tracing time saved
+        return _assemble(recorded, inputs, meanings, num_sites)  # already functional: half of the tracing time saved
     module = compat.trace(lambda *flat: fx.Interpreter(recorded).run(*flat), fakes, mode=mode, functional=True)
-    return _assemble(module, inputs, meanings)
+    return _assemble(module, inputs, meanings, num_sites)
 
 
 def _mutates(node: fx.Node) -> bool:
@@ -101,7 +103,7 @@ def _mutates(node: fx.Node) -> bool:
 _IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
 
 
-def _assemble(module: fx.GraphModule, inputs: Sequence[Input], meanings: list[Output]) -> TrainingGraph:
+def _assemble(module: fx.GraphModule, inputs: Sequence[Input], meanings: list[Output], num_sites: int) -> TrainingGraph:
     """From a functional trace to a TrainingGraph: writes to inputs become outputs, helper outputs become tables."""
     graph = module.graph
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
@@ -133,7 +135,7 @@ def _assemble(module: fx.GraphModule, inputs: Sequence[Input], meanings: list[Ou
             kept.append((value, meaning))
     output.args = (tuple(v for v, _ in kept),)
     graph.eliminate_dead_code()
-    kept_inputs, outputs = _drop_unused(graph, placeholders, inputs, [m for _, m in kept])
+    kept_inputs, outputs = _drop_unused(graph, placeholders, inputs, [m for _, m in kept], num_sites)
     complete(module)
     graph.lint()
     module.recompile()
@@ -146,11 +148,14 @@ def _assemble(module: fx.GraphModule, inputs: Sequence[Input], meanings: list[Ou
 
 
 def _drop_unused(
-    graph: fx.Graph, placeholders: list[fx.Node], inputs: Sequence[Input], outputs: list[Output]
+    graph: fx.Graph, placeholders: list[fx.Node], inputs: Sequence[Input], outputs: list[Output], num_sites: int
 ) -> tuple[list[Input], list[Output]]:
-    """Parameters that got no gradient have no state, as in torch: their unused state inputs leave the graph."""
+    """Parameters that got no gradient have no state, as in torch: unused state inputs leave the graph, and so do spare keys."""
+    spare = {Input(Role.KEY, f"site{site}") for site in range(num_sites, len(inputs))}
     dropped = [
-        i for i, p in enumerate(placeholders) if not p.users and inputs[i].role in (Role.STATE, Role.GRADIENT)
+        i
+        for i, p in enumerate(placeholders)
+        if not p.users and (inputs[i].role in (Role.STATE, Role.GRADIENT) or inputs[i] in spare)
     ]
     for i in dropped:
         graph.erase_node(placeholders[i])

@@ -7,16 +7,21 @@ step is tried: a plan for a lower rung would be a plan for another program.
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
-from wholestep.capture.batch import flatten
-from wholestep.capture.preflight import refuse_unsupported
-from wholestep.capture.subject import make_subject
-from wholestep.capture.trace import Capture, capture
+from wholestep import compat
+from wholestep.capture.batch import flatten, unflatten
+from wholestep.capture.front import Front, LossGraph
+from wholestep.capture.ladder import capture_whole
+from wholestep.capture.reading import read
+from wholestep.capture.subject import Subject, make_subject
+from wholestep.capture.trace import Capture
+from wholestep.capture.undo import RandomStates
 from wholestep.errors import CaptureRefused, UnsupportedModel, WholestepError
 
 
@@ -35,11 +40,9 @@ def dry_capture(
     subject = make_subject(
         model, loss_fn, optimizer, precision=precision, accumulate=accumulate, clip_norm=clip_norm, dry=device
     )
-    tensors, spec = flatten(example)
     try:
-        refuse_unsupported(subject)
-        with no_collection():
-            return capture(subject, tensors, spec)
+        with compat.no_collection():
+            return capture_example(subject, example)
     except CaptureRefused as refused:
         raise UnsupportedModel(
             f"the whole step cannot be captured, so it cannot be planned: {refused.reason}", where=refused.where,
@@ -55,13 +58,42 @@ def dry_capture(
         ) from error
 
 
+class _Made(Exception):
+    """Carries a capture out of the call that would have run it."""
+
+
+def capture_example(subject: Subject, example: Any) -> Capture:
+    """The whole step for one batch, through Dynamo, not run: neither the graph nor what the Python does beside it."""
+    found: list[Capture] = []
+
+    def run(graph: LossGraph, args: tuple) -> tuple:
+        reading = read(subject, graph, args, batch)
+        found.append(capture_whole(subject, reading))
+        raise _Made
+
+    randomness = RandomStates()
+    with _standing_in(subject, example) as batch, contextlib.suppress(_Made):
+        try:
+            Front(subject)(batch, run)
+        finally:
+            randomness.restore()
+    return found[0]
+
+
 @contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """A trace makes a million objects that all stay: looking for garbage among them is a fifth of its time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+def _standing_in(subject: Subject, example: Any) -> Iterator[Any]:
+    """Tensors on the meta device replaced by fakes on the device of the step, in the modules and in the batch."""
+    tensors, spec = flatten(example)
+    live = {**subject.parameters, **subject.buffers}
+    if all(t.device.type != "meta" for t in (*tensors, *live.values())):
+        yield example
+        return
+    mode = compat.new_fake_mode()
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        made = compat.stand_in(mode, tensor, subject.device)
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+    fakes = {name: fake(t) for name, t in live.items()}
+    with compat.swapped_tensors(subject.root, {n: fakes[canonical] for n, canonical in subject.aliases.items()}):
+        yield unflatten([fake(t) for t in tensors], spec)

@@ -1,11 +1,11 @@
-"""What the user's code sees while it runs for us: the same torch, with keyed randomness and our attention.
+"""What a loss sees while it runs for us: the same torch, with keyed randomness and our attention.
 
 Two modes, used alike when a step is traced and when eager PyTorch runs as its reference, so that both draw the same bits:
 
-- `FunctionLevel` works above autograd. It swaps dropout and scaled-dot-product attention for the `ws` operators, and notes
-  the source line of every call. When a step is traced it also finds losses that are better computed in chunks.
-- `DispatchLevel` works below autograd. It swaps every other random operator for keyed arithmetic, refuses those it does not
-  know, and keeps a fingerprint of the operators that ran, by which two runs are compared.
+- `FunctionLevel` works above autograd. It swaps dropout and scaled-dot-product attention for the `ws` operators. When a step
+  is traced it also finds losses that are better computed in chunks.
+- `DispatchLevel` works below autograd. It swaps every other random operator for keyed arithmetic, and refuses those it does
+  not know.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ScalarDraw:
             return True
         raise CaptureRefused(
             f"a layer is skipped at random (probability {probability}): which layers run is decided in Python",
-            where=user_source(),
+            where=compat.noted_source() or user_source(),
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -118,20 +118,16 @@ for _name in (
 
 
 class FunctionLevel(TorchFunctionMode):
-    """Dropout and attention become `ws` operators; calls leave their source line."""
+    """Dropout, attention and recurrent layers become `ws` operators."""
 
-    def __init__(self, sites: Sites, *, tracing: bool, on_gpu: bool = False, chunked: ChunkedLoss | None = None) -> None:
+    def __init__(self, sites: Sites, *, on_gpu: bool = False, chunked: ChunkedLoss | None = None) -> None:
         super().__init__()
-        self.sites, self.tracing, self.on_gpu, self.chunked = sites, tracing, on_gpu, chunked
+        self.sites, self.on_gpu, self.chunked = sites, on_gpu, chunked
         self.unrolled = False
         """Whether a recurrent layer was met, which tracing unrolls over its time steps."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if self.tracing:
-            source = user_source()
-            if source is not None:
-                compat.note_source(source)
         if func is F.dropout or func is torch.dropout:
             return self._dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
@@ -255,17 +251,12 @@ class DispatchLevel(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, sites: Sites, *, record: bool = False) -> None:
+    def __init__(self, sites: Sites) -> None:
         super().__init__()
         self.sites = sites
-        self.record = record
-        self.fingerprint: list[tuple] = []
-        self.unrolled = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if self.record:
-            self.fingerprint.append((str(func), *map(_fingerprint, args), *map(_fingerprint, kwargs.values())))
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and not _draws_nothing(func, args, kwargs):
             return self._random(func, args, kwargs)
         return func(*args, **kwargs)
@@ -275,17 +266,8 @@ class DispatchLevel(TorchDispatchMode):
         own = any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
         if handler is None or own:
             reason = "with its own generator" if own else "that has no keyed form yet"
-            raise CaptureRefused(f"the model draws random numbers by {func} {reason}", where=user_source())
+            raise CaptureRefused(f"the model draws random numbers by {func} {reason}", where=compat.noted_source() or user_source())
         return handler(self.sites, *args, **kwargs)
-
-
-def _fingerprint(argument: Any) -> Any:
-    """What two runs of one forward must agree on: shapes, and every number that would be fixed in the graph."""
-    if isinstance(argument, torch.Tensor):
-        return tuple(argument.shape)
-    if isinstance(argument, list | tuple):
-        return tuple(map(_fingerprint, argument))
-    return argument if isinstance(argument, int | float | str) else str(argument)
 
 
 def _draws_nothing(func: Any, args: tuple, kwargs: dict) -> bool:
@@ -356,12 +338,8 @@ _RANDOM: dict[Any, Callable[..., Any]] = {
 
 
 @contextlib.contextmanager
-def keyed(
-    sites: Sites, *, tracing: bool = False, record: bool = False, on_gpu: bool = False, chunked: ChunkedLoss | None = None
-) -> Iterator[DispatchLevel]:
-    """Run user code with keyed randomness and our attention; yields the lower mode (for its fingerprint)."""
-    lower = DispatchLevel(sites, record=record)
-    upper = FunctionLevel(sites, tracing=tracing, on_gpu=on_gpu, chunked=chunked)
-    with lower, upper:
-        yield lower
-    lower.unrolled = upper.unrolled
+def keyed(sites: Sites, *, on_gpu: bool = False, chunked: ChunkedLoss | None = None) -> Iterator[FunctionLevel]:
+    """Run a loss with keyed randomness and our attention; yields the upper mode."""
+    upper = FunctionLevel(sites, on_gpu=on_gpu, chunked=chunked)
+    with DispatchLevel(sites), upper:
+        yield upper

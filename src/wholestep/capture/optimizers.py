@@ -8,11 +8,13 @@ flags are fixed. Every number (lr, betas, momentum, the step count) stays out of
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 ws = torch.ops.ws
 
@@ -45,6 +47,10 @@ def supported(optimizer: Optimizer) -> str | None:
         return f"{type(optimizer).__name__} is not one of torch's SGD, Adam, AdamW"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # type: ignore[attr-defined]
         return "it has step hooks, which must run in Python"
+    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        return "all optimizers have step hooks, which must run in Python"
+    if not genuine_step(optimizer):
+        return "its step was replaced by one that is not torch's"
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             return "a group has differentiable=True"
@@ -52,6 +58,31 @@ def supported(optimizer: Optimizer) -> str | None:
             if isinstance(value, torch.Tensor) and value.device.type != "cpu":
                 return f"{key} is a tensor on {value.device}; make it a number or a CPU tensor"
     return None
+
+
+def genuine_step(optimizer: Optimizer) -> bool:
+    """Whether `optimizer.step` is torch's own; a scheduler's wrapper, which counts calls, is."""
+    own = vars(optimizer).get("step")
+    if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):
+        return False
+    function = optimizer.step
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.startswith(_TORCH_OPTIM)
+
+
+_TORCH_OPTIM = os.path.dirname(torch.optim.__file__)
+_STRUCTURE = ("amsgrad", "maximize", "nesterov", "fused", "foreach", "decoupled_weight_decay", "capturable", "differentiable")
+
+
+def structure(optimizer: Optimizer) -> list[Any]:
+    """What a captured update has fixed: members and flags of the groups, and that the step is torch's own."""
+    groups = [
+        ([id(p) for p in g["params"]], [g.get(key) for key in _STRUCTURE], bool(g.get("momentum")))
+        for g in optimizer.param_groups
+    ]
+    return [groups, supported(optimizer)]
 
 
 def plan_updates(optimizer: Optimizer, names: Mapping[int, str]) -> list[UpdatePlan]:

@@ -1,13 +1,14 @@
-"""What is refused or set aside before a step is traced: things that would go wrong in silence.
+"""What is refused before a step is captured, because it would go wrong in silence; what is set aside for a reference.
 
-make_fx records no guards and runs Python once. A wrapper that does its work in hooks (DDP's all-reduce), a scaler, a
-checkpoint, a compiled submodule: each is recognised here by name and is either an error that says what to use, or is set
-aside for the trace and said.
+A wrapper that does its work in hooks (DDP's all-reduce), a scaler, an optimizer that calls back: each is recognised here by
+name and is an error that says what to use.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,10 +17,9 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from wholestep import compat
 from wholestep.capture.gpu_autocast import gpu_autocast
 from wholestep.capture.subject import Subject
-from wholestep.errors import BadLoss, BadOption, CaptureRefused, UnsupportedModel, UnsupportedOptimizer
+from wholestep.errors import BadLoss, CaptureRefused, UnsupportedModel, UnsupportedOptimizer
 
 _WRAPPERS = {
     "DistributedDataParallel": "its gradient all-reduce runs in hooks that a captured step would lose",
@@ -41,6 +41,7 @@ def refuse_unsupported(subject: Subject) -> None:
             "LBFGS re-evaluates the loss through a closure inside its step",
             hint="use optimizer=None: Wholestep fills p.grad, and your closure calls the step",
         )
+    _refuse_scaler(subject.loss_fn)
     if not subject.trained:
         raise UnsupportedOptimizer(
             "nothing to train: no parameter of the optimizer requires a gradient",
@@ -87,6 +88,18 @@ def _refuse_world() -> None:
         )
 
 
+def _refuse_scaler(loss_fn: Any) -> None:
+    """A loss that names a GradScaler scales itself, and would be scaled twice or not unscaled."""
+    function = inspect.unwrap(getattr(loss_fn, "__func__", loss_fn))
+    code = getattr(function, "__code__", None)
+    if code is None or "scale" not in code.co_names:
+        return
+    cells = [cell for cell in function.__closure__ or () if cell != types.CellType()]
+    held = [cell.cell_contents for cell in cells] + [function.__globals__.get(name) for name in code.co_names]
+    if any(isinstance(value, torch.amp.GradScaler) for value in held):
+        raise BadLoss("loss_fn scales its loss with a GradScaler", hint="return the unscaled loss; precision='fp16' scales it")
+
+
 def _refuse_post_accumulate_hooks(subject: Subject) -> None:
     for name, p in subject.trained.items():
         if getattr(p, "_post_accumulate_grad_hooks", None):
@@ -97,114 +110,47 @@ def _refuse_post_accumulate_hooks(subject: Subject) -> None:
 
 def notes_on(subject: Subject) -> list[str]:
     """What is unusual about the modules and deserves a line in the report."""
-    notes = []
-    hooked = [p or type(m).__name__ for p, m in subject.root.named_modules() if m._forward_hooks or m._forward_pre_hooks]
-    if hooked:
-        notes.append(f"forward hooks of {_some(hooked)} ran once, while tracing; their Python effects do not repeat")
     liger = [p for p, m in subject.root.named_modules() if type(m).__module__.startswith("liger_kernel")]
-    if liger:
-        notes.append(f"Liger modules kept as they are: {_some(liger)}")
-    return notes
+    return [f"Liger modules kept as they are: {_some(liger)}"] if liger else []
 
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-class Surroundings:
-    """What the loss function met while it ran: filled by the patches of `set_aside`."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
-
-
 @contextlib.contextmanager
-def set_aside(subject: Subject) -> Iterator[Surroundings]:
-    """While the user's code runs for the trace: no recompute, no scaler, no nested compiler, no second autocast."""
-    seen = Surroundings()
-    with contextlib.ExitStack() as stack:
-        for manager in (_no_checkpointing, _no_scaler, _no_nested_compile, _watched_autocast, _cond_through_dynamo):
-            stack.enter_context(manager(subject, seen))
-        yield seen
-
-
-@contextlib.contextmanager
-def _no_checkpointing(subject: Subject, seen: Surroundings) -> Iterator[None]:
-    """Burned-in recomputation would be paid twice, by the user's checkpoints and by our planner."""
+def set_aside(subject: Subject) -> Iterator[None]:
+    """While the user's own code runs as a reference: no recompute, no nested compiler, torch.cond on plain tensors."""
     flagged = [m for m in subject.root.modules() if getattr(m, "gradient_checkpointing", None) is True]
-    said = "activation checkpointing set aside: the whole step is planned by Wholestep"
-
-    class Direct:
-        @staticmethod
-        def apply(function: Callable, preserve: bool, *args: Any) -> Any:
-            seen.note(said)
-            return function(*args)
-
-    def direct_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
-        seen.note(said)
-        yield
-
-    if flagged:
-        seen.note(said)
-    with _attributes(flagged, "gradient_checkpointing", False), _replaced(
-        torch_checkpoint, CheckpointFunction=Direct, _checkpoint_without_reentrant_generator=direct_generator
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _no_scaler(subject: Subject, seen: Surroundings) -> Iterator[None]:
-    def scale(self: Any, outputs: Any) -> Any:
-        raise BadLoss("loss_fn scales its loss with a GradScaler", hint="return the unscaled loss; precision='fp16' scales it")
-
-    with _replaced(torch.amp.GradScaler, scale=scale):
-        yield
-
-
-@contextlib.contextmanager
-def _no_nested_compile(subject: Subject, seen: Surroundings) -> Iterator[None]:
     compiled = [m for m in subject.root.modules() if getattr(m, "_compiled_call_impl", None) is not None]
-    if compiled or any(type(m).__name__ == "OptimizedModule" for m in subject.root.modules()):
-        seen.note("torch.compile on the model (or a part) set aside: its code is traced as plain Python")
-    with _attributes(compiled, "_compiled_call_impl", None), torch.compiler.set_stance("force_eager"):
+    with contextlib.ExitStack() as stack:
+        # recomputed in the backward, a random number would be drawn without its key
+        stack.enter_context(_attributes(flagged, "gradient_checkpointing", False))
+        stack.enter_context(
+            _replaced(torch_checkpoint, CheckpointFunction=_Direct, _checkpoint_without_reentrant_generator=_direct_generator)
+        )
+        stack.enter_context(_attributes(compiled, "_compiled_call_impl", None))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_replaced(torch, cond=_cond))
         yield
 
 
-@contextlib.contextmanager
-def _watched_autocast(subject: Subject, seen: Surroundings) -> Iterator[None]:
-    enter = torch.autocast.__enter__
+class _Direct:
+    """In place of a checkpoint: the function itself."""
 
-    def watched(self: torch.autocast) -> Any:
-        if subject.precision != "fp32" and self._enabled and not getattr(self, "_wholestep", False):
-            raise BadOption(
-                f"precision={subject.precision!r} and loss_fn enters torch.autocast itself",
-                hint="use one of the two: drop the autocast, or leave precision='fp32'",
-            )
-        return enter(self)
-
-    with _replaced(torch.autocast, __enter__=watched):
-        yield
+    @staticmethod
+    def apply(function: Callable, preserve: bool, *args: Any) -> Any:
+        return function(*args)
 
 
-@contextlib.contextmanager
-def _cond_through_dynamo(subject: Subject, seen: Surroundings) -> Iterator[None]:
-    """torch.cond compiles itself, which is off here; traced as it is, it would not differentiate what its branches close over.
+def _direct_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+    yield
 
-    On real tensors (the eager reference) both branches run and one is selected: as in torch, the other gets zero gradients.
-    """
 
-    def cond(pred: Any, true_fn: Callable, false_fn: Callable, operands: Any = ()) -> Any:
-        if compat.is_fake(pred):
-            raise NotImplementedError("torch.cond is captured through Dynamo")
-        chosen = torch.as_tensor(pred)
-        return tree_map(lambda a, b: torch.where(chosen, a, b), true_fn(*operands), false_fn(*operands))
-
-    with _replaced(torch, cond=cond):
-        yield
+def _cond(pred: Any, true_fn: Callable, false_fn: Callable, operands: Any = ()) -> Any:
+    """Both branches run and one is selected: as in torch, the other gets zero gradients."""
+    chosen = torch.as_tensor(pred)
+    return tree_map(lambda a, b: torch.where(chosen, a, b), true_fn(*operands), false_fn(*operands))
 
 
 @contextlib.contextmanager
@@ -246,6 +192,4 @@ def _plain_autocast(subject: Subject) -> Any:
     if subject.precision == "fp32":
         return contextlib.nullcontext()
     dtype = torch.float16 if subject.precision == "fp16" else torch.bfloat16
-    context = torch.autocast(subject.device.type, dtype, cache_enabled=False)
-    context._wholestep = True  # type: ignore[attr-defined]
-    return context
+    return torch.autocast(subject.device.type, dtype, cache_enabled=False)

@@ -11,20 +11,21 @@ from collections.abc import Sequence
 import torch
 
 
+class TooFewKeys(Exception):
+    """A run draws more random numbers than it was given keys for."""
+
+
 class Sites:
-    """Hands out the keys of one run of the forward, in call order.
+    """Hands out the keys of one run of the forward, in call order."""
 
-    With one `stand_in` instead of `keys` it only counts (the rehearsal).
-    """
-
-    def __init__(self, keys: Sequence[torch.Tensor] = (), *, stand_in: torch.Tensor | None = None) -> None:
-        self.keys, self.stand_in = keys, stand_in
+    def __init__(self, keys: Sequence[torch.Tensor] = ()) -> None:
+        self.keys = keys
         self.used = 0
 
     def next_key(self, device: torch.device | None = None) -> torch.Tensor:
         index = self.used
         self.used += 1
-        if self.stand_in is None and index >= len(self.keys):
-            raise IndexError(f"random site {index} is new: the forward drew {len(self.keys)} times before")
-        key = self.keys[index] if self.stand_in is None else self.stand_in
+        if index >= len(self.keys):
+            raise TooFewKeys(f"random site {index} is beyond the {len(self.keys)} keys there are")
+        key = self.keys[index]
         return key if device is None or key.device == device else key.to(device)

@@ -1,24 +1,28 @@
-"""The function that is traced: the user's forward and loss, autograd, clipping and update, on given tensors.
+"""The function that is traced: the loss, autograd, clipping and update, on given tensors.
 
-`run_loss` runs the user's code under our modes, for tracing and for the eager reference alike. `Tracer` holds one capture at
-work: its fake tensors, the order of its inputs, and the step as a function of them.
+`Tracer` holds one capture at work: its fake tensors, the order of its inputs, and the step as a function of them. The loss is
+a LossGraph, run under our modes; `run_loss` runs the user's own code under the same modes, as the eager reference does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from wholestep import compat
 from wholestep.capture import loss_scale, optimizers
-from wholestep.capture.batch import BatchSpec, unflatten
+from wholestep.capture.batch import flatten, unflatten
 from wholestep.capture.chunked_loss import WHOLE_LOGITS_BYTES, ChunkedLoss
+from wholestep.capture.front.loss_graph import AUX
+from wholestep.capture.gpu_autocast import gpu_autocast
 from wholestep.capture.modes import keyed
 from wholestep.capture.preflight import autocast_for
 from wholestep.capture.provenance import ModuleCalls
+from wholestep.capture.reading import Reading
 from wholestep.capture.sites import Sites
 from wholestep.capture.subject import Subject
 from wholestep.errors import BadLoss, CaptureRefused
@@ -36,14 +40,19 @@ SCALE = Input(Role.SCALE, "loss_scale")
 
 @dataclasses.dataclass(slots=True)
 class Forward:
-    """One run of the user's loss on given tensors."""
+    """One run of the loss on given tensors."""
 
     loss: torch.Tensor
     aux: dict[str, torch.Tensor]
-    calls: ModuleCalls
-    reassigned: dict[str, torch.Tensor]
-    fingerprint: list[tuple]
-    unrolled: bool
+    outputs: dict[str, torch.Tensor]
+    """Module path (`path#2` at its second call) -> what it returned, in order of completion."""
+    kept: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """Further tensors that the Python around the loss holds on to."""
+    gradients: list[torch.Tensor] | None = None
+    """Of the trained parameters, where hooks had their say."""
+    reassigned: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """Buffers that were replaced, by name."""
+    unrolled: bool = False
     """Whether a recurrent layer ran, which tracing turns into one copy of the cell per time step."""
     losses: list[str] = dataclasses.field(default_factory=list)
     """One line per loss that is computed in chunks."""
@@ -51,31 +60,30 @@ class Forward:
 
 def run_loss(
     subject: Subject,
-    tensors: dict[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor] | None,
     batch: Any,
     sites: Sites,
     *,
     tracing: bool = False,
-    loss_fn: Callable[[Any, Any], Any] | None = None,
     chunked: ChunkedLoss | None = None,
 ) -> Forward:
-    """The user's loss with `tensors` in place of parameters and buffers, under our modes; only a trace has `chunked`."""
+    """The user's own code under our modes, with `tensors` in place of parameters and buffers where they are given."""
     calls = ModuleCalls(subject.root)
-    named = {name: tensors[canonical] for name, canonical in subject.aliases.items()}
+    named = {} if tensors is None else {name: tensors[canonical] for name, canonical in subject.aliases.items()}
+    # a copy: torch writes the replaced ones into what it is given
+    swapped = contextlib.nullcontext() if tensors is None else compat.swapped_tensors(subject.root, dict(named))
     with (
-        compat.swapped_tensors(subject.root, dict(named)),  # a copy: torch writes the replaced ones into what it is given
+        swapped,
         calls.recorded(annotate=tracing),
-        keyed(sites, tracing=tracing, record=True, on_gpu=subject.on_gpu, chunked=chunked) as lower,
+        keyed(sites, on_gpu=subject.on_gpu, chunked=chunked) as modes,
         autocast_for(subject),
     ):
-        loss, aux = check_loss((loss_fn or subject.loss_fn)(subject.model, batch))
-        lower.record = False
+        loss, aux = check_loss(subject.loss_fn(subject.model, batch))
         live = dict(subject.root.named_buffers(remove_duplicate=False))
     reassigned = {
         subject.aliases[n]: t for n, t in live.items() if n in named and t is not named[n] and n in subject.aliases
     }
-    notes = [] if chunked is None else chunked.notes
-    return Forward(loss, aux, calls, reassigned, lower.fingerprint, lower.unrolled, notes)
+    return Forward(loss, aux, calls.outputs, reassigned=reassigned, unrolled=modes.unrolled)
 
 
 def check_loss(result: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -104,14 +112,14 @@ class Tracer:
     def __init__(
         self,
         subject: Subject,
-        batch_tensors: Sequence[torch.Tensor],
-        batch_spec: BatchSpec,
+        reading: Reading | None,
+        batch: Any = None,
         *,
         dynamic: Sequence[dict[int, str]] | None = None,
-        loss_fn: Callable[[Any, Any], Any] | None = None,
         whole_logits_bytes: int = WHOLE_LOGITS_BYTES,
     ) -> None:
-        self.subject, self.batch_spec, self.loss_fn = subject, batch_spec, loss_fn
+        """`reading` None traces the user's own code on `batch`, without guards."""
+        self.subject, self.reading = subject, reading
         self.whole_logits_bytes = whole_logits_bytes
         self.mode = compat.new_fake_mode()
         self.symbols: dict[str, Any] = {}
@@ -124,20 +132,34 @@ class Tracer:
             self.fakes[Input(Role.PARAMETER, name)] = self.fake_of(tensor)
         for name, tensor in subject.buffers.items():
             self.fakes[Input(Role.BUFFER, name)] = self.fake_of(tensor)
-        self.batch_inputs = [Input(Role.BATCH, n) for n in batch_spec.names]
-        for i, (entry, tensor) in enumerate(zip(self.batch_inputs, batch_tensors, strict=True)):
-            self.fakes[entry] = self._fake_batch(tensor, dynamic[i] if dynamic else {})
+        self._add_given(batch, dynamic)
+        self.paths = {id(m): path for path, m in subject.root.named_modules()}
         self.aux_names: tuple[str, ...] = ()
         self.used: list[str] = []
-        self.settled: dict[str, Any] = {}
+
+    def _add_given(self, batch: Any, dynamic: Sequence[dict[int, str]] | None) -> None:
+        """Inputs that a call brings: the batch, tensors around the model, numbers."""
+        if self.reading is None:
+            tensors, self.spec = flatten(batch)
+            given = [(Input(Role.BATCH, name), tensor) for name, tensor in zip(self.spec.names, tensors, strict=True)]
+        else:
+            places = zip(self.reading.places, self.reading.args, strict=True)
+            given = [(place, tensor) for place, tensor in places if place is not None and place not in self.fakes]
+        leaf = 0
+        for entry, tensor in given:
+            dims: dict[int, str] = {}
+            if entry.role is Role.BATCH:
+                dims = dynamic[leaf] if dynamic else {}
+                leaf += 1
+            self.fakes[entry] = self._fake_given(tensor, dims)
 
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake that stands for a tensor; for one without data, on the device of the step."""
-        if self.subject.dry is not None and tensor.device.type == "meta":
+        if self.subject.dry is not None and (tensor.device.type == "meta" or compat.is_fake(tensor)):
             return compat.stand_in(self.mode, tensor, self.subject.device)
         return compat.to_fake(self.mode, tensor)
 
-    def _fake_batch(self, tensor: torch.Tensor, dims: dict[int, str]) -> torch.Tensor:
+    def _fake_given(self, tensor: torch.Tensor, dims: dict[int, str]) -> torch.Tensor:
         if not dims:
             return self.fake_of(tensor).requires_grad_(tensor.requires_grad)
         sizes: list[Any] = list(tensor.shape)
@@ -151,39 +173,56 @@ class Tracer:
     # ---- the functions that are traced ----
 
     def _leaves(self, values: dict[Input, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Parameters as fresh leaves; the user's tensor hooks are registered on them."""
+        """Parameters as fresh leaves."""
         trained = self.subject.trained
-        leaves = {}
-        for name, parameter in self.subject.parameters.items():
-            leaf = values[Input(Role.PARAMETER, name)].detach().requires_grad_(name in trained)
-            if name in trained:
-                for hook in (parameter._backward_hooks or {}).values():
-                    leaf.register_hook(hook)
-            leaves[name] = leaf
-        return leaves
+        parameters = self.subject.parameters
+        return {n: values[Input(Role.PARAMETER, n)].detach().requires_grad_(n in trained) for n in parameters}
 
-    def forward(self, values: dict[Input, torch.Tensor], sites: Sites, *, tracing: bool) -> tuple[Forward, dict]:
+    def forward(self, values: dict[Input, torch.Tensor], sites: Sites) -> tuple[Forward, dict]:
         leaves = self._leaves(values)
-        tensors = leaves | {n: values[Input(Role.BUFFER, n)] for n in self.subject.buffers}
-        batch = unflatten([values[entry] for entry in self.batch_inputs], self.batch_spec)
         chunked = ChunkedLoss(self.subject.chunked_loss, self.whole_logits_bytes)
-        run = run_loss(self.subject, tensors, batch, sites, tracing=tracing, loss_fn=self.loss_fn, chunked=chunked)
+        if self.reading is None:
+            tensors = leaves | {n: values[Input(Role.BUFFER, n)] for n in self.subject.buffers}
+            batch = unflatten([values[e] for e in self.fakes if e.role is Role.BATCH], self.spec)
+            run = run_loss(self.subject, tensors, batch, sites, tracing=True, chunked=chunked)
+        else:
+            run = self._replayed(self.reading, values, leaves, sites, chunked)
+        run.losses = chunked.notes
         return run, leaves
+
+    def _replayed(
+        self, reading: Reading, values: dict[Input, torch.Tensor], leaves: dict, sites: Sites, chunked: ChunkedLoss
+    ) -> Forward:
+        args = [
+            None if place is None else leaves[place.name] if place.role is Role.PARAMETER else values[place]
+            for place in reading.places
+        ]
+        numbers = []
+        for i, integer in enumerate(reading.graph.host.integer):
+            number = values[Input(Role.HYPER, f"number{i}")][0]
+            numbers.append(number.to(torch.int64) if integer else number)
+        dry = gpu_autocast() if self.subject.dry == "cuda" and self.subject.precision != "fp32" else contextlib.nullcontext()
+        with dry, keyed(sites, on_gpu=self.subject.on_gpu, chunked=chunked) as modes:
+            found = reading.graph.run(args, numbers, self.paths)
+        return Forward(
+            found.loss, found.aux, found.outputs, found.kept, found.gradients, unrolled=modes.unrolled
+        )
 
     def step(self, values: dict[Input, torch.Tensor], sites: Sites) -> tuple[list[Any], list[Output]]:
         """Forward, backward, and the update or the accumulation; values and their meaning, side by side."""
         results: list[tuple[Any, Output]] = []
         with compat.annotate(phase="forward"):
-            run, leaves = self.forward(values, sites, tracing=True)
-        self.fingerprint, self.aux_names = run.fingerprint, tuple(run.aux)
+            run, leaves = self.forward(values, sites)
+        self.aux_names = tuple(run.aux)
+        self._note_run(run)
         accumulate = self.subject.accumulate
         with compat.annotate(phase="backward"):
             objective = self._objective(run, accumulate)
             if SCALE in values:
                 objective = objective * values[SCALE][0]
-            grads = self._differentiate(objective, leaves)
+            grads = self._differentiate(objective, leaves, run.gradients)
         results.append((run.loss.detach(), Output(OutputKind.LOSS, "loss")))
-        results += [(v.detach(), Output(OutputKind.AUX, n)) for n, v in run.aux.items()]
+        results += [(v.detach(), Output(OutputKind.AUX, n)) for n, v in (run.aux | run.kept).items()]
         with torch.no_grad():
             if accumulate > 1:
                 results += self._accumulated(values, grads, run.aux)
@@ -196,8 +235,15 @@ class Tracer:
             results.append((tensor.detach(), self._update_of(Input(Role.BUFFER, name))))
         # carried out as outputs only to learn their nodes; `_assemble` takes them off again
         results += [(g, Output(OutputKind.GRADIENT, f"gradient/{n}")) for n, g in grads.items()]
-        results += [(t.detach(), Output(OutputKind.AUX, f"boundary/{n}")) for n, t in run.calls.outputs.items()]
+        results += [(t.detach(), Output(OutputKind.AUX, f"boundary/{n}")) for n, t in run.outputs.items()]
         return [value for value, _ in results], [meaning for _, meaning in results]
+
+    def _note_run(self, run: Forward) -> None:
+        if run.unrolled:
+            self.notes.append("a recurrent layer is unrolled over its time steps: the graph grows with the sequence")
+        self.notes += run.losses
+        if self.subject.chunked_loss and not run.losses:
+            self.notes.append("chunked_loss=True: no cross-entropy over the output of a linear layer was recognised")
 
     def _objective(self, run: Forward, accumulate: int) -> torch.Tensor:
         if accumulate == 1:
@@ -205,7 +251,9 @@ class Tracer:
         weight = run.aux.get("weight")
         return run.loss / accumulate if weight is None else run.loss * weight.detach().reshape(()).to(run.loss.dtype)
 
-    def _differentiate(self, loss: torch.Tensor, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _differentiate(
+        self, loss: torch.Tensor, leaves: dict[str, torch.Tensor], hooked: list[torch.Tensor] | None
+    ) -> dict[str, torch.Tensor]:
         if not loss.requires_grad:
             raise BadLoss(
                 "the loss does not depend on any trained parameter",
@@ -213,7 +261,9 @@ class Tracer:
             )
         trained = list(self.subject.trained)
         compat.number_backward(loss)
-        grads = torch.autograd.grad(loss, [leaves[n] for n in trained], allow_unused=True)
+        grads = torch.autograd.grad(loss, [leaves[n] for n in trained], allow_unused=True, retain_graph=hooked is not None)
+        if hooked is not None:  # hooks saw the gradients already; which parameters got one is torch's to say
+            grads = tuple(None if g is None else h for g, h in zip(grads, hooked, strict=True))
         found = {n: g for n, g in zip(trained, grads, strict=True) if g is not None}
         for name, grad in found.items():
             if grad.layout is not torch.strided:
@@ -293,7 +343,8 @@ class Tracer:
     # ---- inputs ----
 
     def add_inputs(self, num_sites: int) -> None:
-        """Complete the input list once the number of random sites is known."""
+        """Complete the input list; keys that no random site takes are dropped after tracing."""
+        self.given = dict(self.fakes)
         subject, device = self.subject, self.subject.device
         accumulating = subject.accumulate > 1
         with self.mode:
@@ -304,12 +355,19 @@ class Tracer:
             if accumulating:
                 for name in subject.trained:
                     self.fakes[Input(Role.GRADIENT, name)] = torch.empty_like(self.fakes[Input(Role.PARAMETER, name)])
-                if "weight" in self.aux_names:
+                if self._has_weight():
                     self.fakes[Input(Role.GRADIENT, ACCUMULATED_WEIGHT)] = torch.empty((), device=device)
+            for number in range(len(self.reading.graph.host.integer) if self.reading else 0):
+                self.fakes[Input(Role.HYPER, f"number{number}")] = torch.empty(1, dtype=torch.float64, device=device)
             for site in range(num_sites):
                 self.fakes[Input(Role.KEY, f"site{site}")] = torch.empty((), dtype=torch.int64, device=device)
         self.order = list(self.fakes)
         self.place = {entry: i for i, entry in enumerate(self.order)}
+
+    def _has_weight(self) -> bool:
+        if self.reading is None:
+            return "weight" in self.aux_names
+        return any(r.kind == AUX and r.name == "weight" for r in self.reading.graph.returned)
 
     def add_update_inputs(self, device: torch.device) -> None:
         for plan in self.plans:

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from wholestep.capture import optimizers
 from wholestep.capture.optimizers import UpdatePlan
-from wholestep.capture.reach import tensor_places
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT
@@ -34,7 +33,10 @@ class StateMoved(Exception):
 class Binding:
     """The live tensors behind one capture."""
 
-    def __init__(self, subject: Subject, capture: Capture) -> None:
+    def __init__(
+        self, subject: Subject, capture: Capture, num_numbers: int = 0, gradients: dict[str, torch.Tensor] | None = None
+    ) -> None:
+        """`gradients`: where micro-batches add up, shared by the variants of a Step."""
         self.subject, self.capture = subject, capture
         graphs = [g for g in (capture.graph, capture.update) if g is not None]
         used = {e.name.rsplit("/", 1)[0] for g in graphs for e in g.inputs if e.role is Role.STATE}
@@ -43,11 +45,11 @@ class Binding:
         sizes = {plan.hyper_name: optimizers.hyper_size(plan) for plan in capture.plans}
         if subject.clip_norm is not None:
             sizes["clip_norm"] = 1
+        sizes |= {f"number{i}": 1 for i in range(num_numbers)}
         self.feed = Feed(subject.device, capture.num_sites, sizes)
-        self.gradients: dict[str, torch.Tensor] = {}
+        self.gradients: dict[str, torch.Tensor] = {} if gradients is None else gradients
         self.owners: Columns = ([], [], [])
         self.pointers: list[int] = []
-        self.constant_places = list(tensor_places(subject, capture.constants))
         self.constant_pointers: list[int] = []
         self.states: Columns = ([], [], [])
         self.state_tables: list[dict] = []
@@ -58,8 +60,14 @@ class Binding:
 
     # ---- before a step ----
 
-    def refresh(self) -> bool:
-        """Bind again if anything moved; True when addresses changed (a recorded CUDA graph is then void)."""
+    def refresh(self, given: Sequence[torch.Tensor] = ()) -> bool:
+        """Bind again if anything moved; True when addresses changed (a recorded CUDA graph is then void).
+
+        `given` are the tensors of modules that only the loss knows, as this call brings them.
+        """
+        if given and not all(map(is_, given, self.capture.constants)):
+            self.capture.constants = (*given, *self.capture.constants[len(given) :])
+            self.bound = False
         if self.bound and self._unmoved():
             self._count_steps()
             return False
@@ -74,8 +82,6 @@ class Binding:
         if [t.data_ptr() for t in tensors] != self.pointers:
             return False
         if [t.data_ptr() for t in self.capture.constants] != self.constant_pointers:
-            return False
-        if any(place.read() is not self.capture.constants[i] for place, i in self.constant_places):
             return False
         optimizer = self.subject.optimizer
         if optimizer is None or not self.capture.plans:
@@ -98,25 +104,10 @@ class Binding:
         owners = [_owner(subject.root, name) for name, _ in named]
         self.owners = [table for table, _ in owners], [key for _, key in owners], [tensor for _, tensor in named]
         self.pointers = [tensor.data_ptr() for _, tensor in named]
-        self._bind_constants()
+        self.constant_pointers = [t.data_ptr() for t in self.capture.constants]
         self._bind_optimizer()
         self.templates = {}
         self.bound = True
-
-    def _bind_constants(self) -> None:
-        """Tensors of closures and globals: where one was replaced by another of its kind, the new one is read."""
-        live = list(self.capture.constants)
-        for place, index in self.constant_places:
-            found = place.read()
-            if found is not live[index]:
-                if not isinstance(found, torch.Tensor) or _kind(found) != _kind(live[index]):
-                    raise StateMoved(f"{place.label} holds another kind of value")
-                live[index] = found
-        trained = {id(p) for p in self.subject.trained.values()}
-        if any(id(t) in trained for t in live):
-            raise StateMoved("a trained parameter is read around its module")
-        self.capture.constants = tuple(live)
-        self.constant_pointers = [t.data_ptr() for t in live]
 
     def _bind_optimizer(self) -> None:
         optimizer = self.subject.optimizer
@@ -261,10 +252,6 @@ def _shared_counter(tables: list[dict]) -> torch.Tensor:
     for i, table in enumerate(tables):
         table["step"] = counter[i]
     return counter
-
-
-def _kind(tensor: torch.Tensor) -> tuple:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _owner(root: torch.nn.Module, name: str) -> tuple[dict, str]:

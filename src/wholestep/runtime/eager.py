@@ -1,8 +1,8 @@
-"""The last rung: the step as a user would write it, in plain PyTorch."""
+"""The lower rungs: the step as a user would write it, in plain PyTorch, or with its loss through torch.compile."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,39 +14,56 @@ from wholestep.capture.tracer import check_loss
 Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
-def eager_step(subject: Subject, batches: Sequence[Any]) -> tuple[Result, torch.Tensor | None]:
-    """Forward, loss, backward (over all micro-batches), clip and update; (loss, aux) and the gradient norm."""
-    trained = list(subject.trained.values())
-    results, norm = [], None
-    if subject.optimizer is not None:
+def eager_step(
+    subject: Subject,
+    batches: Sequence[Any],
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    done: Sequence[Result] = (),
+) -> tuple[Result, torch.Tensor | None]:
+    """Forward, loss, backward (over all micro-batches), clip and update; (loss, aux) and the gradient norm.
+
+    `done` are results of micro-batches before these, whose gradients are in p.grad already.
+    """
+    results, norm = list(done), None
+    count = len(batches) + len(done)
+    if subject.optimizer is not None and not done:
         subject.optimizer.zero_grad(set_to_none=True)
     for batch in batches:
         with autocast_for(subject):
-            loss, aux = check_loss(subject.loss_fn(subject.model, batch))
+            loss, aux = check_loss((loss_fn or subject.loss_fn)(subject.model, batch))
         weight = aux.get("weight")
-        if len(batches) == 1:
+        if count == 1:
             objective = loss
         else:
-            objective = loss / len(batches) if weight is None else loss * weight.detach().reshape(())
+            objective = loss / count if weight is None else loss * weight.detach().reshape(())
         if subject.loss_scale is not None:
             objective = objective * subject.loss_scale.on(subject.device)[0]
         objective.backward()
         results.append((loss.detach(), {n: v.detach() for n, v in aux.items()}))
     if subject.optimizer is not None:
-        if len(batches) > 1 and "weight" in results[0][1]:
+        trained = [p.grad for p in subject.trained.values() if p.grad is not None]
+        if count > 1 and "weight" in results[0][1]:
             total = torch.stack([aux["weight"].float().reshape(()) for _, aux in results]).sum()
-            torch._foreach_div_([p.grad for p in trained if p.grad is not None], total)
+            torch._foreach_div_(trained, total)
         if subject.loss_scale is not None:
-            torch._foreach_div_([p.grad for p in trained if p.grad is not None], subject.loss_scale.on(subject.device)[0])
-        if subject.clip_norm is not None:
-            norm = torch.nn.utils.clip_grad_norm_(trained, subject.clip_norm)
-        skips = skips_update(subject)
-        if not skips:
-            subject.optimizer.step()
-        if subject.loss_scale is not None:
-            subject.loss_scale.after_eager(not skips)
-        subject.optimizer.zero_grad(set_to_none=True)
+            torch._foreach_div_(trained, subject.loss_scale.on(subject.device)[0])
+        norm = update_in_torch(subject)
     return combine(results), norm
+
+
+def update_in_torch(subject: Subject) -> torch.Tensor | None:
+    """Clip p.grad and call the optimizer's own step; the norm of the gradients, where it was asked for."""
+    optimizer, norm = subject.optimizer, None
+    assert optimizer is not None
+    if subject.clip_norm is not None:
+        norm = torch.nn.utils.clip_grad_norm_(list(subject.trained.values()), subject.clip_norm)
+    skips = skips_update(subject)
+    if not skips:
+        optimizer.step()
+    if subject.loss_scale is not None:
+        subject.loss_scale.after_eager(not skips)
+    optimizer.zero_grad(set_to_none=True)
+    return norm
 
 
 def skips_update(subject: Subject) -> bool:

@@ -1,4 +1,4 @@
-"""A variant: one captured and lowered form of the step, for one structure of batch and one state of the Python world."""
+"""A variant: one captured and lowered form of the step, for one graph of the loss and one shape of what a call brings."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from wholestep.capture.reading import Reading
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT
-from wholestep.graph.training_graph import OutputKind, TrainingGraph
+from wholestep.graph.training_graph import OutputKind, Role, TrainingGraph
 from wholestep.runtime.binding import Binding
-from wholestep.runtime.eager import Result, combine, skips_update
+from wholestep.runtime.eager import update_in_torch
 from wholestep.runtime.random import keys_for, seeded_generator
 
 Lowering = Callable[[TrainingGraph], Any]
@@ -21,73 +22,85 @@ Lowering = Callable[[TrainingGraph], Any]
 class Variant:
     """Runs one capture: binds the live tensors, feeds keys and numbers, calls the lowered graph(s)."""
 
-    def __init__(self, subject: Subject, capture: Capture, lower: Lowering, provisional: bool = False) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        capture: Capture,
+        reading: Reading | None,
+        lower: Lowering,
+        provisional: bool = False,
+        gradients: dict[str, torch.Tensor] | None = None,
+    ) -> None:
         self.subject, self.capture = subject, capture
         self.provisional = provisional
         """Interpreted for now, because its shape is rare."""
-        self.binding = Binding(subject, capture)
+        places = () if reading is None else reading.places
+        self.brought = [i for i, place in enumerate(places) if place is not None and place.role is Role.BATCH]
+        self.given = [i for i, place in enumerate(places) if place is not None and place.role is Role.CONSTANT]
+        """Arguments behind the CONSTANT inputs that a call brings."""
+        num_numbers = 0 if reading is None else len(reading.graph.host.integer)
+        self.binding = Binding(subject, capture, num_numbers, gradients)
         self.runner = lower(capture.graph)
         self.update_runner = lower(capture.update) if capture.update is not None else None
         kinds = [o for o in capture.graph.outputs if o.kind is not OutputKind.UPDATE]
         self.kinds = [o.kind for o in kinds]
         self.names = [o.name for o in kinds]
         self.uses = 0
+        self.checked = False
+        """Whether its first run is behind it, compared with eager PyTorch or not."""
 
     @property
     def recordings(self) -> list[Any]:
         """Its runners that hold the memory of a CUDA graph."""
         return [runner for runner in (self.runner, self.update_runner) if getattr(runner, "holds_memory", False)]
 
-    def run(self, batches: Sequence[Sequence[torch.Tensor]], seed: int, step: int) -> tuple[Result, torch.Tensor | None]:
-        """One optimizer step over the micro-batches given as flat tensors."""
-        moved = self.binding.refresh()
+    # ---- one step: begin, once per micro-batch `micro`, then `finish` ----
+
+    def begin(self, args: Sequence[Any]) -> None:
+        """Bind what moved; look at the optimizer."""
+        moved = self.binding.refresh([args[i] for i in self.given])
         if moved:
             for runner in (self.runner, self.update_runner):
                 if runner is not None and hasattr(runner, "invalidate"):
                     runner.invalidate()
         self.uses += 1
-        numbers = self.binding.numbers()
-        if self.subject.optimizer is not None and not self.capture.plans:
-            self.subject.optimizer.zero_grad(set_to_none=True)
-        results, norm = [], None
-        if len(batches) > 1:
-            for gradient in self.binding.gradients.values():
-                gradient.zero_()
-        for micro, batch in enumerate(batches):
-            self._feed(seed, step, micro, numbers)
-            with seeded_generator(self.subject.device, seed, step, micro):
-                values = self.runner(self.binding.inputs(self.capture.graph, batch))
-            result, norm = self._interpret(values)
-            results.append(result)
-        if self.update_runner is not None:
-            values = self.update_runner(self.binding.inputs(self.capture.update, ()))  # type: ignore[arg-type]
-            norm = values[0] if values else None
-        elif self.subject.accumulate > 1:
-            self._hand_over(self.binding.gradients)
-        return combine(results), self._finish(norm)
+        self.numbers = self.binding.numbers()
 
-    def _feed(self, seed: int, step: int, micro: int, numbers: dict[str, list[float]]) -> None:
+    def micro(
+        self, args: Sequence[Any], numbers: Sequence[float], seed: int, step: int, micro: int
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor], torch.Tensor | None]:
+        """The graph on one micro-batch: its outputs by name, gradients that were not used up, the norm of all of them."""
+        self.feed(seed, step, micro, numbers)
+        with seeded_generator(self.subject.device, seed, step, micro):
+            values = self.runner(self.inputs(args))
+        named: dict[str, Any] = {}
+        gradients: dict[str, torch.Tensor] = {}
+        norm = None
+        for kind, name, value in zip(self.kinds, self.names, values, strict=False):
+            if kind is OutputKind.NORM:
+                norm = value
+            elif kind is OutputKind.GRADIENT:
+                gradients[name] = value
+            else:
+                named[name] = value
+        return named, gradients, norm
+
+    def inputs(self, args: Sequence[Any]) -> list[Any]:
+        return self.binding.inputs(self.capture.graph, [args[i] for i in self.brought])
+
+    def feed(self, seed: int, step: int, micro: int, numbers: Sequence[float] = ()) -> None:
         count = self.capture.num_sites
         keys = keys_for(seed, step, micro, count).numpy() if count else None
-        self.binding.feed.fill(keys, numbers)
+        given = {f"number{i}": [float(number)] for i, number in enumerate(numbers)}
+        self.binding.feed.fill(keys, self.numbers | given)
 
-    def _interpret(self, values: list[Any]) -> tuple[Result, torch.Tensor | None]:
-        loss, aux, norm, gradients = None, {}, None, {}
-        for kind, name, value in zip(self.kinds, self.names, values, strict=False):
-            if kind is OutputKind.LOSS:
-                loss = value
-            elif kind is OutputKind.AUX:
-                aux[name] = value
-            elif kind is OutputKind.NORM:
-                norm = value
-            else:
-                gradients[name] = value
-        if gradients:
-            self._hand_over(gradients)
-        assert loss is not None
-        return (loss, aux), norm
+    def update(self) -> torch.Tensor | None:
+        """The update of an accumulating step; the norm of the gradients, where it was computed."""
+        assert self.update_runner is not None and self.capture.update is not None
+        values = self.update_runner(self.binding.inputs(self.capture.update, ()))
+        return values[0] if values else None
 
-    def _hand_over(self, gradients: dict[str, torch.Tensor]) -> None:
+    def hand_over(self, gradients: dict[str, torch.Tensor]) -> None:
         """Fill p.grad as backward() would: set it, or add to what is there.
 
         A graph may return one tensor as the gradient of two parameters, or an expanded one; p.grad is written in place (by
@@ -122,7 +135,7 @@ class Variant:
         if copied[0]:
             torch._foreach_copy_(*copied)
 
-    def _finish(self, norm: torch.Tensor | None) -> torch.Tensor | None:
+    def finish(self, norm: torch.Tensor | None) -> torch.Tensor | None:
         """Count a captured update; or clip and step an optimizer whose update was not captured."""
         optimizer, subject = self.subject.optimizer, self.subject
         if optimizer is None:
@@ -131,9 +144,4 @@ class Variant:
             self.binding.after_update()
             optimizer._opt_called = True  # what torch's schedulers look at before they warn about their order
             return norm
-        if subject.clip_norm is not None:
-            norm = torch.nn.utils.clip_grad_norm_(list(subject.trained.values()), subject.clip_norm)
-        if not skips_update(subject):
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return norm
+        return update_in_torch(subject)

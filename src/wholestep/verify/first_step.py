@@ -1,6 +1,7 @@
 """`compile(check="first")`: before and after a variant's first live step, compare it with eager PyTorch.
 
-Before the step, on the live state and the same random keys: eager's loss and gradients against those of the captured
+Before the step the user's own code runs, for real and on the live model, with the random keys of the step; what Python does
+beside the computation is done by it and not replayed. Its loss and gradients are compared with those of the captured
 graph, interpreted without its updates (so state stays as it is). With accumulation the compiled micro-step itself
 runs on the first micro-batch, and what it wrote is put back. After the step, the compiled code: the gradient that
 reached the optimizer is seen in the state that is linear in it (Adam's exp_avg, SGD's momentum, the parameter itself
@@ -12,25 +13,28 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 
-from wholestep.capture.batch import BatchSpec, unflatten
 from wholestep.capture.optimizers import UpdatePlan
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT
+from wholestep.capture.undo import Undo
 from wholestep.errors import CaptureRefused, FirstStepDiffers
 from wholestep.graph.copies import without_updates
 from wholestep.graph.training_graph import Input, OutputKind, Role, TrainingGraph
 from wholestep.lower import lower_interpret
+from wholestep.runtime.eager import Result
+from wholestep.runtime.one_step import OneStep
 from wholestep.runtime.random import seeded_generator
-from wholestep.runtime.step import Step
 from wholestep.runtime.variant import Variant
 from wholestep.verify.blame import module_of_tensor, nearest_to_loss
 from wholestep.verify.compare import compute_dtype, distance, gradient_rms, norm, total_norm
-from wholestep.verify.reference import Reference, reference_gradients
+from wholestep.verify.reference import Reference, live_reference, reference_gradients
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,26 +58,41 @@ LIMITS = {
 
 
 def check_first_step(
-    step: Step, variant: Variant, tensors: Sequence[Sequence[torch.Tensor]], spec: BatchSpec
-) -> Callable[[Any], None] | None:
+    run: OneStep, variant: Variant, args: Sequence[Any], numbers: Sequence[Any]
+) -> Callable[[OneStep, Result], None] | None:
     """Compare before the live step; returns what is to be called with its result after it, or None when skipped."""
-    check = _FirstStep(step, variant, tensors, spec)
+    check = _FirstStep(run, variant, args, numbers)
+    undo = Undo(variant.subject.loss_fn, variant.subject.model, run.batch)
+    if run.python_random is not None:  # Dynamo's code has drawn what the loss draws from Python's generators
+        random.setstate(run.python_random[0])
+        np.random.set_state(run.python_random[1])
     try:
         check.before()
     except (torch.OutOfMemoryError, NotImplementedError, CaptureRefused) as error:
+        undo.restore()
         reason = (str(error).strip().splitlines() or [""])[0][:120]
-        step._note(f"the first step was not checked against eager: {type(error).__name__}: {reason}")
+        run.step._note(f"the first step was not checked against eager: {type(error).__name__}: {reason}")
         return None
+    except BaseException:
+        undo.restore()
+        raise
     finally:
         _give_back(variant.subject.device)
 
-    def after(result: Any) -> None:
+    def after(run: OneStep, result: Result) -> None:
         try:
-            check.after(result)
+            check.after(result, run.norm)
+        except BaseException:
+            undo.restore()
+            raise
         finally:
             check.forget()
 
     return after
+
+
+def nothing_after(run: OneStep, result: Result) -> None:
+    """In place of the check after a step, where only the one before it is wanted."""
 
 
 def _give_back(device: torch.device) -> None:
@@ -95,10 +114,9 @@ def _precision(graph: TrainingGraph, device: torch.device) -> str:
 class _FirstStep:
     """One check at work."""
 
-    def __init__(
-        self, step: Step, variant: Variant, tensors: Sequence[Sequence[torch.Tensor]], spec: BatchSpec
-    ) -> None:
-        self.step, self.variant, self.tensors, self.spec = step, variant, tensors, spec
+    def __init__(self, run: OneStep, variant: Variant, args: Sequence[Any], numbers: Sequence[Any]) -> None:
+        self.step, self.batch, self.micro = run.step, run.batch, len(run.results)
+        self.variant, self.args, self.given = variant, args, numbers
         self.subject, self.binding, self.graph = variant.subject, variant.binding, variant.capture.graph
         self.accumulates = self.subject.accumulate > 1
         self.limits = LIMITS[_precision(self.graph, self.subject.device)]
@@ -110,9 +128,14 @@ class _FirstStep:
     # ---- before the live step ----
 
     def before(self) -> None:
-        self.binding.refresh()
-        self.numbers = self.binding.numbers()
-        self.eager = self._reference()
+        self.numbers = self.variant.numbers
+        targets = [entry.target for entry in self.graph.outputs if entry.target is not None]
+        live = self.variant.inputs(self.args)
+        written = [live[t] for t in targets if self.graph.inputs[t].role in (Role.CONSTANT, Role.BATCH)]
+        self.eager = live_reference(
+            self.subject, self.batch, self.step.seed, self.step.count, self.micro,
+            num_sites=self.variant.capture.num_sites, written=written,
+        )  # fmt: skip
         self.rms = gradient_rms(self.eager.gradients)
         sites = self.variant.capture.num_sites
         if self.eager.draws != sites:
@@ -145,17 +168,16 @@ class _FirstStep:
 
     def _reference(self, **options: Any) -> Reference:
         capture = self.variant.capture
-        batch = unflatten(self.tensors[0], self.spec)
         return reference_gradients(
-            self.subject, batch, self.step.seed, self.step.count, 0,
+            self.subject, self.batch, self.step.seed, self.step.count, self.micro,
             num_sites=capture.num_sites, constants=capture.constants, **options,
         )  # fmt: skip
 
     def _run(self, runner: Any) -> list[Any]:
         """The first micro-batch through `runner`, with the keys of this step."""
-        self.variant._feed(self.step.seed, self.step.count, 0, self.numbers)
-        with seeded_generator(self.subject.device, self.step.seed, self.step.count, 0):
-            return runner(self.binding.inputs(self.graph, self.tensors[0]))
+        self.variant.feed(self.step.seed, self.step.count, self.micro, self.given)
+        with seeded_generator(self.subject.device, self.step.seed, self.step.count, self.micro):
+            return runner(self.variant.inputs(self.args))
 
     def _loss_differs(self, loss: torch.Tensor) -> bool:
         ours, eager = float(loss), float(self.eager.loss)
@@ -182,9 +204,9 @@ class _FirstStep:
 
     def _check_micro_step(self) -> None:
         """The compiled micro-step on the first micro-batch: its gradients are all there to be compared."""
-        live = self.binding.inputs(self.graph, self.tensors[0])
+        live = self.variant.inputs(self.args)
         targets = [entry.target for entry in self.graph.outputs if entry.target is not None]
-        before = [(live[t], live[t].clone()) for t in targets if self.graph.inputs[t].role is not Role.GRADIENT]
+        before = [(live[t], live[t].clone()) for t in targets]
         for gradient in self.binding.gradients.values():
             gradient.zero_()
         self._run(self.variant.runner)
@@ -192,8 +214,6 @@ class _FirstStep:
         failing = self._failing({n: gradients[n] for n in self.graph.gradients}, self.limits.lowered)
         for tensor, value in before:
             tensor.copy_(value)
-        for gradient in self.binding.gradients.values():
-            gradient.zero_()
         if failing:
             self._report_gradients(failing, "the compiled micro-step")
 
@@ -202,10 +222,10 @@ class _FirstStep:
     def _keep(self) -> None:
         """Copy what the step will write; where the card has no room for that, only what the check after it reads."""
         found: dict[Input, torch.Tensor] = {}
-        for graph, batch in ((self.graph, self.tensors[0]), (self.variant.capture.update, ())):
+        for graph in (self.graph, self.variant.capture.update):
             if graph is None:
                 continue
-            live = self.binding.inputs(graph, batch)
+            live = self.variant.inputs(self.args) if graph is self.graph else self.binding.inputs(graph, ())
             for entry in graph.outputs:
                 if entry.target is not None and graph.inputs[entry.target].role is not Role.GRADIENT:
                     found[graph.inputs[entry.target]] = live[entry.target]
@@ -246,15 +266,15 @@ class _FirstStep:
                 for name in names:  # state of a first step that has not been: torch has none
                     self.subject.optimizer.state.pop(self.subject.parameters[name], None)
         self.binding.bound = False  # step counts are read anew
-        self.variant.uses = 0
+        self.variant.uses, self.variant.checked = 0, False
         for name in self.empty_grads:
             self.subject.parameters[name].grad = None
         return "the state was put back" if self.complete else "there was no memory to keep a copy: the state is changed"
 
     # ---- after the live step ----
 
-    def after(self, result: Any) -> None:
-        (loss, _), total = result
+    def after(self, result: Result, total: torch.Tensor | None) -> None:
+        loss, _ = result
         what = "the compiled step"
         if not self.accumulates and self._loss_differs(loss):
             told = f"the loss is {float(loss):.7g}, in eager {float(self.eager.loss):.7g}"

@@ -4,11 +4,15 @@ In go the subject, a batch and (seed, step, micro-batch); out comes a `Reference
 buffers after the forward, module outputs. It runs the user's own code under the modes of `capture.modes`, so dropout
 and random numbers draw the bits the captured step draws. With `dtype=torch.float64` everything floating is converted
 first and autocast is off: that is the yardstick for rounding (keyed masks and draws do not depend on the dtype).
+
+`live_reference` is the same on the live model, as the first step of a variant needs it: what the user's Python does
+beside the computation happens for real, once, and only what was written to tensors is undone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,10 +22,10 @@ import torch
 from wholestep.capture.batch import flatten, unflatten
 from wholestep.capture.preflight import set_aside
 from wholestep.capture.sites import Sites
-from wholestep.capture.snapshot import Snapshot
 from wholestep.capture.subject import Subject
 from wholestep.capture.tracer import run_loss
-from wholestep.errors import BadLoss
+from wholestep.capture.undo import Undo
+from wholestep.errors import BadBatch, BadLoss
 from wholestep.runtime.random import keys_for, seeded_generator
 
 SPARE_KEYS = 256
@@ -69,14 +73,13 @@ def reference_gradients(
         subject = dataclasses.replace(subject, precision="fp32")
     leaves = _leaves(subject, given, dtype)
     buffers = {n: _copied(given.get(n, b), dtype) for n, b in subject.buffers.items()}
-    flat, spec = flatten(batch)
-    own_batch = unflatten([_copied(t, dtype).requires_grad_(t.requires_grad) for t in flat], spec)
+    own_batch = _own_batch(batch, dtype)
     sites = Sites(list(keys_for(seed, step, micro, num_sites + SPARE_KEYS).to(subject.device).unbind()))
     with _untouched(subject, constants), seeded_generator(subject.device, seed, step, micro):
         run = run_loss(subject, {**leaves, **buffers}, own_batch, sites)
-        outputs = {n: t.detach() for n, t in run.calls.outputs.items()}
+        outputs = {n: t.detach() for n, t in run.outputs.items()}
         rms = _median_rms(outputs.values())
-        run.calls.outputs.clear()  # kept alive any longer they would hold every activation through the backward
+        run.outputs.clear()  # kept alive any longer they would hold every activation through the backward
         if not keep_outputs:
             outputs = {}
         objective = _objective(subject, run.loss, run.aux)
@@ -94,6 +97,47 @@ def reference_gradients(
         sites.used,
         rms,
     )
+
+
+def live_reference(
+    subject: Subject, batch: Any, seed: int, step: int, micro: int, *, num_sites: int, written: Sequence[torch.Tensor] = ()
+) -> Reference:
+    """Loss and gradients of the live model; `written` are tensors, beside buffers, that the step writes.
+
+    Those, and the buffers, are as before when it returns; Python state is as the user's code leaves it.
+    """
+    sites = Sites(list(keys_for(seed, step, micro, num_sites + SPARE_KEYS).to(subject.device).unbind()))
+    kept = [(t, t.detach().clone()) for t in (*subject.buffers.values(), *written)]
+    names = list(subject.buffers)
+    trained = subject.trained
+    try:
+        with torch.enable_grad(), set_aside(subject), seeded_generator(subject.device, seed, step, micro):
+            run = run_loss(subject, None, batch, sites)
+            outputs = {n: t.detach() for n, t in run.outputs.items()}
+            rms = _median_rms(outputs.values())
+            run.outputs.clear()
+            outputs.clear()
+            objective = _objective(subject, run.loss, run.aux)
+            scale = None if subject.loss_scale is None else subject.loss_scale.on(subject.device)[0].clone()
+            gradients = _differentiate(subject, objective if scale is None else objective * scale, trained)
+            if scale is not None:
+                gradients = {n: g / scale for n, g in gradients.items()}
+        buffers = {n: b.detach().clone() for n, b in subject.root.named_buffers() if n in names}
+    finally:
+        with torch.no_grad():
+            for tensor, value in kept:
+                tensor.detach().copy_(value)
+    aux = {n: v.detach() for n, v in run.aux.items()}
+    return Reference(run.loss.detach(), aux, gradients, buffers, {}, sites.used, rms)
+
+
+def _own_batch(batch: Any, dtype: torch.dtype | None) -> Any:
+    """The batch with tensors of its own; a structure that only the user's code knows is copied as a whole."""
+    try:
+        flat, spec = flatten(batch)
+    except BadBatch:
+        return copy.deepcopy(batch)
+    return unflatten([_copied(t, dtype).requires_grad_(t.requires_grad) for t in flat], spec)
 
 
 def float64_reference(subject: Subject, batch: Any, *args: Any, **options: Any) -> Reference | str:
@@ -157,13 +201,13 @@ def _differentiate(
 @contextlib.contextmanager
 def _untouched(subject: Subject, constants: Sequence[torch.Tensor]) -> Iterator[None]:
     """The user's code runs as it did for the trace; what it writes on modules and closure tensors is undone."""
-    snapshot = Snapshot(subject.root)
+    undo = Undo(subject.loss_fn, subject.model)
     kept = [c.detach().clone() for c in constants]
     try:
         with torch.enable_grad(), set_aside(subject):
             yield
     finally:
-        snapshot.restore()
+        undo.restore()
         for live, value in zip(constants, kept, strict=True):
             live.data.copy_(value)
 

@@ -13,13 +13,17 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.batch import BatchSpec, unflatten
-from wholestep.capture.ladder import climb
+from wholestep.capture.batch import flatten, unflatten
+from wholestep.capture.front import Front, LossGraph
+from wholestep.capture.ladder import WHOLE, Fall, capture_whole
 from wholestep.capture.loss_scale import BACKOFF, LEAST
+from wholestep.capture.preflight import autocast_for
+from wholestep.capture.reading import Reading, read
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT
-from wholestep.errors import CompilerMissing
+from wholestep.capture.undo import RandomStates
+from wholestep.errors import BadBatch, CaptureRefused, CompilerMissing
 from wholestep.graph.copies import copy_graph, without_updates
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
@@ -44,13 +48,12 @@ OTHER_PATH = 1e-2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batch:
-    """The micro-batches of one step, as flat tensors of our own."""
+    """The micro-batches of one step."""
 
     label: str
     count: int
     """The step number random keys are made of."""
-    tensors: list[list[torch.Tensor]]
-    spec: BatchSpec
+    micro: list[Any]
 
 
 @dataclasses.dataclass(slots=True)
@@ -59,10 +62,18 @@ class Made:
 
     captured: Capture
     """Before any pass."""
+    reading: Reading
     pipeline: Pipeline
     """All passes, bound to the plan for this step."""
     variant: Variant
     watched: Watched
+    args: Sequence[Any] = ()
+    numbers: Sequence[Any] = ()
+    """Of the latest run."""
+
+
+class _Found(Exception):
+    """Carries a captured step out of the call that would have run it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,28 +116,70 @@ class SideBySide:
         self.backend, self.seed, self.report = backend, seed, report
         self.plan = Plan()
         """The latest one made."""
+        self.front = Front(subject)
+        self.made: dict[tuple, Made] = {}
+        """By graph of the loss and shapes of what a call brings."""
 
     # ---- capture and lowering ----
 
     def make(self, batch: Batch) -> Made | None:
-        """Capture for this batch; None when only eager is left."""
-        climbed = climb(self.subject, batch.tensors[0], batch.spec)
-        self.report.falls += tuple(f for f in climbed.falls if f not in self.report.falls)
-        if climbed.capture is None:
-            return None
-        planned = _own_copy(climbed.capture)
+        """Capture for this batch, nothing runs; None when only lower rungs are left."""
+        for attempt in range(2):
+            try:
+                return self._captured(batch.micro[0])
+            except CaptureRefused as refused:
+                if refused.curable and attempt == 0:  # as `compile` does: one real run of the loss, then again
+                    self._run_eagerly(batch.micro[0])
+                    continue
+                fall = Fall(WHOLE, refused.reason, refused.where)
+                self.report.falls += () if fall in self.report.falls else (fall,)
+        return None
+
+    def _captured(self, micro: Any) -> Made:
+        found: list[Made] = []
+
+        def take(graph: LossGraph, args: tuple) -> tuple:
+            found.append(self._made(graph, args, micro))
+            raise _Found
+
+        randomness = RandomStates()
+        try:
+            self.front(micro, take)
+        except _Found:
+            pass
+        finally:
+            randomness.restore()
+        return found[0]
+
+    def _run_eagerly(self, micro: Any) -> None:
+        randomness = RandomStates()
+        with autocast_for(self.subject), torch.enable_grad():
+            self.subject.loss_fn(self.subject.model, micro)
+        randomness.restore()
+
+    def _made(self, graph: LossGraph, args: tuple, micro: Any) -> Made:
+        reading = read(self.subject, graph, args, micro)
+        shapes = [arg.shape for arg, place in zip(args, reading.places, strict=True) if place is not None]
+        key = (graph, reading.places, tuple(shapes))
+        if key not in self.made:
+            self.made[key] = self._planned(reading)
+        return self.made[key]
+
+    def _planned(self, reading: Reading) -> Made:
+        captured = capture_whole(self.subject, reading)
+        planned = _own_copy(captured)
         self.plan = self.planner(planned)
         pipeline = self.pipeline.bound(self.plan)
-        for line in planned.notes[len(climbed.capture.notes) :]:
+        for line in planned.notes[len(captured.notes) :]:
             self.report.note(line)
         try:
-            return self.lowered(climbed.capture, pipeline, self.backend)
+            return self.lowered(captured, reading, pipeline, self.backend)
         except CompilerMissing as missing:
             self.report.note(f"checked on backend 'interpret': {missing.what}")
             self.backend = self.report.backend = "interpret"
-            return self.lowered(climbed.capture, pipeline, self.backend)
+            return self.lowered(captured, reading, pipeline, self.backend)
 
-    def lowered(self, captured: Capture, pipeline: Pipeline, backend: str) -> Made:
+    def lowered(self, captured: Capture, reading: Reading, pipeline: Pipeline, backend: str) -> Made:
         graph, _ = pipeline.run(copy_graph(captured.graph))
         capture = dataclasses.replace(captured, graph=graph)
         made: list[Watched] = []
@@ -136,8 +189,8 @@ class SideBySide:
             made.append(lower_watched(each, backend, watch, copies=not captured.plans))
             return made[-1]
 
-        variant = Variant(self.subject, capture, lower)
-        return Made(captured, pipeline, variant, made[0])
+        variant = Variant(self.subject, capture, reading, lower)
+        return Made(captured, reading, pipeline, variant, made[0])
 
     # ---- references ----
 
@@ -167,11 +220,9 @@ class SideBySide:
     def _reference(self, batch: Batch, run: Callable[..., Reference | str], options: Any) -> Reference | str:
         """Over all micro-batches, as accumulation does it: buffers move on, gradients add up."""
         parts: list[Reference] = []
-        for micro, tensors in enumerate(batch.tensors):
+        for index, micro in enumerate(batch.micro):
             before = parts[-1].buffers if parts else None
-            one = run(
-                self.subject, unflatten(tensors, batch.spec), self.seed, batch.count, micro, tensors=before, **options
-            )
+            one = run(self.subject, micro, self.seed, batch.count, index, tensors=before, **options)
             if isinstance(one, str):
                 return one
             parts.append(one)
@@ -200,9 +251,8 @@ class SideBySide:
         subject, variant = self.subject, made.variant
         for parameter in subject.trained.values():
             parameter.grad = None
-        tensors = [[t.detach().clone().requires_grad_(t.requires_grad) for t in micro] for micro in batch.tensors]
         scale = None if subject.loss_scale is None else subject.loss_scale.on(subject.device)[0].clone()
-        (loss, aux), _ = variant.run(tensors, self.seed, batch.count)
+        loss, aux = self._run(made, batch)
         gradients = self._gradients(made)
         if scale is not None:
             gradients = {n: g / scale for n, g in gradients.items()}
@@ -217,6 +267,37 @@ class SideBySide:
             strict = backend == "interpret" and subject.device.type == "cpu"
             rows += optimizer_rows(subject, before, gradients, batch.label, exact=strict)
         return rows
+
+    def _run(self, made: Made, batch: Batch) -> Any:
+        """The captured step on the live state, micro-batch by micro-batch, and its update; (loss, aux)."""
+        variant, subject = made.variant, self.subject
+        for gradient in variant.binding.gradients.values():
+            gradient.zero_()
+        results, norms, handed = [], [], []
+        for index, micro in enumerate(batch.micro):
+
+            def run(graph: LossGraph, args: tuple, index: int = index, micro: Any = micro) -> tuple:
+                numbers, returned = graph.host(args)
+                used = made if graph is made.reading.graph else self._made(graph, args, micro)
+                used.variant.begin(args)
+                named, gradients, norm = used.variant.micro(args, numbers, self.seed, batch.count, index)
+                norms.append(norm)
+                handed.append(gradients)
+                made.args, made.numbers = args, numbers
+                return graph.results(named, returned)
+
+            results.append(self.front(_own(micro), run))
+        if handed[-1]:
+            variant.hand_over(handed[-1])
+        if subject.accumulate == 1:
+            variant.finish(norms[-1])
+        elif variant.update_runner is not None:
+            variant.finish(variant.update())
+        else:
+            variant.hand_over(dict(variant.binding.gradients))
+            if subject.optimizer is not None:
+                variant.finish(None)
+        return combine(results)
 
     def _gradients(self, made: Made) -> dict[str, torch.Tensor]:
         """What reached the optimizer, or `p.grad`."""
@@ -258,7 +339,7 @@ class SideBySide:
 
         def fails(count: int) -> bool:
             before.restore()
-            probe = self.lowered(made.captured, made.pipeline.first(count), "interpret")
+            probe = self.lowered(made.captured, made.reading, made.pipeline.first(count), "interpret")
             return not all(row.ok for row in self.step(probe, batch, truth, before, "interpret"))
 
         guilty = guilty_pass(made.pipeline, fails, self.backend)
@@ -267,16 +348,26 @@ class SideBySide:
     def _boundary(self, made: Made, batch: Batch) -> Any:
         """The first module whose output departs, on the first micro-batch."""
         variant = made.variant
-        first = dataclasses.replace(batch, tensors=batch.tensors[:1])
+        first = dataclasses.replace(batch, micro=batch.micro[:1])
         truth = self.truth(made, first, keep_outputs=True)
         bare = without_updates(variant.capture.graph)
         runner = lower_watched(bare, self.backend, bare.boundaries)
-        variant.binding.refresh()
-        variant._feed(self.seed, batch.count, 0, variant.binding.numbers())
-        inputs = variant.binding.inputs(variant.capture.graph, [t.detach().clone() for t in batch.tensors[0]])
+        args = [a.detach().clone() if i in variant.brought else a for i, a in enumerate(made.args)]
+        variant.begin(args)
+        variant.feed(self.seed, batch.count, 0, made.numbers)
+        inputs = variant.inputs(args)
         with seeded_generator(self.subject.device, self.seed, batch.count, 0):
             runner(inputs)
         return departing_boundary(runner.values, truth.eager, truth.exact, truth.rule, BOUNDARY_SLACK[self.backend])
+
+
+def _own(batch: Any) -> Any:
+    """The batch with tensors of its own: a step may write to them."""
+    try:
+        tensors, spec = flatten(batch)
+    except BadBatch:
+        return batch
+    return unflatten([t.detach().clone().requires_grad_(t.requires_grad) for t in tensors], spec)
 
 
 def _accumulated(parts: list[Reference]) -> Reference:

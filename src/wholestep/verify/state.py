@@ -7,18 +7,16 @@ all of it is put back at the end; and a failed step is put back to be run again 
 from __future__ import annotations
 
 import copy
-import random
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.optim import SGD, Optimizer
 
 from wholestep.capture.optimizers import steps_taken
-from wholestep.capture.snapshot import Snapshot
 from wholestep.capture.subject import Subject
+from wholestep.capture.undo import Undo
 
 
 class StateCopy:
@@ -26,7 +24,7 @@ class StateCopy:
 
     def __init__(self, subject: Subject, constants: Sequence[torch.Tensor] = ()) -> None:
         self.subject = subject
-        self.modules = Snapshot(subject.root)
+        self.python = Undo(subject.loss_fn, subject.model)
         self.values = {n: t.detach().clone() for n, t in [*subject.parameters.items(), *subject.buffers.items()]}
         self.live = {**subject.parameters, **subject.buffers}
         self.constants = [(t, t.detach().clone()) for t in constants]
@@ -35,7 +33,7 @@ class StateCopy:
         self.loss_scale = None if subject.loss_scale is None else subject.loss_scale.numbers.clone()
 
     def restore(self) -> None:
-        self.modules.restore()
+        self.python.restore()
         for name, tensor in self.live.items():
             tensor.detach().copy_(self.values[name])
         for tensor, value in self.constants:
@@ -94,21 +92,6 @@ class OptimizerCopy:
                 continue
             twin.state[stand_ins[parameter]] = {k: _cloned(v) for k, v in values.items()}
         return twin
-
-
-class RandomStates:
-    """Every global generator: torch's on all devices, Python's, numpy's."""
-
-    def __init__(self) -> None:
-        self.cpu, self.python, self.numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
-        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state_all(self.cuda)
 
 
 def _cloned(value: Any) -> Any:

@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from wholestep.capture.batch import flatten, signature, split_batch
+from wholestep.capture.batch import split_batch
 from wholestep.capture.subject import Subject, make_subject
+from wholestep.capture.undo import RandomStates
 from wholestep.errors import BadBatch, BadOption
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.passes.pipeline import Pipeline, default_pipeline
 from wholestep.verify.report import Report
-from wholestep.verify.side_by_side import Batch, Made, Planner, SideBySide
-from wholestep.verify.state import RandomStates, StateCopy
+from wholestep.verify.side_by_side import Batch, Planner, SideBySide
+from wholestep.verify.state import StateCopy
 
 BACKENDS = ("inductor", "interpret")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -59,8 +60,7 @@ def verify(
         seed: for dropout and random numbers; None takes torch's seed.
         eval_too: one more step with all modules in eval mode.
 
-    Model, optimizer and random generators are as before when it returns; Python values that `loss_fn` changes outside
-    of the modules (a counter in a closure) are not.
+    Model, optimizer, random generators and the Python values that `loss_fn` can reach are as before when it returns.
     """
     for name, value, known in (("backend", backend, BACKENDS), ("precision", precision, PRECISIONS)):
         if value not in known:
@@ -92,20 +92,19 @@ def _always(plan: Plan) -> Planner:
 
 def _run_all(beside: SideBySide, todo: list[tuple[str, Any]], eval_batch: Any) -> None:
     """Train steps and edge batches in train mode as the modules are, then one step in eval mode; stops at a failure."""
-    made: dict[Any, Made | None] = {}
     touched: list[StateCopy] = []
     try:
         for batch in _batches(beside.subject, todo):
-            if not _run_one(beside, batch, made, touched):
+            if not _run_one(beside, batch, touched):
                 return
         if eval_batch is not None and beside.report.rung != "eager":
             beside.subject.root.eval()
             if beside.plan.recompute:
                 beside.report.note("the step in eval mode runs without a plan: budgets are for training")
             beside.planner = _always(Plan())
-            made.clear()  # train and eval flags are burned into a captured graph
+            beside.made.clear()  # what does not read the flag is planned anew all the same
             (last,) = _batches(beside.subject, [("eval", eval_batch)], len(todo))
-            _run_one(beside, last, made, touched)
+            _run_one(beside, last, touched)
     finally:
         for copy in touched:  # closure tensors that a captured step writes
             for tensor, value in copy.constants:
@@ -118,17 +117,13 @@ def _batches(subject: Subject, todo: list[tuple[str, Any]], start: int = 0) -> I
         if subject.accumulate > 1:
             ready = isinstance(given, list) and len(given) == subject.accumulate
             micro = given if ready else split_batch(given, subject.accumulate)
-        flat = [flatten(one) for one in micro]
-        yield Batch(label, count, [tensors for tensors, _ in flat], flat[0][1])
+        yield Batch(label, count, micro)
 
 
-def _run_one(beside: SideBySide, batch: Batch, made: dict[Any, Made | None], touched: list[StateCopy]) -> bool:
+def _run_one(beside: SideBySide, batch: Batch, touched: list[StateCopy]) -> bool:
     """One step, its rows in the report; False when it failed and the rest should not run."""
     report, subject = beside.report, beside.subject
-    key = (batch.spec, signature(batch.tensors[0]))
-    if key not in made:
-        made[key] = beside.make(batch)
-    found = made[key]
+    found = beside.make(batch)
     if found is None:
         report.note(f"step {batch.label}: nothing was captured, it runs in eager PyTorch")
         if report.rung == "not captured yet":

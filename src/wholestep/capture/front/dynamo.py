@@ -1,0 +1,237 @@
+"""TorchDynamo's private side: one call captured under our settings, its guards in our hands.
+
+In: a plain function and its arguments. Out: a `Frame`: Dynamo's graph, the code that calls it and then replays what the
+Python did, and the guards. Guards are evaluated by us and not by the frame evaluator, so that nothing is captured unasked,
+a miss can be named and counted, and no setting of torch's is touched while a step runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch._dynamo as dynamo
+from torch import fx
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._guards import TracingContext
+
+SAFE = {
+    "skip_nnmodule_hook_guards": False,  # True by default: a forward hook added later is not noticed
+    "skip_no_tensor_aliasing_guards_on_parameters": False,  # True by default: weights tied later are not noticed
+    "skip_guards_on_constant_func_defaults": False,
+    "assume_dunder_attributes_remain_unchanged": False,
+    "fail_on_recompile_limit_hit": True,  # instead of running the frame in eager, without a word
+    "suppress_errors": False,
+    "guard_nn_modules": True,
+    "use_recursive_dict_tags_for_guards": True,  # modules whose tables are untouched are not looked into: half the time
+}
+TRACING = {
+    "trace_autograd_ops": True,  # torch.autograd.grad inside the loss: gradient penalties, physics-informed networks
+    "allow_rnn": True,  # else "Attempted to wrap RNN, GRU, or LSTM"
+    "allow_unspec_int_on_nn_module": True,  # False by default: `self.calls += 1` in a forward would capture every step
+    "capture_scalar_outputs": True,
+    "capture_dynamic_output_shape_ops": False,
+    "recompile_limit": 1000,  # `Front` counts
+    "accumulated_recompile_limit": 100_000,
+    "automatic_dynamic_local_pgo": False,  # sizes that another run of the program met
+    "automatic_dynamic_remote_pgo": False,
+    "verbose": False,
+}
+SPECIALISED = {"specialize_float": True, "specialize_int": True}
+"""Every value of a Python number is a capture of its own: for operators that take numbers only."""
+
+_LOCK = threading.RLock()
+"""Settings of torch's are process-wide: one capture at a time."""
+_names = itertools.count()
+_tracing = threading.local()
+
+
+class Stopped(Exception):
+    """Raised in place of running a graph that was only to be captured."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Frame:
+    """One call as Dynamo captured it."""
+
+    function: types.FunctionType
+    """Called with the same arguments it calls the graph, and then does what the user's Python did beside it."""
+    guards: Any
+    read: list[Any]
+    """Dynamo's list of guards. Holding on to the objects keeps their addresses from being used again."""
+    codes: list[types.CodeType]
+    """The code of every function that was traced."""
+
+    def holds(self, arguments: Mapping[str, Any]) -> bool:
+        return self.guards.check(arguments)
+
+    def missed(self, arguments: Mapping[str, Any]) -> str:
+        """The first guard that does not hold, in Dynamo's words; empty where all do."""
+        found = self.guards.check_verbose(arguments)
+        return "" if found.result else " ".join(map(str, found.verbose_code_parts[:1]))
+
+    def values(self) -> Iterator[Any]:
+        """The objects that were read, as far as a guard names them."""
+        return (entry.value for entry in self.read if entry.has_value)
+
+
+def fresh_name() -> str:
+    """Dynamo remembers by the name of a function which sizes and numbers varied: one name per step."""
+    return f"traced_{next(_names)}"
+
+
+def copied(function: Callable[..., Any], name: str) -> types.FunctionType:
+    """The function with a code object, and so a cache of Dynamo's, of its own, and with globals of its own."""
+    made = types.FunctionType(function.__code__.replace(co_name=name), dict(function.__globals__), name)
+    return made
+
+
+def switched_off() -> str | None:
+    """Why torch.compile would run the plain function, or None."""
+    stance = dynamo.eval_frame._stance.stance
+    if dynamo.config.disable:
+        return "torch.compile is switched off (TORCHDYNAMO_DISABLE or torch._dynamo.config.disable)"
+    return None if stance == "default" else f"torch.compile is switched off (torch.compiler.set_stance({stance!r}))"
+
+
+@contextlib.contextmanager
+def settings(loggers: Any, **more: Any) -> Iterator[None]:
+    """Dynamo's settings as a faithful capture needs them, for this process, while the context is open."""
+    wanted = {
+        **SAFE, **TRACING, "ignore_logging_functions": loggers, "reorderable_logging_functions": {print, warnings.warn}, **more,
+    }  # fmt: skip
+    known = {name: value for name, value in wanted.items() if hasattr(dynamo.config, name)}
+    with _LOCK, dynamo.config.patch(**known), _quiet():
+        _tracing.on = True
+        try:
+            yield
+        finally:
+            _tracing.on = False
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What Dynamo logs about a capture that it gives up, or cannot count, is told by us."""
+    names = ("torch._dynamo", "torch._dynamo.utils", "torch._dynamo.symbolic_convert", "torch.fx.experimental.symbolic_shapes")
+    loggers = [logging.getLogger(name) for name in names]
+    kept = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*lru_cache.*")
+            warnings.filterwarnings("ignore", message=".*Dynamo detected.*")
+            yield
+    finally:
+        for logger, level in zip(loggers, kept, strict=True):
+            logger.setLevel(level)
+
+
+class IgnoredLoggers:
+    """Stands for the set of logging methods that are left out of a capture; remembers which were."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def __contains__(self, method: Any) -> bool:
+        owner = getattr(method, "__self__", None)
+        if isinstance(owner, logging.Logger):
+            self.names.add(owner.name)
+            return True
+        return isinstance(method, types.FunctionType) and method.__module__ == "logging"
+
+    def __iter__(self) -> Iterator[Any]:
+        names = ("debug", "info", "warning", "error", "critical", "exception", "log")
+        return (getattr(logging, name) for name in names)
+
+
+def capture_call(
+    function: types.FunctionType,
+    arguments: Mapping[str, Any],
+    take: Callable[[fx.GraphModule], Callable[..., Any]],
+    *,
+    dynamic: bool | None,
+    loggers: Any,
+    **more: Any,
+) -> Frame | None:
+    """Capture one call of `function`; `take` gets the graph and returns what is called in its place.
+
+    Nothing runs: neither the graph nor what the Python would do beside it. None where Dynamo made no graph. Raises what
+    Dynamo raises where it cannot.
+    """
+    read: list[Any] = []
+    codes: list[types.CodeType] = []
+
+    def keep(entries: Any) -> list[bool]:
+        read[:] = entries
+        return [True] * len(entries)
+
+    def backend(graph: fx.GraphModule, example: list[Any], **_: Any) -> Callable[..., Any]:
+        context = TracingContext.try_get()
+        codes[:] = [] if context is None else context.traced_code
+        made = take(graph)
+        first = True
+
+        def run(*args: Any) -> Any:
+            nonlocal first
+            if first:
+                first = False
+                raise Stopped
+            return made(*args)
+
+        return run
+
+    known = {id(entry.code) for entry in _debug_get_cache_entry_list(function.__code__)}
+    compiled = torch.compile(
+        function, backend=backend, fullgraph=True, dynamic=dynamic, options={"guard_filter_fn": keep}
+    )
+    with settings(loggers, **more), contextlib.suppress(Stopped):
+        compiled(**arguments)
+    fresh = [entry for entry in _debug_get_cache_entry_list(function.__code__) if id(entry.code) not in known]
+    if len(fresh) != 1:
+        return None
+    code, guards = fresh[0].code, fresh[0].guard_manager
+    return Frame(types.FunctionType(code, function.__globals__, function.__name__), guards, read, codes)
+
+
+# ---- torch.rand([]) against a probability of 0: Hugging Face's layerdrop ----
+
+
+class ScalarDraw:
+    """`torch.rand([])`, compared by HF's decoders with the probability of leaving a layer out: certain where that is 0."""
+
+    def __lt__(self, probability: float) -> bool:
+        if probability <= 0:
+            return False
+        raise RuntimeError("a layer is skipped at random: which layers run is decided in Python")
+
+    def __ge__(self, probability: float) -> bool:
+        return not self < probability
+
+
+def _new_draw() -> ScalarDraw:
+    return ScalarDraw()
+
+
+def _scalar_draw(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """Dynamo's handler for torch.rand, in graphs that are for us; None leaves it to the default."""
+    if not getattr(_tracing, "on", False) or kwargs or len(args) != 1:
+        return None
+    if not args[0].is_python_constant() or args[0].as_python_constant() != []:  # as HF writes it; `()` is a tensor like any
+        return None
+    from torch._dynamo.variables import UserFunctionVariable
+
+    return tx.inline_user_function_return(UserFunctionVariable(_new_draw), [], {})
+
+
+TorchInGraphFunctionVariable._get_handlers()[torch.rand] = _scalar_draw
+

@@ -1,0 +1,225 @@
+"""Front: calls the user's loss through the graphs that Dynamo made of it, and has a new one made when none holds.
+
+In: a batch. What runs in place of a graph is given by the caller (`run`): a captured step, a check, a dry capture. Dynamo's
+code around it then does to Python objects what the user's code does: counters, lists, attributes, logs. Nothing of that
+happens while a graph is only captured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo as dynamo
+from torch import fx
+
+from wholestep import compat
+from wholestep.capture.front import dynamo as private
+from wholestep.capture.front.loss_graph import LossGraph, user_line
+from wholestep.capture.front.traced import traced
+from wholestep.capture.front.unguarded import Unguarded
+from wholestep.capture.subject import Subject
+from wholestep.errors import CaptureRefused, WholestepError
+
+SAME_GUARD = 4
+"""Captures that one and the same guard may cause."""
+MOST_CAPTURES = 16
+"""Captures in all."""
+
+Run = Callable[[LossGraph, tuple], tuple]
+
+
+class KeepsChanging(CaptureRefused):
+    """A value that the loss reads is another one at every step."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Entry:
+    """One graph, and when it holds."""
+
+    frame: private.Frame
+    graph: LossGraph
+    unguarded: Unguarded
+
+
+class Front:
+    """The graphs of one subject's loss."""
+
+    def __init__(self, subject: Subject, *, dynamic: bool | None = None) -> None:
+        self.subject, self.dynamic = subject, dynamic
+        self.entries: list[Entry] = []
+        self.misses: Counter[str] = Counter()
+        self.notes: list[str] = []
+        self.seconds = 0.0
+        self.specialised = False
+        self._loggers = private.IgnoredLoggers()
+        self._name = private.fresh_name()
+        self._function = private.copied(traced, self._name)
+        self._run: Run | None = None
+
+    def __call__(self, batch: Any, run: Run, *, known_only: bool = False) -> Any:
+        """What the loss function returned, its graph run by `run`; raises CaptureRefused where there can be none."""
+        arguments = self._arguments(batch)
+        entry = self._find(arguments)
+        if entry is None:
+            if known_only:
+                raise CaptureRefused("no captured graph holds")
+            entry = self._capture(arguments)
+        kept, self._run = self._run, run
+        try:
+            return entry.frame.function(**arguments)
+        finally:
+            self._run = kept
+
+    def _arguments(self, batch: Any) -> dict[str, Any]:
+        subject = self.subject
+        autocast = None
+        if subject.precision != "fp32":
+            autocast = (subject.device.type, torch.float16 if subject.precision == "fp16" else torch.bfloat16)
+        return dict(
+            loss_fn=subject.loss_fn, model=subject.model, batch=batch, hooked=hooked_parameters(subject), autocast=autocast,
+            share=1.0 / subject.accumulate,
+        )  # fmt: skip
+
+    def _find(self, arguments: dict[str, Any]) -> Entry | None:
+        for place, entry in enumerate(self.entries):
+            if entry.frame.holds(arguments) and entry.unguarded.changed() is None:
+                if place:  # the one that held last is asked first
+                    self.entries.insert(0, self.entries.pop(place))
+                return entry
+        return None
+
+    def forget(self) -> None:
+        """Every graph is void: the model itself changed."""
+        self.entries.clear()
+        self._function = private.copied(traced, self._name)
+
+    # ---- capturing ----
+
+    def _capture(self, arguments: dict[str, Any]) -> Entry:
+        off = private.switched_off()
+        if off is not None:
+            raise CaptureRefused(off)
+        if self.entries:
+            self._count_miss(arguments)
+        began = time.perf_counter()
+        made: list[LossGraph] = []
+
+        def take(graph: fx.GraphModule) -> Callable[..., Any]:
+            made.append(LossGraph(graph))
+            return lambda *args: self._run(made[0], args)  # type: ignore[misc]
+
+        more = private.SPECIALISED if self.specialised else {}
+        try:
+            with compat.no_collection():
+                frame = private.capture_call(
+                    self._function, arguments, take, dynamic=self.dynamic, loggers=self._loggers, **more
+                )
+        except WholestepError:
+            raise
+        except CaptureRefused:
+            self._function = private.copied(traced, self._name)
+            raise
+        except Exception as error:
+            self._function = private.copied(traced, self._name)
+            raise refusal(error) from error
+        finally:
+            self.seconds += time.perf_counter() - began
+        if frame is None or not made:
+            raise CaptureRefused("the loss makes no graph: it computes nothing with tensors")
+        entry = Entry(frame, made[0], Unguarded(self.subject, frame.values(), frame.codes))
+        self.entries.insert(0, entry)
+        self._note_loggers()
+        return entry
+
+    def specialise(self) -> bool:
+        """From now on every value of a Python number has a graph of its own; False where that is so already."""
+        if self.specialised:
+            return False
+        self.specialised = True
+        self.forget()
+        return True
+
+    def _count_miss(self, arguments: dict[str, Any]) -> None:
+        """Name what changed; too often the same, or too much in all, and nothing more is captured."""
+        missed = self.entries[0].frame.missed(arguments)
+        if not missed:
+            missed = self.entries[0].unguarded.changed() or "something that was read"
+        if any(entry.frame.holds(arguments) for entry in self.entries):
+            self._function = private.copied(traced, self._name)  # Dynamo itself would find nothing to capture
+        place = guarded_place(missed)
+        self.misses[place] += 1
+        self.notes.append(f"captured anew because {described(missed)}")
+        if self.misses[place] > (MOST_CAPTURES if "size" in place else SAME_GUARD):
+            raise KeepsChanging(
+                f"{described(place)} is another one again and again; pass such a value as a tensor in the batch, or keep it out of "
+                "the loss",
+                compiled=True,
+            )
+        if sum(self.misses.values()) >= MOST_CAPTURES:
+            raise KeepsChanging(f"captured {MOST_CAPTURES} times, the last time because {described(missed)}", compiled=True)
+
+    def _note_loggers(self) -> None:
+        own = sorted(name for name in self._loggers.names if not name.startswith(("transformers", "torch")))
+        if own:
+            self.notes.append(f"log lines by {', '.join(own[:3])} are left out of captured steps")
+            self._loggers.names.clear()
+
+
+def hooked_parameters(subject: Subject) -> tuple:
+    """(parameter, its hooks) of all trained parameters, where one of them has a hook."""
+    trained = subject.trained.values()
+    if not any(p._backward_hooks for p in trained):
+        return ()
+    return tuple((p, tuple((p._backward_hooks or {}).values())) for p in trained)
+
+
+_COMMENT = re.compile(r"\s+#.*$")
+_HELP = {
+    "data-dependent": "give torch.where or a mask what decides; for torch.distributions, validate_args=False",
+    "Data-dependent": "give torch.where or a mask what decides; for torch.distributions, validate_args=False",
+    "Backward hooks": "a hook on the parameter, or on the output tensor, is captured",
+    "Tensor.item": "return it as aux",
+    "lock": "nothing to do where it is taken in the first step only",
+}
+
+
+def guarded_place(missed: str) -> str:
+    """What a failed guard looked at, without its value: equal for two values of one thing."""
+    text = _COMMENT.sub("", missed)
+    found = re.match(r"tensor '(.+?)' (size|stride|dtype|requires_grad|rank)", text)
+    if found:
+        return f"{found[2]} of {found[1]}"
+    return re.split(r" == | is | != |\.startswith|, ", text)[0].strip()
+
+
+def described(missed: str) -> str:
+    """A guard as a user would name it: `model.scale == 1.0 (net.py:12)`."""
+    text, _, comment = missed.partition("  #")
+    line = re.search(r"([\w.-]+\.py:\d+)", comment)
+    text = re.sub(r"L\['(\w+)'\]", r"\1", text.strip())
+    text = re.sub(r"\._modules\['([^']+)'\]", r".\1", text)
+    text = re.sub(r"\._(?:parameters|buffers)\['([^']+)'\]", r".\1", text)
+    text = re.sub(r"loss_fn\.__closure__\[(\d+)\]\.cell_contents", r"variable \1 of loss_fn's closure", text)
+    return f"{text[:160]} ({line[1]})" if line else text[:160]
+
+
+def refusal(error: Exception) -> CaptureRefused:
+    """What Dynamo met, where in the user's code, and what would help."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    what = lines[0] if lines else type(error).__name__
+    explained = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation:")), "")
+    helped = next((text for word, text in _HELP.items() if word in what or word in explained), "")
+    name = "" if isinstance(error, dynamo.exc.Unsupported) else f"{type(error).__name__}: "
+    parts = [f"{name}{what}"[:240], explained[:200], helped]
+    stack = getattr(error, "real_stack", None)
+    where = user_line("".join(stack.format())) if stack else user_line(str(error))
+    reason = ". ".join(part.rstrip(".") for part in parts if part)
+    return CaptureRefused(reason, where=where, curable=True, compiled=True)
+
+

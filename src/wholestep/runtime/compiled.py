@@ -1,0 +1,120 @@
+"""The rung below a whole step: the loss through torch.compile, with graph breaks; backward and update are torch's own.
+
+Taken where the loss cannot be one graph, and kept only if it measures faster than eager. Dynamo's settings are the careful
+ones of the front end; what Dynamo does not guard is watched, and where that changes the step goes on in eager PyTorch.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from wholestep.capture.front import dynamo as private
+from wholestep.capture.front.unguarded import Unguarded, refuse_impure_caches
+from wholestep.capture.ladder import COMPILED, EAGER
+from wholestep.capture.subject import Subject
+from wholestep.runtime.eager import Result, eager_step
+
+WARM_UP, TIMED = 3, 3
+"""Steps before the clock is looked at, and steps of each kind that are timed."""
+
+
+def _loss(loss_fn: Any, model: Any, batch: Any) -> Any:
+    return loss_fn(model, batch)
+
+
+class CompiledLoss:
+    """`loss_fn(model, batch)` through torch.compile; notices what Dynamo does not."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.loggers = private.IgnoredLoggers()
+        self.read: list[Any] = []
+        self.codes: list[types.CodeType] = []
+        self.unguarded: Unguarded | None = None
+        function = private.copied(_loss, private.fresh_name())
+        self.function = torch.compile(function, backend=self._backend, options={"guard_filter_fn": self._keep})
+
+    def _keep(self, entries: Sequence[Any]) -> list[bool]:
+        values = [entry.value for entry in entries if entry.has_value]
+        refuse_impure_caches(values)  # raised here, this frame runs in eager
+        self.read += values
+        self.unguarded = None
+        return [True] * len(entries)
+
+    def _backend(self, graph: Any, example: list[Any], **_: Any) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx
+
+        context = private.TracingContext.try_get()
+        self.codes += [] if context is None else context.traced_code
+        return compile_fx(graph, example)
+
+    def changed(self) -> str | None:
+        """What torch.compile would not notice."""
+        return None if self.unguarded is None else self.unguarded.changed()
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        # a frame that cannot be compiled runs in eager, as does one that is compiled again and again
+        lenient = {"suppress_errors": True, "fail_on_recompile_limit_hit": False, "recompile_limit": 8}
+        with private.settings(self.loggers, **lenient):
+            result = self.function(self.subject.loss_fn, model, batch)
+        if self.unguarded is None:
+            self.unguarded = Unguarded(self.subject, self.read, self.codes)
+        return result
+
+
+class LowerRung:
+    """Runs steps that no captured graph holds for: through torch.compile or eager, whichever measured faster."""
+
+    def __init__(self, subject: Subject, note: Callable[[str], None], *, compiled: bool) -> None:
+        self.subject, self.note = subject, note
+        self.loss = CompiledLoss(subject) if compiled else None
+        self.seconds: dict[str, list[float]] = {COMPILED: [], EAGER: []}
+        self.steps = 0
+        self.decided = not compiled
+
+    @property
+    def name(self) -> str:
+        return EAGER if self.loss is None else COMPILED
+
+    def step(self, micro: Sequence[Any], done: Sequence[Result] = ()) -> tuple[Result, torch.Tensor | None]:
+        if self.decided or done:
+            return self._run(self.name, micro, done)
+        kind = COMPILED
+        if self.steps >= WARM_UP:
+            kind = EAGER if (self.steps - WARM_UP) % 2 == 0 else COMPILED
+        self.steps += 1
+        if self.steps <= WARM_UP:
+            return self._run(kind, micro, done)
+        began = self._now()
+        result = self._run(kind, micro, done)
+        self.seconds[kind].append(self._now() - began)
+        if all(len(times) >= TIMED for times in self.seconds.values()):
+            self._decide()
+        return result
+
+    def _now(self) -> float:
+        if self.subject.device.type == "cuda":
+            torch.cuda.synchronize(self.subject.device)
+        return time.perf_counter()
+
+    def _decide(self) -> None:
+        compiled, eager = (statistics.median(self.seconds[kind]) * 1e3 for kind in (COMPILED, EAGER))
+        self.decided = True
+        if eager < compiled:
+            self.loss = None
+        winner = "torch.compile" if self.loss is not None else "eager"
+        self.note(f"steps that are not captured run by {winner}: torch.compile {compiled:.2f} ms, eager {eager:.2f} ms")
+
+    def _run(self, kind: str, micro: Sequence[Any], done: Sequence[Result]) -> tuple[Result, torch.Tensor | None]:
+        changed = None if self.loss is None else self.loss.changed()
+        if changed is not None:
+            self.loss, self.decided = None, True
+            self.note(f"{changed} changed, which torch.compile would not notice: the step runs in eager PyTorch")
+        loss = None if kind == EAGER else self.loss
+        return eager_step(self.subject, micro, loss, done)

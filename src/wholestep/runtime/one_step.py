@@ -1,0 +1,152 @@
+"""One optimizer step at work: its micro-batches through the captured graphs, then the update.
+
+The front end calls `_graph_called` in place of Dynamo's graph. At the first run of a variant the user's own code may run
+first, as the check against eager PyTorch; then it has done what Python does beside the graph, and Dynamo's replay of that
+is left out: each effect happens once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from wholestep.capture.front import LossGraph
+from wholestep.capture.tracer import ACCUMULATED_WEIGHT
+from wholestep.runtime.compiled import LowerRung
+from wholestep.runtime.eager import Result, combine, update_in_torch
+from wholestep.runtime.variant import Variant
+
+if TYPE_CHECKING:
+    from wholestep.runtime.step import Step
+
+
+class OnlyCaptured(Exception):
+    """Raised in place of running a step that was to be captured only."""
+
+
+class EagerDid(Exception):
+    """The user's own code ran, with all its effects: what it returned is the result."""
+
+    def __init__(self, result: Result) -> None:
+        self.result = result
+
+
+class OneStep:
+    """One call of a Step."""
+
+    def __init__(self, step: Step, micro: Sequence[Any]) -> None:
+        self.step, self.subject, self.micro = step, step.subject, micro
+        self.results: list[Result] = []
+        """Of the micro-batches that have run."""
+        self.variants: list[Variant] = []
+        self.norm: torch.Tensor | None = None
+        self.python_random: Any = None
+
+    def whole(self, *, known_only: bool = False) -> tuple[Result, torch.Tensor | None]:
+        """All micro-batches through captured graphs, then the update."""
+        step = self.step
+        if step.unchecked or not step.front.entries:  # the check runs the user's code again, on the same draws
+            self.python_random = random.getstate(), np.random.get_state()
+        if step.settings.guards == "off":
+            return self._without_guards()
+        for batch in self.micro:
+            self.batch = batch
+            try:
+                outcome = step.front(batch, self._graph_called, known_only=known_only)
+            except EagerDid as did:
+                outcome = did.result
+            self.results.append(outcome)
+        return combine(self.results), self._finish()
+
+    def capture_only(self) -> None:
+        """Raises OnlyCaptured once the variant for the first micro-batch is there."""
+        self.batch = self.micro[0]
+        if self.step.settings.guards == "off":
+            self.step.unguarded_variant(self.batch)
+            raise OnlyCaptured
+        self.step.front(self.batch, self._only_capture)
+
+    def _only_capture(self, graph: LossGraph, args: tuple) -> tuple:
+        self.step.make_room(None)
+        self.step.variant_of(graph, args, self.batch)
+        raise OnlyCaptured
+
+    def _graph_called(self, graph: LossGraph, args: tuple) -> tuple:
+        numbers, returned = graph.host(args)
+        variant = self.step.variant_of(graph, args, self.batch)
+        named = self._one(variant, args, numbers)
+        return graph.results(named, returned)
+
+    def _without_guards(self) -> tuple[Result, torch.Tensor | None]:
+        for batch in self.micro:
+            self.batch = batch
+            variant, tensors = self.step.unguarded_variant(batch)
+            variant.brought = list(range(len(tensors)))
+            try:
+                named = self._one(variant, tensors, ())
+                self.results.append((named["loss"], {n: named[n] for n in variant.capture.aux_names}))
+            except EagerDid as did:
+                self.results.append(did.result)
+        return combine(self.results), self._finish()
+
+    def _one(self, variant: Variant, args: Sequence[Any], numbers: Sequence[Any]) -> dict[str, Any]:
+        """One micro-batch through a variant, compared with eager where the variant is new."""
+        step, index = self.step, len(self.results)
+        if variant not in self.variants:
+            step.make_room(variant)
+            variant.begin(args)
+            self._clear_gradients(variant)
+            self.variants.append(variant)
+        check = step.settings.check if variant.uses == 1 and not variant.checked else None
+        afterwards = None if check is None else check(self, variant, args, numbers)
+        named, gradients, norm = variant.micro(args, numbers, step.seed, step.count, index)
+        self.norm = norm
+        if gradients:
+            variant.hand_over(gradients)
+        variant.checked = True
+        if afterwards is not None:
+            result = named["loss"], {n: named[n] for n in variant.capture.aux_names}
+            afterwards(self, result)
+            raise EagerDid(result)
+        return named
+
+    def _clear_gradients(self, variant: Variant) -> None:
+        """Before the first micro-batch: torch's own update reads p.grad, which the step fills."""
+        if self.variants or self.results:
+            return
+        if self.subject.optimizer is not None and not variant.capture.plans:
+            self.subject.optimizer.zero_grad(set_to_none=True)
+        for gradient in variant.binding.gradients.values():
+            gradient.zero_()
+
+    def _finish(self) -> torch.Tensor | None:
+        """The update, or what is left of it to torch."""
+        variant = self.variants[-1]
+        self.step.unchecked = any(not v.checked for v in self.variants)
+        if self.subject.accumulate == 1:
+            return variant.finish(self.norm)
+        used = {v.capture.used for v in self.variants}
+        if variant.update_runner is not None and len(used) == 1:
+            return variant.finish(variant.update())
+        self._hand_over_accumulated(set().union(*used))
+        return None if self.subject.optimizer is None else update_in_torch(self.subject)
+
+    def _hand_over_accumulated(self, names: set[str]) -> None:
+        variant = self.variants[-1]
+        gradients = {n: g for n, g in variant.binding.gradients.items() if n in names or n == ACCUMULATED_WEIGHT}
+        variant.hand_over(gradients)
+
+    # ---- on a lower rung ----
+
+    def in_torch(self, rung: LowerRung) -> tuple[Result, torch.Tensor | None]:
+        """What has not run yet by torch itself; gradients of what has are in p.grad then."""
+        if self.results:
+            variant = self.variants[-1]
+            names = set().union(*(v.capture.used for v in self.variants))
+            for name in names:  # sums of weighted losses, as eager's backward leaves them
+                self.subject.parameters[name].grad = variant.binding.gradients[name].clone()
+        return rung.step(self.micro[len(self.results) :], self.results)
