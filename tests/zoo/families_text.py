@@ -86,6 +86,13 @@ def unpadded(source: torch.Generator) -> dict[str, Any]:
     return {key: value for key, value in masked(source).items() if key != "attention_mask"}
 
 
+def added_mask(source: torch.Generator) -> dict[str, Any]:
+    """The mask as it is added to attention scores: landmarks attend to words, so a mask of words by words does not fit."""
+    batch = masked(source)
+    hidden = batch["attention_mask"][:, None, None, :] == 0
+    return batch | {"attention_mask": torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)}
+
+
 def replaced_words(source: torch.Generator) -> dict[str, Any]:
     """Which words are not the original ones."""
     labels = torch.randint(0, 2, (ROWS, TOKENS), generator=source)
@@ -241,7 +248,7 @@ LONG: dict[str, Family] = {
         use_cache=False, **SPECIAL,
     ), "ReformerForMaskedLM", masked_of(16)),
     "yoso": encoder("Yoso", dict(use_expectation=True, num_hash=4)),
-    "nystromformer": encoder("Nystromformer", dict(num_landmarks=4, segment_means_seq_len=TOKENS), unpadded),
+    "nystromformer": encoder("Nystromformer", dict(num_landmarks=4, segment_means_seq_len=TOKENS), added_mask),
     "fnet": Family("FNetConfig", dict(
         vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=LAYERS, intermediate_size=2 * WIDTH,
         max_position_embeddings=64, **SPECIAL,
