@@ -52,6 +52,13 @@ LATENT = EXPERTS | dict(
     num_key_value_heads=HEADS, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
     moe_intermediate_size=WIDTH, n_routed_experts=4, n_shared_experts=1, n_group=2, topk_group=1, first_k_dense_replace=1,
 )  # fmt: skip
+DISENTANGLED: dict[str, Any] = dict(
+    relative_attention=True,
+    pos_att_type=["p2c", "c2p"],
+    position_buckets=8,
+    share_att_key=True,
+    norm_rel_ebd="layer_norm",
+)
 
 
 def decoder(name: str, sizes: dict[str, Any], batch: MakeBatch = causal) -> Family:
@@ -207,10 +214,8 @@ ENCODERS: dict[str, Family] = {
     "electra": Family("ElectraConfig", ENCODER | dict(embedding_size=16), "ElectraForPreTraining", replaced_words),
     "mpnet": encoder("MPNet"),
     "deberta": encoder("Deberta", dict(relative_attention=True, pos_att_type=["p2c", "c2p"], max_relative_positions=16)),
-    "deberta_v2": classifier("DebertaV2", dict(
-        relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8, share_att_key=True,
-        norm_rel_ebd="layer_norm",
-    )),
+    "deberta_v2": encoder("DebertaV2", DISENTANGLED),
+    "deberta_v2_classifier": classifier("DebertaV2", DISENTANGLED),
     "squeezebert": classifier("SqueezeBert", dict(embedding_size=WIDTH)),
     "mobilebert": tagger("MobileBert", dict(
         embedding_size=16, intra_bottleneck_size=16, true_hidden_size=16, num_feedforward_networks=2,
