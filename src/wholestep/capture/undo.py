@@ -138,7 +138,7 @@ class Undo:
             self._puts.append(functools.partial(value.setstate, value.getstate()))
         elif isinstance(value, np.random.Generator):
             self._puts.append(functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state))
-        elif isinstance(value, np.random.RandomState) or isinstance(value, torch.Generator):
+        elif isinstance(value, np.random.RandomState | torch.Generator):
             self._puts.append(functools.partial(value.set_state, value.get_state()))
         elif isinstance(value, np.ndarray):
             if value.nbytes <= 1 << 24 and value.flags.writeable:

@@ -149,7 +149,7 @@ class _Session:
         device = this_device(self.place.type)
         self.tell("timing steps")
         timing = time_steps(call, self.job.batches.batch, self.place, samples=self.samples)
-        variant = watching.variant_of(step, self.batch) if step is not None and self.system == "wholestep" else None
+        variant = step.variant_for(self.batch) if step is not None and self.system == "wholestep" else None
         self.tell("timing every call of a step")
         watched = self._watched(step, call, variant, device)
         busy = self._busy(call)

@@ -170,7 +170,7 @@ class Step:
 
     def prepare(self, batch: Any) -> None:
         """Capture for an example batch. Nothing runs, and nothing of the user's is touched."""
-        self._structure = _structure_of(batch)
+        self._structure = self._structure or _structure_of(batch)
         randomness = RandomStates()
         try:
             OneStep(self, [batch]).capture_only()
@@ -187,6 +187,11 @@ class Step:
         finally:
             randomness.restore()
         return None
+
+    def variant_for(self, batch: Any) -> Variant | None:
+        """The captured step for a batch, made where there is none, not run; None where a lower rung takes it."""
+        self.prepare(self._micro_batches(batch)[0])
+        return None if self._lower is not None else self._latest
 
     def variant_of(self, graph: LossGraph, args: tuple, batch: Any) -> Variant:
         """The captured step for a call of `graph`."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from wholestep.capture.preflight import autocast_for
 from wholestep.capture.subject import Subject
-from wholestep.verify.state import RandomStates
+from wholestep.capture.undo import RandomStates
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import logging
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from torch import fx
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._guards import TracingContext
+
+from wholestep.capture.front.growing import growing
 
 SAFE = {
     "skip_nnmodule_hook_guards": False,  # True by default: a forward hook added later is not noticed
@@ -52,7 +54,6 @@ SPECIALISED = {"specialize_float": True, "specialize_int": True}
 _LOCK = threading.RLock()
 """Settings of torch's are process-wide: one capture at a time."""
 _names = itertools.count()
-_tracing = threading.local()
 
 
 class Stopped(Exception):
@@ -104,18 +105,18 @@ def switched_off() -> str | None:
 
 
 @contextlib.contextmanager
-def settings(loggers: Any, **more: Any) -> Iterator[None]:
+def settings(loggers: Any, lists: Iterable[str] = (), **more: Any) -> Iterator[None]:
     """Dynamo's settings as a faithful capture needs them, for this process, while the context is open."""
     wanted = {
         **SAFE, **TRACING, "ignore_logging_functions": loggers, "reorderable_logging_functions": {print, warnings.warn}, **more,
     }  # fmt: skip
     known = {name: value for name, value in wanted.items() if hasattr(dynamo.config, name)}
     with _LOCK, dynamo.config.patch(**known), _quiet():
-        _tracing.on = True
+        growing.on, growing.lists = True, frozenset(lists)
         try:
             yield
         finally:
-            _tracing.on = False
+            growing.on, growing.lists = False, frozenset()
 
 
 @contextlib.contextmanager
@@ -161,6 +162,7 @@ def capture_call(
     *,
     dynamic: bool | None,
     loggers: Any,
+    lists: Iterable[str] = (),
     **more: Any,
 ) -> Frame | None:
     """Capture one call of `function`; `take` gets the graph and returns what is called in its place.
@@ -194,7 +196,7 @@ def capture_call(
     compiled = torch.compile(
         function, backend=backend, fullgraph=True, dynamic=dynamic, options={"guard_filter_fn": keep}
     )
-    with settings(loggers, **more), contextlib.suppress(Stopped):
+    with settings(loggers, lists, **more), contextlib.suppress(Stopped):
         compiled(**arguments)
     fresh = [entry for entry in _debug_get_cache_entry_list(function.__code__) if id(entry.code) not in known]
     if len(fresh) != 1:
@@ -224,7 +226,7 @@ def _new_draw() -> ScalarDraw:
 
 def _scalar_draw(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """Dynamo's handler for torch.rand, in graphs that are for us; None leaves it to the default."""
-    if not getattr(_tracing, "on", False) or kwargs or len(args) != 1:
+    if not getattr(growing, "on", False) or kwargs or len(args) != 1:
         return None
     if not args[0].is_python_constant() or args[0].as_python_constant() != []:  # as HF writes it; `()` is a tensor like any
         return None

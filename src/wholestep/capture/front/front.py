@@ -57,6 +57,8 @@ class Front:
         self.notes: list[str] = []
         self.seconds = 0.0
         self.specialised = False
+        self.lists: set[str] = set()
+        """Lists that were seen to grow, as Dynamo names them."""
         self._loggers = private.IgnoredLoggers()
         self._name = private.fresh_name()
         self._function = private.copied(traced, self._name)
@@ -118,7 +120,7 @@ class Front:
         try:
             with compat.no_collection():
                 frame = private.capture_call(
-                    self._function, arguments, take, dynamic=self.dynamic, loggers=self._loggers, **more
+                    self._function, arguments, take, dynamic=self.dynamic, loggers=self._loggers, lists=self.lists, **more
                 )
         except WholestepError:
             raise
@@ -153,6 +155,9 @@ class Front:
         if any(entry.frame.holds(arguments) for entry in self.entries):
             self._function = private.copied(traced, self._name)  # Dynamo itself would find nothing to capture
         place = guarded_place(missed)
+        grown = re.match(r"(?:len\((.+)\)|not (.+))$", place)
+        if grown:
+            self.lists.add(grown[1] or grown[2])
         self.misses[place] += 1
         self.notes.append(f"captured anew because {described(missed)}")
         if self.misses[place] > (MOST_CAPTURES if "size" in place else SAME_GUARD):
@@ -181,12 +186,17 @@ def hooked_parameters(subject: Subject) -> tuple:
 
 _COMMENT = re.compile(r"\s+#.*$")
 _HELP = {
-    "data-dependent": "give torch.where or a mask what decides; for torch.distributions, validate_args=False",
-    "Data-dependent": "give torch.where or a mask what decides; for torch.distributions, validate_args=False",
-    "Backward hooks": "a hook on the parameter, or on the output tensor, is captured",
-    "Tensor.item": "return it as aux",
-    "lock": "nothing to do where it is taken in the first step only",
+    "ata-dependent": "select by torch.where or a mask instead; torch.distributions: validate_args=False",
+    "data-dependent expression": "select by torch.where or a mask instead; torch.distributions: validate_args=False",
+    "ackward hooks": "a hook on a parameter, or on the output tensor, is captured",
+    "next()": "pass what it yields in the batch",
+    "`open`": "read the file outside of the loss and pass the value in the batch",
+    "ContextVar": "pass the value in the batch",
+    "deque": "use a list",
+    "numpy": "use torch, or compute it outside of the loss and pass it in the batch",
+    "andom": "draw it outside of the loss and pass it in the batch",
 }
+"""A word of what Dynamo met -> what would help."""
 
 
 def guarded_place(missed: str) -> str:
@@ -214,6 +224,7 @@ def refusal(error: Exception) -> CaptureRefused:
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     what = lines[0] if lines else type(error).__name__
     explained = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation:")), "")
+    explained = explained.split(". ")[0] if "VariableTracker" not in explained.split(". ")[0] else ""
     helped = next((text for word, text in _HELP.items() if word in what or word in explained), "")
     name = "" if isinstance(error, dynamo.exc.Unsupported) else f"{type(error).__name__}: "
     parts = [f"{name}{what}"[:240], explained[:200], helped]

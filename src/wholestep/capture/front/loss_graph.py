@@ -271,7 +271,8 @@ def _is_checkpoint(node: fx.Node) -> bool:
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:
-    graph, copies = fx.Graph(), {}
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     return fx.GraphModule(module, graph)

@@ -88,7 +88,8 @@ def split_numbers(module: fx.GraphModule, arguments: Sequence[Argument]) -> Host
 def _host_function(
     module: fx.GraphModule, host: set[fx.Node], crossing: list[fx.Node], results: list[fx.Node]
 ) -> fx.GraphModule:
-    graph, copies = fx.Graph(), {}
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
         if node.op == "placeholder" or node in host:
             copies[node] = graph.node_copy(node, copies.__getitem__)

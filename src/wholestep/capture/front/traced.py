@@ -57,7 +57,8 @@ def traced(loss_fn: Any, model: Any, batch: Any, hooked: tuple, autocast: tuple 
     else:
         with torch.autocast(autocast[0], autocast[1], cache_enabled=False):
             result = loss_fn(model, batch)
-    loss, aux = result, {}
+    loss = result
+    aux: dict[str, torch.Tensor] = {}
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
         loss, aux = result
     if not isinstance(loss, torch.Tensor):

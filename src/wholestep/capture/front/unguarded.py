@@ -65,8 +65,8 @@ class Unguarded:
         """What is not as it was, in words; None where all is."""
         now = self._facts()
         if now != self.facts:
-            names = ("the optimizer's groups or its step", "requires_grad of a parameter", "post-accumulate-grad hooks")
-            return next(name for name, a, b in zip(names, self.facts, now) if a != b)
+            what = ("the optimizer's groups or its step", "requires_grad of a parameter", "post-accumulate-grad hooks")
+            return next(name for name, a, b in zip(what, self.facts, now) if a != b)
         hooks = self._hooks()
         if len(hooks) != len(self.hooks) or not all(map(is_, hooks, self.hooks)):
             return "hooks of parameters, or of all modules"
@@ -95,7 +95,9 @@ def _classes(values: Iterable[Any]) -> Iterator[type]:
 
 
 _HEAP_TYPE = 1 << 9
-_INTERNAL = ("torch._", "torch.fx", "torch.autograd", "torch.utils", "torch.jit", "abc", "typing", "collections", "enum", "_")
+_INTERNAL = (
+    "torch._", "torch.fx", "torch.autograd", "torch.utils", "torch.jit", "abc", "typing", "collections", "enum", "builtins", "_abc", "_collections",
+)  # fmt: skip
 
 
 def _is_internal(cls: type) -> bool:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.batch import flatten
 from wholestep.cost import Device, Fp32Units, cost_of
 from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of
 from wholestep.graph.views import is_cheap_view
@@ -152,12 +151,6 @@ def _watched(variant: Variant, calls: Sequence[Sequence[Call]], record: list[tup
         yield
     finally:
         variant.runner, variant.update_runner = kept
-
-
-def variant_of(step: Step, batch: Any) -> Variant | None:
-    """The lowered form in use for this batch; None in eager PyTorch."""
-    tensors, spec = flatten(step._micro_batches(batch)[0])
-    return step.variant_for(tensors, spec)
 
 
 def backend_of(variant: Variant) -> str:

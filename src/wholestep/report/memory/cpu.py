@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from wholestep.capture.batch import flatten
 from wholestep.report.memory import cuda
 from wholestep.report.memory.blocks import GRADIENTS, OTHER, Block, MemoryProfile, assemble
 from wholestep.report.memory.events import Event, mark, out_of_order, record
@@ -81,10 +80,7 @@ def measure_step(
 
 def _variant(step_call: Any, batch: Any) -> Variant | None:
     """What a Step runs for this batch; None where it is plain PyTorch."""
-    if not isinstance(step_call, Step):
-        return None
-    tensors, spec = flatten(step_call._micro_batches(batch)[0])
-    return step_call.variant_for(tensors, spec)
+    return step_call.variant_for(batch) if isinstance(step_call, Step) else None
 
 
 def _runtime(variant: Variant | None, device: torch.device) -> dict[int, Block]:

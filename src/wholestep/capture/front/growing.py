@@ -1,0 +1,89 @@
+"""Lists that a loss only appends to: Dynamo made to append, instead of fixing their length in the captured code.
+
+`losses.append(loss.item())` inside a loss makes Dynamo guard the length of the list, so every step would be captured anew.
+Once a list was seen to grow, `Front` names it here. Appending to it is then left to the code that runs after the graph, as
+Dynamo does with `print`; should the loss look at the list in any other way, its length is guarded after all.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.source import AttrSource, GetItemSource
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.lists import ListVariable
+from torch._dynamo.variables.misc import DebuggingVariable
+
+growing = threading.local()
+"""`growing.lists`: where the lists are found, as Dynamo writes it; `growing.on`: whether a capture is ours."""
+
+
+class GrowingList(ListVariable):
+    """A list that has only been appended to so far; it turns into an ordinary one when anything else is done with it."""
+
+    def __init__(self, items: list[Any], **options: Any) -> None:
+        self.__dict__["appended"] = []
+        super().__init__(items, **options)
+
+    @property
+    def items(self) -> list[Any]:
+        if "builder" in self.__dict__:
+            self._read()
+            return self.__dict__["items"]
+        return self.__dict__.get("items", [])
+
+    @items.setter
+    def items(self, value: list[Any]) -> None:
+        self.__dict__["items"] = value
+
+    def _read(self) -> None:
+        builder, value = self.__dict__.pop("builder"), self.__dict__.pop("live")
+        builder.install_guards(GuardBuilder.SEQUENCE_LENGTH)
+        source = builder.get_source()
+        items = [LazyVariableTracker.create(item, source=GetItemSource(source, i)) for i, item in enumerate(value)]
+        appended = self.__dict__.pop("appended")
+        self.__dict__["items"] = items + [item for _, item in appended]
+        output = builder.tx.output
+        if appended:
+            output.side_effects.mutation(self)
+            late = output.root_tx.debug_locals
+            late[:] = [entry for entry in late if all(entry is not mine for mine, _ in appended)]
+        self.__class__ = ListVariable
+
+    def call_method(self, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if name == "append" and len(args) == 1 and not kwargs and "builder" in self.__dict__:
+            source = AttrSource(self.source, "append")
+            entry = (DebuggingVariable(self.__dict__["live"].append, source=source), list(args))
+            tx.output.root_tx.debug_locals.append(entry)
+            self.__dict__["appended"].append((entry, args[0]))
+            return ConstantVariable.create(None)
+        self.items  # noqa: B018 - reading makes it an ordinary list
+        return ListVariable.call_method(self, tx, name, args, kwargs)
+
+
+def _wrap_listlike(self: VariableBuilder, value: Any) -> Any:
+    name = self.source.name() if callable(self.source.name) else self.source.name
+    if type(value) is not list or name not in getattr(growing, "lists", ()):
+        return _plain_wrap(self, value)
+    self.install_guards(GuardBuilder.TYPE_MATCH)
+    made = GrowingList([], source=self.source)
+    made.__dict__.update(builder=self, live=value)
+    return self.tx.output.side_effects.track_mutable(value, made)
+
+
+def _log(self: DebuggingVariable, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """`print` and `warnings.warn` in a function that is inlined: torch (2.11 to 2.13) loses them there."""
+    before = len(tx.debug_locals)
+    result = _plain_log(self, tx, args, kwargs)
+    if getattr(growing, "on", False) and tx is not tx.output.root_tx:
+        tx.output.root_tx.debug_locals += tx.debug_locals[before:]
+    return result
+
+
+_plain_wrap, _plain_log = VariableBuilder.wrap_listlike, DebuggingVariable.call_function
+VariableBuilder.wrap_listlike = _wrap_listlike
+DebuggingVariable.call_function = _log
