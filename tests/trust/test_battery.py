@@ -1,0 +1,64 @@
+"""Every training of the battery is that of eager PyTorch: captured as a whole, or with a reason told, never wrong in silence."""
+
+from __future__ import annotations
+
+import pytest
+from tests.trust.battery import CASES, LOUD
+from tests.trust.case import Case
+from tests.trust.run import judge
+
+FEWEST, SHARE_WHOLE = 200, 0.8
+ON_INDUCTOR = (
+    "annealing_method", "counter_with_a_threshold", "layer_thawed_with_adamw", "environment_entry",
+    "forward_patched_on_the_instance", "closure_tensor_replaced",
+)  # fmt: skip
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
+
+
+def require_right(case: Case, **options: str) -> None:
+    found = judge(case, cache=True, **options)
+    if case.name in LOUD:
+        assert found.verdict in ("loud", "refused"), f"{found.verdict}: {found.detail}"
+        assert LOUD[case.name] in found.detail
+    else:
+        assert found.verdict == "whole", f"{found.verdict}: {found.detail}"
+
+
+@every_case
+def test_trained_as_in_eager(case: Case) -> None:
+    require_right(case)
+
+
+@pytest.mark.parametrize("name", ON_INDUCTOR)
+def test_trained_as_in_eager_compiled(name: str) -> None:
+    require_right(CASES[name], backend="inductor")
+
+
+@pytest.mark.slow
+@every_case
+def test_every_training_compiled(case: Case) -> None:
+    require_right(case, backend="inductor")
+
+
+@pytest.mark.slow
+@every_case
+def test_the_first_check_leaves_nothing_behind(case: Case) -> None:
+    require_right(case, check="first")
+
+
+@pytest.mark.slow
+@every_case
+def test_the_battery_itself(case: Case) -> None:
+    """Eager against eager: whatever differs there is no fault of Wholestep."""
+    found = judge(case, alone=True)
+    assert found.verdict == "whole", f"{found.verdict}: {found.detail}"
+
+
+def test_most_are_whole() -> None:
+    """A case outside LOUD must be whole, so the table says how many are."""
+    assert len(CASES) >= FEWEST
+    assert len(LOUD) <= (1 - SHARE_WHOLE) * len(CASES)
+
+
+def test_no_loud_case_is_unknown() -> None:
+    assert not LOUD.keys() - CASES.keys()
