@@ -295,16 +295,9 @@ def autocast_switched_on_in_the_loss() -> Made:
 
 @case
 def autocast_around_later_steps() -> Made:
-    context = torch.autocast("cpu", torch.bfloat16)
     loss = lambda m, b: (m(b[0]).float() - b[1]).square().mean()  # noqa: E731
-
-    def change(i: int) -> None:
-        if i == 2:
-            context.__enter__()
-        if i == 4:
-            context.__exit__(None, None, None)
-
-    return train(loss, change)
+    switch = functools.partial(torch.set_autocast_enabled, "cpu")
+    return train(loss, lambda i: switch(i in (2, 3)), cleanup=lambda: switch(False))
 
 
 @case

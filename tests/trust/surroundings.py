@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 import random
 import threading
 import types
 import warnings
+import weakref
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -21,6 +23,8 @@ MODULE_HOOKS = sorted(name for name in vars(nn.Module()) if name.endswith(("_hoo
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 GLOBAL_HOOKS = sorted(name for name in vars(nn.modules.module) if name.startswith("_global_") and name.endswith("_hooks"))
 FUNCTIONS = {"random": random, "numpy.random": np.random, "torch": torch, "torch.nn.functional": nn.functional}
+OPAQUE = (nn.Module, type, types.ModuleType, logging.Logger, weakref.WeakKeyDictionary)
+"""Not taken apart: modules have a view of their own, and loggers and weak dictionaries hold caches that reading fills."""
 DEEPEST = 6
 
 
@@ -38,7 +42,7 @@ def surroundings(part: Made, made: Made) -> dict[str, Any]:
             "random": [_numbers(random.getstate()), np.random.get_state()[1:], torch.get_rng_state()],
             "functions": {name: _functions_of(module) for name, module in FUNCTIONS.items()},
             "hooks of all modules": {name: _keys_and_ids(getattr(nn.modules.module, name)) for name in GLOBAL_HOOKS},
-            "threads": threading.active_count(),
+            "threads": {thread.name: thread.ident for thread in threading.enumerate()},
             "warnings filters": [str(entry) for entry in warnings.filters],
             "default dtype": str(torch.get_default_dtype()),
             "grad mode": torch.is_grad_enabled(),
@@ -84,7 +88,7 @@ def view(value: Any, depth: int = 0, seen: frozenset[int] = frozenset()) -> Any:
     here = [type(value).__name__, id(value)]
     if isinstance(value, torch.Tensor):
         return [*here, value]
-    if depth >= DEEPEST or id(value) in seen or isinstance(value, nn.Module | type | types.ModuleType):
+    if depth >= DEEPEST or id(value) in seen or isinstance(value, OPAQUE):
         return here
     inside = functools.partial(view, depth=depth + 1, seen=seen | {id(value)})
     if isinstance(value, np.ndarray):
