@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.trust import burned_in, code_changed, left_behind, optimizers, outside, structure
+from tests.trust import (
+    burned_in,
+    code_changed,
+    data,
+    hooks,
+    left_behind,
+    optimizers,
+    outside,
+    python_values,
+    randomness,
+    structure,
+)
 from tests.trust.case import CASES, Case
 
 __all__ = ["CASES", "FILES", "LOUD", "chosen"]
 
-FILES = (burned_in, code_changed, outside, structure, left_behind, optimizers)
+FILES = (
+    burned_in, code_changed, outside, structure, left_behind, optimizers, hooks, randomness, data, python_values,
+)  # fmt: skip
 
 LOUD: dict[str, str] = {}
 """Name -> words of the reason that must be told."""

@@ -28,7 +28,8 @@ class Made:
 
     model: Any
     """A module, or a dict or tuple of modules."""
-    loss_fn: Callable[[Any, Any], Any]
+    loss_fn: Callable[[Any, Any], Any] | None
+    """None: model(**batch)["loss"]."""
     optimizer: torch.optim.Optimizer | None
     batches: list[Any]
     """One for each step; with options["accumulate"], lists of micro-batches."""
@@ -144,7 +145,7 @@ def at(step: int, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Call
 
 
 def train(
-    loss_fn: Callable[[Any, Any], Any] = mse,
+    loss_fn: Callable[[Any, Any], Any] | None = mse,
     change: Callable[[int], Any] = nothing,
     *,
     model: Any = None,

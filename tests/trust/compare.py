@@ -51,6 +51,8 @@ def difference(ours: Any, theirs: Any, path: str = "") -> str | None:
 def _tensors(ours: torch.Tensor, theirs: torch.Tensor, path: str) -> str | None:
     if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
         return f"{path}: {ours.dtype} {tuple(ours.shape)} against {theirs.dtype} {tuple(theirs.shape)}"
+    if theirs.layout is not torch.strided:
+        ours, theirs = ours.to_dense(), theirs.to_dense()
     if torch.allclose(ours, theirs, rtol=RELATIVE, atol=ABSOLUTE, equal_nan=True):
         return None
     return f"{path}: off by up to {(ours.double() - theirs.double()).abs().max():.3g}"

@@ -222,6 +222,7 @@ def _require_equal(ours: dict[str, Any], theirs: dict[str, Any], i: int, results
 
 def eager(made: Made) -> Stepper:
     """The loop body that people write."""
+    loss_fn = made.loss_fn or (lambda model, batch: model(**batch)["loss"])
 
     def step(batch: Any) -> Any:
         micro = batch if "accumulate" in made.options else [batch]
@@ -231,7 +232,7 @@ def eager(made: Made) -> Stepper:
             made.optimizer.zero_grad()
         losses, weights, aux = [], [], {}
         for part in micro:
-            result = made.loss_fn(made.model, part)
+            result = loss_fn(made.model, part)
             loss, aux = result if isinstance(result, tuple) else (result, {})
             weights.append(aux.get("weight", torch.ones(())).detach())
             (loss * weights[-1] if len(micro) > 1 else loss).backward()
