@@ -9,11 +9,15 @@ from tests.trust import (
     code_changed,
     data,
     hooks,
+    interrupted,
     left_behind,
+    loops,
     optimizers,
     outside,
     python_values,
     randomness,
+    refusals,
+    stale_cache,
     structure,
 )
 from tests.trust.case import CASES, Case
@@ -21,7 +25,8 @@ from tests.trust.case import CASES, Case
 __all__ = ["CASES", "FILES", "LOUD", "chosen"]
 
 FILES = (
-    burned_in, code_changed, outside, structure, left_behind, optimizers, hooks, randomness, data, python_values,
+    burned_in, code_changed, outside, structure, left_behind, optimizers, hooks, randomness, data, python_values, loops,
+    interrupted, stale_cache, refusals,
 )  # fmt: skip
 
 LOUD: dict[str, str] = {}

@@ -296,7 +296,11 @@ def autocast_switched_on_in_the_loss() -> Made:
 @case
 def autocast_around_later_steps() -> Made:
     loss = lambda m, b: (m(b[0]).float() - b[1]).square().mean()  # noqa: E731
-    switch = functools.partial(torch.set_autocast_enabled, "cpu")
+
+    def switch(on: bool) -> None:
+        torch.set_autocast_enabled("cpu", on)
+        torch.clear_autocast_cache()  # as leaving the context does
+
     return train(loss, lambda i: switch(i in (2, 3)), cleanup=lambda: switch(False))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import operator
 import random
@@ -68,7 +69,7 @@ def _module_view(root: nn.Module) -> dict[str, Any]:
     for path, module in root.named_modules(remove_duplicate=False):
         own = vars(module)
         found[path or "root"] = {
-            "identity": [id(module), type(module).__name__, id(type(module).forward)],
+            "identity": [id(module), type(module).__name__, id(inspect.getattr_static(type(module), "forward", None))],
             "attributes": sorted(own),
             "values": [view(value) for name, value in sorted(own.items()) if not name.startswith("_")],
             "training": module.training,
