@@ -1,12 +1,14 @@
 """What a case of the battery is: a small training, built fresh by a function, and what changes before which step.
 
-A file of cases takes a decorator for its class (`case = cases_of("hooks")`) and registers plain functions with it. Each
-returns what is trained (`train(...)` fills in the usual model, loss, optimizer and batches).
+A file of cases takes two decorators for its class (`case, more = cases_of("hooks")`) and registers plain functions with
+them; those of `more` are relatives of others and run with the slow tests only. Each function returns what is trained
+(`train(...)` fills in the usual model, loss, optimizer and batches).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,6 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 
 STEPS = 6
+
+Build = Callable[..., "Made"]
+Register = Callable[[Build], Build]
 
 
 def nothing(*_: Any) -> None:
@@ -61,7 +66,9 @@ class Case:
 
     name: str
     kind: str
-    build: Callable[..., Made]
+    build: Build
+    slow: bool
+    """Whether it runs with the slow tests only."""
 
     @property
     def has_forerunner(self) -> bool:
@@ -72,15 +79,15 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
-def cases_of(kind: str) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
-    """The decorator that registers cases of one class."""
+def cases_of(kind: str) -> tuple[Register, Register]:
+    """The decorators that register cases of one class: those that always run, and more of them."""
 
-    def register(build: Callable[..., Made]) -> Callable[..., Made]:
+    def register(build: Build, slow: bool = False) -> Build:
         assert build.__name__ not in CASES, f"two cases are named {build.__name__}"
-        CASES[build.__name__] = Case(build.__name__, kind, build)
+        CASES[build.__name__] = Case(build.__name__, kind, build, slow)
         return build
 
-    return register
+    return register, functools.partial(register, slow=True)
 
 
 class Net(nn.Module):

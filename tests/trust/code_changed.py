@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from tests.trust.case import Made, Net, at, cases_of, mse, train
 from torch import nn
 
-case = cases_of("code changed")
+case, more = cases_of("code changed")
 
 Function = Callable[..., Any]
 
@@ -53,13 +53,13 @@ def function_in_the_closure() -> Made:
     return train(lambda m, b: scale(mse(m, b)), change)
 
 
-@case
+@more
 def lambda_made_anew_every_step() -> Made:
     table = [as_it_is]
     return train(lambda m, b: table[0](mse(m, b)), lambda i: table.__setitem__(0, lambda x, k=1.0 / (i + 1): x * k))
 
 
-@case
+@more
 def function_of_a_module_replaced() -> Made:
     library = types.ModuleType("library")
     library.scale = as_it_is
@@ -83,7 +83,7 @@ def code_rebound() -> Made:
     return train(lambda m, b: scale(mse(m, b)), at(3, setattr, scale, "__code__", other.__code__))
 
 
-@case
+@more
 def code_of_the_loss_rebound() -> Made:
     def loss(m: Any, b: Any) -> torch.Tensor:
         return F.mse_loss(m(b[0]), b[1])
@@ -110,7 +110,7 @@ def keyword_defaults_rebound() -> Made:
     return train(lambda m, b: scale(mse(m, b)), at(3, setattr, scale, "__kwdefaults__", {"factor": 0.1}))
 
 
-@case
+@more
 def mutable_default_changes() -> Made:
     def loss(m: Any, b: Any, weights: list[float] = [1.0]) -> torch.Tensor:  # noqa: B006
         return mse(m, b) * weights[0]
@@ -128,7 +128,7 @@ def closure_cell_rebound() -> Made:
     return train(lambda m, b: scale(mse(m, b)), at(3, setattr, scale.__closure__[0], "cell_contents", 0.1))
 
 
-@case
+@more
 def decorated_function() -> Made:
     options = {"factor": 1.0}
 
@@ -142,7 +142,7 @@ def decorated_function() -> Made:
     return train(scaled(mse), at(3, options.update, factor=0.1))
 
 
-@case
+@more
 def single_dispatch_registered_later() -> Made:
     @functools.singledispatch
     def scale(by: Any, x: torch.Tensor) -> torch.Tensor:
@@ -151,7 +151,7 @@ def single_dispatch_registered_later() -> Made:
     return train(lambda m, b: scale(1, mse(m, b)), at(3, scale.register, int, lambda by, x: x * 0.1))
 
 
-@case
+@more
 def context_manager_with_state() -> Made:
     factor = [1.0]
 
@@ -176,7 +176,7 @@ def method_of_a_plain_class() -> Made:
     return train(lambda m, b: mse(m, b) * helper.weight(), at(3, setattr, Helper, "weight", lambda self: 0.1))
 
 
-@case
+@more
 def method_of_a_parent_class() -> Made:
     class Parent:
         def weight(self) -> float:
@@ -186,7 +186,7 @@ def method_of_a_parent_class() -> Made:
     return train(lambda m, b: mse(m, b) * helper.weight(), at(3, setattr, Parent, "weight", lambda self: 0.1))
 
 
-@case
+@more
 def method_of_an_instance() -> Made:
     class Helper:
         def weight(self) -> float:
@@ -224,7 +224,7 @@ def static_and_class_methods() -> Made:
     return train(lambda m, b: mse(m, b) * (Helper.weight() + Helper.offset()), change)
 
 
-@case
+@more
 def property_of_a_class_replaced() -> Made:
     class Helper:
         weight = property(lambda self: 1.0)
@@ -233,7 +233,7 @@ def property_of_a_class_replaced() -> Made:
     return train(lambda m, b: mse(m, b) * helper.weight, at(3, setattr, Helper, "weight", property(lambda self: 0.1)))
 
 
-@case
+@more
 def call_of_a_class_replaced() -> Made:
     class Helper:
         def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -254,7 +254,7 @@ def operator_of_a_class_replaced() -> Made:
     return train(lambda m, b: mse(m, b) * helper["weight"], change)
 
 
-@case
+@more
 def object_changes_its_class() -> Made:
     class One:
         weight = 1.0
@@ -300,7 +300,7 @@ def forward_patched_on_the_instance() -> Made:
     return train(model=model, change=at(3, setattr, model, "forward", lambda x: 0.1 * forward(x)))
 
 
-@case
+@more
 def forward_patch_taken_off() -> Made:
     model = Net()
     forward = model.forward
@@ -361,7 +361,7 @@ def tensor_method_patched() -> Made:
     return train(loss, change, cleanup=lambda: setattr(torch.Tensor, "square", original))
 
 
-@case
+@more
 def helper_method_of_a_model_patched() -> Made:
     class Model(Net):
         def scaled(self, x: torch.Tensor) -> torch.Tensor:
@@ -386,7 +386,7 @@ def helper_method_of_a_model_class_patched() -> Made:
     return train(model=Model(), change=at(3, setattr, Model, "scaled", lambda self, x: 0.1 * x))
 
 
-@case
+@more
 def activation_function_on_the_model() -> Made:
     class Model(Net):
         def __init__(self) -> None:

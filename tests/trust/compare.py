@@ -38,7 +38,9 @@ def difference(ours: Any, theirs: Any, path: str = "") -> str | None:
     if isinstance(theirs, list | tuple):
         if len(ours) != len(theirs):
             return f"{path}: {len(ours)} entries against {len(theirs)}"
-        return next(filter(None, (difference(a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(ours, theirs)))), None)
+        return next(
+            filter(None, (difference(a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(ours, theirs)))), None
+        )
     if isinstance(theirs, np.ndarray):
         same = ours.shape == theirs.shape and np.allclose(ours, theirs, RELATIVE, ABSOLUTE)
     elif isinstance(theirs, float):

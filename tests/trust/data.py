@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from tests.trust.case import STEPS, Made, Net, cases_of, labelled, mse, pairs, train
 from torch import nn
 
-case = cases_of("data")
+case, more = cases_of("data")
 
 NAMES = ("train-00", "train-01", "extra-00", "train-02", "extra-01", "train-03")
 
@@ -54,23 +54,25 @@ def every_batch_of_another_size() -> Made:
     return train(batches=of_sizes(8, 5, 7, 3, 9, 4))
 
 
-@case
+@more
 def sizes_with_batch_norm() -> Made:
-    return train(model=nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), batches=of_sizes(8, 8, 6, 6, 4, 7))
+    return train(
+        model=nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), batches=of_sizes(8, 8, 6, 6, 4, 7)
+    )
 
 
-@case
+@more
 def size_read_as_a_number() -> Made:
     return train(lambda m, b: mse(m, b) * (b[0].shape[0] / 16) ** 0.5, batches=of_sizes(8, 6, 12, 4, 16, 2))
 
 
-@case
+@more
 def branch_by_size() -> Made:
     loss = lambda m, b: mse(m, b) if len(b[0]) > 5 else (m(b[0]) - b[1]).abs().mean()  # noqa: E731
     return train(loss, batches=of_sizes(8, 8, 4, 8, 3, 9))
 
 
-@case
+@more
 def empty_batch() -> Made:
     loss = lambda m, b: (m(b[0]) - b[1]).square().sum() / max(1, len(b[0]))  # noqa: E731
     return train(loss, batches=of_sizes(8, 8, 0, 8, 0, 8))
@@ -83,7 +85,7 @@ def other_dtypes() -> Made:
     return train(lambda m, b: F.mse_loss(m(b[0].float()), b[1].float()), batches=batches)
 
 
-@case
+@more
 def dtype_promotes() -> Made:
     batches = [(x, y.double() if i > 2 else y) for i, (x, y) in enumerate(pairs())]
     return train(lambda m, b: (m(b[0]) - b[1]).square().mean().float(), batches=batches)
@@ -96,13 +98,13 @@ def labels_of_another_kind() -> Made:
     return train(lambda m, b: F.cross_entropy(m(b[0]), b[1]), batches=batches)
 
 
-@case
+@more
 def other_strides() -> Made:
     batches = [(x if i % 2 else x.T.contiguous().T, y) for i, (x, y) in enumerate(pairs())]
     return train(batches=batches)
 
 
-@case
+@more
 def expanded_tensors() -> Made:
     batches = [(x[:1].expand(8, 6), y[:1].expand(8, 3)) if i > 2 else (x, y) for i, (x, y) in enumerate(pairs())]
     return train(batches=batches)
@@ -139,7 +141,10 @@ def batch_that_requires_gradients() -> Made:
 @case
 def sparse_adjacency() -> Made:
     edges = torch.tensor([[0, 1, 2, 3, 4], [1, 2, 3, 4, 0]])
-    batches = [(torch.sparse_coo_tensor(edges, torch.full((5,), 1.0 / (i + 1)), (8, 8)), x, y) for i, (x, y) in enumerate(pairs())]
+    batches = [
+        (torch.sparse_coo_tensor(edges, torch.full((5,), 1.0 / (i + 1)), (8, 8)), x, y)
+        for i, (x, y) in enumerate(pairs())
+    ]
     return train(lambda m, b: F.mse_loss(torch.sparse.mm(b[0], m(b[1])), b[2]), batches=batches)
 
 
@@ -151,12 +156,12 @@ def dictionary_batch() -> Made:
     return train(by_name, batches=dictionaries())
 
 
-@case
+@more
 def list_batch() -> Made:
     return train(batches=[list(batch) for batch in pairs()])
 
 
-@case
+@more
 def single_tensor() -> Made:
     return train(lambda m, b: m(b).square().mean(), batches=[x for x, _ in pairs()])
 
@@ -192,7 +197,7 @@ def object_batch() -> Made:
     return train(loss, batches=[Graph(*batch) for batch in of_sizes(8, 8, 6, 8, 4, 8)])
 
 
-@case
+@more
 def namespace_batch() -> Made:
     batches = [types.SimpleNamespace(x=x, y=y, name=NAMES[i]) for i, (x, y) in enumerate(pairs())]
     return train(lambda m, b: F.mse_loss(m(b.x), b.y), batches=batches)
@@ -207,12 +212,12 @@ def dictionary_subclass_batch() -> Made:
     return train(lambda m, b: F.mse_loss(m(b.x), b["y"]), batches=[Encoding(batch) for batch in dictionaries()])
 
 
-@case
+@more
 def user_dictionary_batch() -> Made:
     return train(by_name, batches=[collections.UserDict(batch) for batch in dictionaries()])
 
 
-@case
+@more
 def nested_batch() -> Made:
     batches = [{"inputs": {"x": x, "more": [y, (x, None)]}} for x, y in pairs()]
     return train(lambda m, b: F.mse_loss(m(b["inputs"]["x"]), b["inputs"]["more"][0]), batches=batches)
@@ -221,10 +226,12 @@ def nested_batch() -> Made:
 @case
 def list_of_tensors_that_grows() -> Made:
     batches = [([x[:2], x[2:4], x[4:]][: 1 + i % 3], y) for i, (x, y) in enumerate(pairs())]
-    return train(lambda m, b: sum(m(part).square().mean() for part in b[0]) + m.b.bias.sum() * b[1].mean(), batches=batches)
+    return train(
+        lambda m, b: sum(m(part).square().mean() for part in b[0]) + m.b.bias.sum() * b[1].mean(), batches=batches
+    )
 
 
-@case
+@more
 def numpy_batch() -> Made:
     batches = [(x.numpy(), y.numpy()) for x, y in pairs()]
     return train(lambda m, b: F.mse_loss(m(torch.from_numpy(b[0])), torch.from_numpy(b[1])), batches=batches)
@@ -258,7 +265,7 @@ def key_missing_raises() -> Made:
     return train(by_name, batches=batches, raises={3: KeyError})
 
 
-@case
+@more
 def keys_in_another_order() -> Made:
     batches = [dict(reversed(batch.items())) if i % 2 else batch for i, batch in enumerate(dictionaries())]
     return train(by_name, batches=batches)
@@ -285,7 +292,7 @@ def strings_read() -> Made:
     return train(loss, batches=dictionaries(name=lambda i: NAMES[i]))
 
 
-@case
+@more
 def list_of_strings_not_read() -> Made:
     return train(by_name, batches=dictionaries(texts=lambda i: [f"text {i}-{row}" for row in range(8)]))
 
@@ -301,7 +308,7 @@ def integers_read() -> Made:
     return train(loss, batches=dictionaries(epoch=lambda i: i))
 
 
-@case
+@more
 def integer_as_a_length() -> Made:
     loss = lambda m, b: F.mse_loss(m(b["x"][: b["length"]]), b["y"][: b["length"]])  # noqa: E731
     return train(loss, batches=dictionaries(length=lambda i: 3 + i % 4))
@@ -312,13 +319,13 @@ def floats_read() -> Made:
     return train(lambda m, b: by_name(m, b) * b["weight"], batches=dictionaries(weight=lambda i: 1.0 / (1 + i)))
 
 
-@case
+@more
 def booleans_read() -> Made:
     loss = lambda m, b: by_name(m, b) if b["square"] else (m(b["x"]) - b["y"]).abs().mean()  # noqa: E731
     return train(loss, batches=dictionaries(square=lambda i: i % 2 == 0))
 
 
-@case
+@more
 def numpy_numbers_read() -> Made:
     loss = lambda m, b: by_name(m, b) * float(b["weight"])  # noqa: E731
     return train(loss, batches=dictionaries(weight=lambda i: np.float32(1.0 / (1 + i))))
@@ -326,7 +333,9 @@ def numpy_numbers_read() -> Made:
 
 @case
 def metadata_objects_not_read() -> Made:
-    return train(by_name, batches=dictionaries(meta=lambda i: {"path": f"file-{i}", "size": (i, i + 1), "tags": {str(i)}}))
+    return train(
+        by_name, batches=dictionaries(meta=lambda i: {"path": f"file-{i}", "size": (i, i + 1), "tags": {str(i)}})
+    )
 
 
 # ---- batches that the loss edits ----
@@ -342,7 +351,7 @@ def labels_popped_by_the_loss() -> Made:
     return train(loss, batches=batches, state=lambda: [list(batch) for batch in batches])
 
 
-@case
+@more
 def batch_entry_replaced_by_the_loss() -> Made:
     def loss(m: Any, b: Any) -> torch.Tensor:
         b["x"] = (b["x"] - b["x"].mean(0)) / b["x"].std(0)

@@ -10,7 +10,7 @@ from tests.trust.case import Made, Net, at, cases_of, mse, sgd, train
 from torch import nn
 from torch.nn.modules import module as all_modules
 
-case = cases_of("hooks")
+case, more = cases_of("hooks")
 
 
 # ---- forward ----
@@ -30,7 +30,7 @@ def forward_hook_collects() -> Made:
     return train(model=model, state=lambda: dict(seen))
 
 
-@case
+@more
 def forward_hook_whose_activations_are_in_the_loss() -> Made:
     model, seen = Net(), []
     model.a.register_forward_hook(lambda module, args, out: seen.append(out))
@@ -63,7 +63,7 @@ def forward_pre_hook_with_a_factor() -> Made:
     return train(model=model, change=at(3, options.update, factor=0.1))
 
 
-@case
+@more
 def forward_pre_hook_with_keywords() -> Made:
     class Model(Net):
         def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
@@ -87,7 +87,7 @@ def forward_hook_removed_later() -> Made:
     return train(model=model, change=at(3, handle.remove))
 
 
-@case
+@more
 def forward_hook_replaced_every_step() -> Made:
     model, handles = Net(), []
 
@@ -99,7 +99,7 @@ def forward_hook_replaced_every_step() -> Made:
     return train(model=model, change=change)
 
 
-@case
+@more
 def forward_pre_hook_added_before_others() -> Made:
     model = Net()
     model.a.register_forward_pre_hook(lambda module, args: (args[0] + 1.0,))
@@ -107,7 +107,7 @@ def forward_pre_hook_added_before_others() -> Made:
     return train(model=model, change=change)
 
 
-@case
+@more
 def forward_hook_that_removes_itself() -> Made:
     model, handles = Net(), []
 
@@ -144,7 +144,7 @@ def forward_hook_that_raises() -> Made:
     return train(model=model, state=lambda: len(calls), raises={3: ValueError})
 
 
-@case
+@more
 def forward_hook_of_a_teacher() -> Made:
     teacher, factor = Net().requires_grad_(False), [1.0]
     teacher.register_forward_hook(lambda module, args, out: out * factor[0])
@@ -159,7 +159,7 @@ def forward_hook_for_all_modules() -> Made:
     return train(change=change, cleanup=lambda: [handle.remove() for handle in handles])
 
 
-@case
+@more
 def forward_pre_hook_for_all_modules() -> Made:
     handle = all_modules.register_module_forward_pre_hook(lambda module, args: (args[0] * 0.9,))
     return train(change=at(3, handle.remove), cleanup=handle.remove)
@@ -179,7 +179,7 @@ def old_style_weight_norm() -> Made:
 # ---- backward ----
 
 
-@case
+@more
 def full_backward_hook_counts() -> Made:
     model, calls = Net(), []
     model.a.register_full_backward_hook(lambda module, grad_in, grad_out: calls.append(len(calls)))
@@ -193,7 +193,7 @@ def full_backward_hook_scales() -> Made:
     return train(model=model, change=at(3, factor.__setitem__, 0, 0.1))
 
 
-@case
+@more
 def full_backward_pre_hook_scales() -> Made:
     model = Net()
     model.b.register_full_backward_pre_hook(lambda module, grad_out: (grad_out[0] * 0.5,))
@@ -236,14 +236,14 @@ def parameter_hook_records_norms() -> Made:
     return train(model=model, state=lambda: norms)
 
 
-@case
+@more
 def parameter_hook_keeps_gradients() -> Made:
     model, kept = Net(), {}
     model.a.weight.register_hook(lambda gradient: kept.update(a=gradient))
     return train(model=model, state=lambda: dict(kept))
 
 
-@case
+@more
 def parameter_hook_masks() -> Made:
     model = Net()
     mask = (torch.arange(16 * 6).reshape(16, 6) % 2).float()
@@ -264,7 +264,7 @@ def parameter_hook_removed_later() -> Made:
     return train(model=model, change=at(3, handle.remove))
 
 
-@case
+@more
 def parameter_hooks_clip_by_value() -> Made:
     model = Net()
     for p in model.parameters():
@@ -272,7 +272,7 @@ def parameter_hooks_clip_by_value() -> Made:
     return train(model=model, optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
 
 
-@case
+@more
 def parameter_hook_counts_and_switches() -> Made:
     model, calls = Net(), [0]
 
@@ -297,7 +297,7 @@ def activation_hook_in_the_forward() -> Made:
     return train(model=Reversed(), change=at(3, options.update, factor=0.1))
 
 
-@case
+@more
 def activation_hook_records() -> Made:
     norms: list[torch.Tensor] = []
 
@@ -343,7 +343,7 @@ def post_accumulate_hook_clips() -> Made:
     return train(model=model)
 
 
-@case
+@more
 def post_accumulate_hook_added_later() -> Made:
     model = Net()
 
@@ -368,10 +368,12 @@ def optimizer_in_the_backward() -> Made:
     return train(model=model, optimizer=sgd(model.parameters()))
 
 
-@case
+@more
 def hook_on_several_gradients() -> Made:
     model, calls = Net(), []
-    torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), lambda gradients: calls.append(len(gradients)))
+    torch.autograd.graph.register_multi_grad_hook(
+        list(model.parameters()), lambda gradients: calls.append(len(gradients))
+    )
     return train(model=model, state=lambda: calls)
 
 
@@ -390,7 +392,7 @@ def saved_tensors_packed() -> Made:
     return train(loss, state=lambda: packed[0])
 
 
-@case
+@more
 def saved_on_the_cpu() -> Made:
     def loss(m: Any, b: Any) -> torch.Tensor:
         with torch.autograd.graph.save_on_cpu():

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tests.trust.case import Made, Net, adamw, cases_of, momentum, mse, pairs, tokens, train
 from torch import nn
 
-case = cases_of("interrupted")
+case, _ = cases_of("interrupted")
 
 
 class Calls:
@@ -210,7 +210,7 @@ def two_threads() -> Made:
         return (m(b[0]) - b[1]).abs().mean() * (1.0 if counts["two"] < 4 else 0.1)
 
     other = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-    partner = train(two, model=other, optimizer=adamw)
+    partner = train(two, model=other, optimizer=momentum)
     return train(one, partner=partner, together=True, state=lambda: dict(counts))
 
 

@@ -25,7 +25,7 @@ from tests.trust.case import (
 )
 from torch import nn
 
-case = cases_of("loops")
+case, more = cases_of("loops")
 
 
 @torch.no_grad()
@@ -40,7 +40,7 @@ class TinyGpt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.place = nn.Embedding(11, 8), nn.Embedding(16, 8)
-        self.attention, self.norm = nn.Linear(8, 24), nn.LayerNorm(8)
+        self.attention, self.norm = nn.Linear(8, 24, bias=False), nn.LayerNorm(8)
         self.head = nn.Linear(8, 11, bias=False)
         self.head.weight = self.embed.weight
 
@@ -73,14 +73,14 @@ def moving_teacher_in_a_list() -> Made:
     return train(loss, model=model, after=lambda i: follow(teachers[0], model))
 
 
-@case
+@more
 def teacher_joined_by_a_second() -> Made:
     teachers = [Net().requires_grad_(False)]
     loss = lambda m, b: sum(F.mse_loss(m(b[0]), teacher(b[0])) for teacher in teachers)  # noqa: E731
     return train(loss, at(3, lambda: teachers.append(Net().requires_grad_(False))))
 
 
-@case
+@more
 def teacher_replaced_by_a_copy() -> Made:
     model = Net()
     held = {"teacher": copy.deepcopy(model).requires_grad_(False)}
@@ -102,7 +102,7 @@ def teacher_with_running_statistics() -> Made:
     return train(loss, at(3, teacher.eval), state=lambda: list(teacher.buffers()))
 
 
-@case
+@more
 def distillation_temperature() -> Made:
     teacher, temperature = Net().requires_grad_(False), [4.0]
 
@@ -278,13 +278,13 @@ def language_model_with_rates_by_hand() -> Made:
     return train(language_loss, change, model=model, optimizer=optimizer, batches=tokens(), options={"clip_norm": 1.0})
 
 
-@case
+@more
 def sequences_that_grow() -> Made:
     """A curriculum: the loop cuts longer pieces as it goes."""
     return train(language_loss, model=TinyGpt(), batches=[b[:, : 4 + i // 2] for i, b in enumerate(tokens())])
 
 
-@case
+@more
 def curriculum_inside_the_loss() -> Made:
     length = [3]
     return train(
@@ -293,7 +293,7 @@ def curriculum_inside_the_loss() -> Made:
     )  # fmt: skip
 
 
-@case
+@more
 def scheduled_sampling() -> Made:
     share = [1.0]
 
@@ -306,7 +306,7 @@ def scheduled_sampling() -> Made:
     return train(loss, lambda i: share.__setitem__(0, 1.0 - i / 10), model=TinyGpt(), batches=tokens())
 
 
-@case
+@more
 def uncertainty_weights_of_two_tasks() -> Made:
     model, tasks = Net(), ["square", "absolute"]
     model.uncertainty = nn.ParameterDict({name: nn.Parameter(torch.zeros(())) for name in tasks})
@@ -344,7 +344,7 @@ def one_stateful_loss_for_two_models() -> Made:
     return train(loss, partner=train(loss, model=nn.Linear(6, 3)), state=lambda: calls[0])
 
 
-@case
+@more
 def phases_in_turn() -> Made:
     model, step = Net(), [0]
 
@@ -373,7 +373,7 @@ def one_of_two_modules_trained() -> Made:
     return train(loss, model=models, optimizer=adamw(models["head"].parameters()))
 
 
-@case
+@more
 def contrastive_pairs_with_a_learned_temperature() -> Made:
     model = Net()
     model.scale = nn.Parameter(torch.tensor(2.0))
@@ -386,7 +386,7 @@ def contrastive_pairs_with_a_learned_temperature() -> Made:
     return train(loss, model=model, after=lambda i: model.scale.data.clamp_(0, 2.01), optimizer=adamw)
 
 
-@case
+@more
 def hardest_triplets() -> Made:
     def loss(m: Any, b: Any) -> torch.Tensor:
         out = m(b[0])
@@ -399,7 +399,7 @@ def hardest_triplets() -> Made:
     return train(loss, batches=labelled())
 
 
-@case
+@more
 def pseudo_labels_made_between_steps() -> Made:
     model, held = Net(), {"labels": None}
 
@@ -414,7 +414,7 @@ def pseudo_labels_made_between_steps() -> Made:
     return train(loss, change, model=model)
 
 
-@case
+@more
 def task_switch_with_consolidation() -> Made:
     model = Net()
     anchor: dict[str, torch.Tensor] = {}
@@ -427,7 +427,7 @@ def task_switch_with_consolidation() -> Made:
     return train(loss, at(3, remember), model=model)
 
 
-@case
+@more
 def normalising_flow() -> Made:
     model = nn.ModuleList(nn.Linear(3, 6) for _ in range(2))
 
@@ -442,7 +442,7 @@ def normalising_flow() -> Made:
     return train(loss, model=model)
 
 
-@case
+@more
 def differential_equation_with_more_steps() -> Made:
     model, steps = nn.ModuleDict({"field": nn.Linear(6, 6), "out": nn.Linear(6, 3)}), [2]
 
@@ -455,7 +455,7 @@ def differential_equation_with_more_steps() -> Made:
     return train(loss, at(3, steps.__setitem__, 0, 5), model=model)
 
 
-@case
+@more
 def diffusion_step() -> Made:
     model, betas = nn.Linear(7, 6), torch.linspace(0.01, 0.2, 10)
     kept = (1 - betas).cumprod(0)
@@ -469,7 +469,7 @@ def diffusion_step() -> Made:
     return train(loss, model=model, optimizer=adamw)
 
 
-@case
+@more
 def quantisation_with_observers() -> Made:
     class Observed(Net):
         observing = True
@@ -489,7 +489,7 @@ def quantisation_with_observers() -> Made:
     return train(model=model, change=at(3, setattr, model, "observing", False))
 
 
-@case
+@more
 def hyper_network() -> Made:
     model, main = nn.Linear(2, 21), nn.Linear(6, 3).requires_grad_(False)
 
@@ -501,7 +501,7 @@ def hyper_network() -> Made:
     return train(loss, model=model)
 
 
-@case
+@more
 def outputs_of_several_depths() -> Made:
     class Deep(nn.Module):
         def __init__(self) -> None:
@@ -521,7 +521,7 @@ def outputs_of_several_depths() -> Made:
     return train(loss, at(3, weights.__setitem__, slice(None), [0.0, 0.5, 1.0]), model=Deep())
 
 
-@case
+@more
 def regularised_by_all_parameters() -> Made:
     strength = {"l1": 0.0}
     loss = lambda m, b: mse(m, b) + strength["l1"] * sum(p.abs().sum() for p in m.parameters())  # noqa: E731

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-case = cases_of("optimizers")
+case, more = cases_of("optimizers")
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -42,7 +42,7 @@ def learning_rate_by_hand() -> Made:
     return train(model=model, optimizer=optimizer, change=change)
 
 
-@case
+@more
 def learning_rate_zero_for_a_while() -> Made:
     model = Net()
     optimizer = momentum(model.parameters())
@@ -63,7 +63,7 @@ def betas_changed() -> Made:
     return with_option_set(adamw, betas=(0.5, 0.9))
 
 
-@case
+@more
 def epsilon_changed() -> Made:
     return with_option_set(adamw, eps=0.5)
 
@@ -73,7 +73,7 @@ def decay_switched_on() -> Made:
     return with_option_set(lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.0), weight_decay=0.5)
 
 
-@case
+@more
 def decay_of_sgd_switched_on() -> Made:
     return with_option_set(sgd, weight_decay=0.1)
 
@@ -83,7 +83,7 @@ def momentum_switched_on() -> Made:
     return with_option_set(sgd, momentum=0.9)
 
 
-@case
+@more
 def momentum_switched_off() -> Made:
     return with_option_set(momentum, momentum=0.0)
 
@@ -93,7 +93,7 @@ def nesterov_switched_on() -> Made:
     return with_option_set(momentum, nesterov=True)
 
 
-@case
+@more
 def dampening_changed() -> Made:
     return with_option_set(momentum, dampening=0.5)
 
@@ -103,7 +103,7 @@ def maximize_switched_on() -> Made:
     return with_option_set(adamw, maximize=True)
 
 
-@case
+@more
 def amsgrad_from_the_start() -> Made:
     return train(optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True))
 
@@ -140,10 +140,12 @@ def group_removed() -> Made:
     return train(model=model, optimizer=optimizer, change=at(3, optimizer.param_groups.pop))
 
 
-@case
+@more
 def parameter_moved_to_another_group() -> Made:
     model = Net()
-    optimizer = torch.optim.AdamW([{"params": model.a.parameters()}, {"params": model.b.parameters(), "lr": 0.1}], lr=1e-3)
+    optimizer = torch.optim.AdamW(
+        [{"params": model.a.parameters()}, {"params": model.b.parameters(), "lr": 0.1}], lr=1e-3
+    )
 
     def change(i: int) -> None:
         if i == 3:
@@ -160,7 +162,7 @@ def state_cleared() -> Made:
     return train(model=model, optimizer=optimizer, change=at(3, optimizer.state.clear))
 
 
-@case
+@more
 def state_of_one_parameter_deleted() -> Made:
     model = Net()
     optimizer = momentum(model.parameters())
@@ -175,7 +177,7 @@ def state_scaled_in_place() -> Made:
     return train(model=model, optimizer=optimizer, change=change)
 
 
-@case
+@more
 def state_tensor_replaced() -> Made:
     model = Net()
     optimizer = momentum(model.parameters())
@@ -197,7 +199,7 @@ def optimizer_state_loaded() -> Made:
     return train(model=model, optimizer=optimizer, change=change)
 
 
-@case
+@more
 def optimizer_state_loaded_with_another_rate() -> Made:
     model = Net()
     optimizer = adamw(model.parameters())
@@ -206,7 +208,7 @@ def optimizer_state_loaded_with_another_rate() -> Made:
     return train(model=model, optimizer=optimizer, change=at(3, optimizer.load_state_dict, saved))
 
 
-@case
+@more
 def rolled_back_to_a_checkpoint() -> Made:
     model = Net()
     optimizer, saved = adamw(model.parameters()), []
@@ -224,7 +226,7 @@ def rolled_back_to_a_checkpoint() -> Made:
 # ---- schedulers ----
 
 
-@case
+@more
 def step_schedule() -> Made:
     return scheduled(lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.1))
 
@@ -239,14 +241,14 @@ def one_cycle_schedule() -> Made:
     return scheduled(lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=8), adamw)
 
 
-@case
+@more
 def sequential_schedule() -> Made:
     schedulers = torch.optim.lr_scheduler
     parts = lambda o: [schedulers.LinearLR(o, 0.1, total_iters=2), schedulers.CosineAnnealingLR(o, 4)]  # noqa: E731
     return scheduled(lambda o: schedulers.SequentialLR(o, parts(o), milestones=[2]), momentum)
 
 
-@case
+@more
 def plateau_schedule() -> Made:
     model = Net()
     optimizer = sgd(model.parameters())
@@ -257,7 +259,7 @@ def plateau_schedule() -> Made:
 # ---- other optimizers, and their steps taken over ----
 
 
-@case
+@more
 def adam_with_decay() -> Made:
     return train(optimizer=lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1))
 
@@ -267,22 +269,22 @@ def rmsprop() -> Made:
     return train(optimizer=lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.5, centered=True))
 
 
-@case
+@more
 def adagrad() -> Made:
     return train(optimizer=lambda p: torch.optim.Adagrad(p, lr=1e-1, lr_decay=0.1))
 
 
-@case
+@more
 def radam() -> Made:
     return train(optimizer=lambda p: torch.optim.RAdam(p, lr=1e-2))
 
 
-@case
+@more
 def adafactor() -> Made:
     return train(optimizer=lambda p: torch.optim.Adafactor(p, lr=1e-2))
 
 
-@case
+@more
 def foreach_adamw() -> Made:
     return train(optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True))
 
@@ -377,7 +379,7 @@ def hook_before_the_update() -> Made:
     return train(model=model, optimizer=optimizer)
 
 
-@case
+@more
 def hook_after_the_update() -> Made:
     model = Net()
     optimizer, norms = sgd(model.parameters()), []
@@ -419,7 +421,7 @@ def clipped() -> Made:
     return train(optimizer=adamw, options={"clip_norm": 0.05})
 
 
-@case
+@more
 def clipped_with_two_groups() -> Made:
     model = Net()
     optimizer = torch.optim.SGD([{"params": model.a.parameters()}, {"params": model.b.parameters(), "lr": 0.5}], lr=0.1)
@@ -467,7 +469,7 @@ def update_of_ones_own() -> Made:
     return train(model=model, optimizer=None, after=after)
 
 
-@case
+@more
 def update_of_ones_own_by_an_optimizer() -> Made:
     model = Net()
     optimizer, norms = adamw(model.parameters()), []
@@ -509,7 +511,7 @@ def not_finite_and_allowed() -> Made:
     return train(batches=batches, optimizer=momentum)
 
 
-@case
+@more
 def gradient_that_vanishes() -> Made:
     """With a factor of zero the gradients are zero, not absent: Adam goes on by its moments."""
     weight = [1.0]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from tests.trust.case import Made, Net, adamw, at, cases_of, mse, train
 
-case = cases_of("outside")
+case, more = cases_of("outside")
 
 NAME = "WHOLESTEP_TRUST_WEIGHT"
 FORGET = functools.partial(os.environ.pop, NAME, None)
@@ -58,7 +58,7 @@ def environment_name_present() -> Made:
     return train(loss, at(3, environment, ""), cleanup=FORGET)
 
 
-@case
+@more
 def environment_read_by_a_model() -> Made:
     class Model(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,7 @@ def lru_cached_and_cleared() -> Made:
     return train(lambda m, b: mse(m, b) * read(), change)
 
 
-@case
+@more
 def cached_by_argument() -> Made:
     epoch = [0]
     weight = functools.cache(lambda n: 1.0 / (1 + n))
@@ -128,13 +128,13 @@ def generator_of_weights() -> Made:
     return train(lambda m, b: mse(m, b) * next(weights))
 
 
-@case
+@more
 def cycle_of_weights() -> Made:
     weights = itertools.cycle([1.0, 0.1])
     return train(lambda m, b: mse(m, b) * next(weights))
 
 
-@case
+@more
 def count_of_steps() -> Made:
     steps = itertools.count()
     return train(lambda m, b: mse(m, b) / (1 + next(steps)), state=lambda: repr(steps))
@@ -157,7 +157,7 @@ def file_read() -> Made:
     return train(loss, at(3, write, "0.1"), cleanup=folder.cleanup)
 
 
-@case
+@more
 def json_file_read_by_path() -> Made:
     folder = tempfile.TemporaryDirectory()
     path = pathlib.Path(folder.name) / "config.json"
@@ -166,7 +166,7 @@ def json_file_read_by_path() -> Made:
     return train(loss, at(3, path.write_text, '{"weight": 0.1}'), cleanup=folder.cleanup)
 
 
-@case
+@more
 def file_exists() -> Made:
     folder = tempfile.TemporaryDirectory()
     path = os.path.join(folder.name, "flag")
@@ -208,21 +208,21 @@ def clock_of_the_last_step() -> Made:
     return train(loss, model=model, after=lambda i: started.append(model.began), state=lambda: len(set(started)))
 
 
-@case
+@more
 def date() -> Made:
     limit = [datetime.datetime.now() + datetime.timedelta(days=9)]
     loss = lambda m, b: mse(m, b) * (1.0 if datetime.datetime.now() < limit[0] else 0.1)  # noqa: E731
     return train(loss, at(3, limit.__setitem__, 0, datetime.datetime(2000, 1, 1)))
 
 
-@case
+@more
 def working_directory() -> Made:
     home, other = os.getcwd(), tempfile.gettempdir()
     loss = lambda m, b: mse(m, b) * (1.0 if os.getcwd() == home else 0.1)  # noqa: E731
     return train(loss, at(3, os.chdir, other), cleanup=lambda: os.chdir(home))
 
 
-@case
+@more
 def command_line() -> Made:
     loss = lambda m, b: mse(m, b) * (0.1 if "--small" in sys.argv else 1.0)  # noqa: E731
     return train(loss, at(3, sys.argv.append, "--small"), cleanup=lambda: sys.argv.remove("--small"))
@@ -236,7 +236,7 @@ def level_of_a_logger() -> Made:
     return train(loss, at(3, logger.setLevel, logging.DEBUG), cleanup=lambda: logger.setLevel(logging.NOTSET))
 
 
-@case
+@more
 def name_of_the_thread() -> Made:
     thread = threading.current_thread()
     name = thread.name
@@ -256,14 +256,14 @@ def default_dtype_of_new_tensors() -> Made:
     return train(loss, at(3, torch.set_default_dtype, torch.float64))
 
 
-@case
+@more
 def deterministic_flag_read() -> Made:
     loss = lambda m, b: mse(m, b) * (0.1 if torch.are_deterministic_algorithms_enabled() else 1.0)  # noqa: E731
     change = at(3, torch.use_deterministic_algorithms, True)
     return train(loss, change, cleanup=lambda: torch.use_deterministic_algorithms(False))
 
 
-@case
+@more
 def backend_flag_read() -> Made:
     flags = torch.backends.cudnn
     was = flags.benchmark
@@ -281,7 +281,7 @@ def autocast_entered_in_the_loss() -> Made:
     return train(loss, optimizer=adamw)
 
 
-@case
+@more
 def autocast_switched_on_in_the_loss() -> Made:
     options = {"enabled": False}
 
@@ -330,7 +330,7 @@ def grad_mode_read() -> Made:
     return train(loss, model=Model())
 
 
-@case
+@more
 def compiling_is_asked_for() -> Made:
     """Code that looks whether it is compiled trains as it does in eager."""
     loss = lambda m, b: mse(m, b) * (0.1 if torch.jit.is_tracing() or torch.jit.is_scripting() else 1.0)  # noqa: E731

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-case = cases_of("Python values")
+case, more = cases_of("Python values")
 
 
 def padded(length: int = 7) -> list[Any]:
@@ -56,7 +56,7 @@ def branch_on_the_loss() -> Made:
     return train(loss)
 
 
-@case
+@more
 def branch_on_not_a_number() -> Made:
     def loss(m: Any, b: Any) -> torch.Tensor:
         found = mse(m, b)
@@ -104,7 +104,7 @@ def rows_chosen_by_a_mask() -> Made:
     return train(loss)
 
 
-@case
+@more
 def rows_chosen_by_nonzero() -> Made:
     def loss(m: Any, b: Any) -> torch.Tensor:
         rows = (b[1][:, 0] > 0).nonzero(as_tuple=True)[0]
@@ -123,12 +123,12 @@ def masked_entries_set_in_place() -> Made:
     return train(loss)
 
 
-@case
+@more
 def masked_select() -> Made:
     return train(lambda m, b: (m(b[0]) - b[1]).masked_select(b[1] > 0).square().mean())
 
 
-@case
+@more
 def hardest_examples_only() -> Made:
     model, options = Net(), {"kept": 4}
     loss = lambda m, b: (m(b[0]) - b[1]).square().mean(1).topk(options["kept"]).values.mean()  # noqa: E731
@@ -145,7 +145,7 @@ def unique_labels() -> Made:
     return train(loss, batches=labelled())
 
 
-@case
+@more
 def loop_over_labels_in_python() -> Made:
     def loss(m: Any, b: Any) -> torch.Tensor:
         logits = m(b[0])
@@ -178,7 +178,7 @@ def packed_sequences() -> Made:
     return train(lambda m, b: F.mse_loss(m(b[0], b[1]), b[2]), model=Model(), batches=padded())
 
 
-@case
+@more
 def repeated_by_counts() -> Made:
     loss = lambda m, b: m(b[0].repeat_interleave(1 + b[1], 0)).square().mean()  # noqa: E731
     return train(loss, batches=labelled())
@@ -217,7 +217,7 @@ def exception_as_control_flow() -> Made:
     return train(model=model, change=at(3, setattr, model, "extra", {"scale": 0.1}))
 
 
-@case
+@more
 def finally_and_else() -> Made:
     notes: list[str] = []
 
@@ -236,7 +236,7 @@ def finally_and_else() -> Made:
     return train(loss, state=lambda: notes)
 
 
-@case
+@more
 def keyword_arguments_and_stars() -> Made:
     def inner(*parts: torch.Tensor, power: int = 2, **more: Any) -> torch.Tensor:
         return sum(part.abs().pow(power).mean() for part in parts) * more.get("scale", 1.0)
@@ -249,20 +249,24 @@ def keyword_arguments_and_stars() -> Made:
 def reshapes_by_a_pattern() -> Made:
     def rearrange(x: torch.Tensor, pattern: str, **sizes: int) -> torch.Tensor:
         left, right = (side.split() for side in pattern.split("->"))
-        split = [part for name in left for part in ([sizes[name], -1] if name in sizes else [x.shape[left.index(name)]])]
+        split = [
+            part for name in left for part in ([sizes[name], -1] if name in sizes else [x.shape[left.index(name)]])
+        ]
         return x.reshape(split).transpose(0, 1).reshape(*[x.shape[left.index(n)] if n in left else -1 for n in right])
 
     class Model(Net):
         heads = 2
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(rearrange(x, "rows columns -> rows columns").view(len(x), self.heads, -1).flip(1).flatten(1))
+            return super().forward(
+                rearrange(x, "rows columns -> rows columns").view(len(x), self.heads, -1).flip(1).flatten(1)
+            )
 
     model = Model()
     return train(model=model, change=at(3, setattr, model, "heads", 3))
 
 
-@case
+@more
 def recursion_over_a_tree() -> Made:
     cell = nn.Linear(12, 6)
     shape = [((0, 1), (2, 3))]
@@ -305,7 +309,7 @@ def categorical_distribution() -> Made:
     return train(loss, batches=labelled())
 
 
-@case
+@more
 def divergence_of_distributions() -> Made:
     normal = torch.distributions.Normal
     loss = lambda m, b: torch.distributions.kl_divergence(normal(m(b[0]), 1.0), normal(b[1], 2.0)).mean()  # noqa: E731
@@ -337,7 +341,7 @@ def second_derivatives() -> Made:
     return train(loss)
 
 
-@case
+@more
 def adversarial_example_inside_the_loss() -> Made:
     def loss(m: Any, b: Any) -> torch.Tensor:
         x = b[0].clone().requires_grad_()
@@ -374,7 +378,9 @@ def custom_autograd_function() -> Made:
             return gradient * (x.abs() < 2 * ctx.limit), None
 
     options = {"limit": 0.5}
-    return train(lambda m, b: F.mse_loss(Clipped.apply(m(b[0]), options["limit"]), b[1]), at(3, options.update, limit=0.1))
+    return train(
+        lambda m, b: F.mse_loss(Clipped.apply(m(b[0]), options["limit"]), b[1]), at(3, options.update, limit=0.1)
+    )
 
 
 @case
@@ -395,7 +401,7 @@ def custom_autograd_function_that_counts() -> Made:
     return train(lambda m, b: Counted.apply(mse(m, b)), state=lambda: dict(calls))
 
 
-@case
+@more
 def straight_through_rounding() -> Made:
     class Model(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -444,7 +450,7 @@ def checkpointed_forward_that_counts() -> Made:
     return train(model=Model(), state=lambda: calls[0])
 
 
-@case
+@more
 def checkpointed_sequence() -> Made:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
     return train(lambda m, b: F.mse_loss(checkpoint_sequential(m, 2, b[0], use_reentrant=False), b[1]), model=model)
@@ -460,7 +466,7 @@ def per_sample_functions() -> Made:
     return train(loss)
 
 
-@case
+@more
 def detached_branch() -> Made:
     return train(lambda m, b: F.mse_loss(m(b[0]), m(b[0].flip(0)).detach() + b[1]))
 
@@ -468,7 +474,7 @@ def detached_branch() -> Made:
 # ---- layers and operators ----
 
 
-@case
+@more
 def attention_with_a_mask() -> Made:
     model = nn.MultiheadAttention(6, 2, batch_first=True)
 
@@ -479,19 +485,19 @@ def attention_with_a_mask() -> Made:
     return train(loss, model=model, batches=padded())
 
 
-@case
+@more
 def transformer_layer() -> Made:
     layer = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
     return train(lambda m, b: (m(b[0]).mean(1)[:, :3] - b[2]).square().mean(), model=layer, batches=padded())
 
 
-@case
+@more
 def recurrent_layer() -> Made:
     model = nn.ModuleDict({"rnn": nn.LSTM(6, 8, batch_first=True), "out": nn.Linear(8, 3)})
     return train(lambda m, b: F.mse_loss(m["out"](m["rnn"](b[0])[0][:, -1]), b[2]), model=model, batches=padded())
 
 
-@case
+@more
 def recurrent_cell_in_a_loop() -> Made:
     model = nn.ModuleDict({"cell": nn.GRUCell(6, 8), "out": nn.Linear(8, 3)})
 
@@ -510,13 +516,13 @@ def embedding_with_sparse_gradients() -> Made:
     return train(lambda m, b: m(b).square().mean(), model=model, batches=tokens(), optimizer=sgd)
 
 
-@case
+@more
 def embedding_bag() -> Made:
     model = nn.EmbeddingBag(11, 3)
     return train(lambda m, b: m(b).square().sum(), model=model, batches=tokens())
 
 
-@case
+@more
 def sequence_loss() -> Made:
     model = nn.Linear(6, 5)
 
@@ -528,7 +534,7 @@ def sequence_loss() -> Made:
     return train(loss, model=model, batches=padded())
 
 
-@case
+@more
 def scattered_messages() -> Made:
     edges = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 0]])
 
@@ -539,12 +545,12 @@ def scattered_messages() -> Made:
     return train(loss)
 
 
-@case
+@more
 def fourier_transform() -> Made:
     return train(lambda m, b: torch.fft.rfft(m(b[0])).abs().mean() + mse(m, b))
 
 
-@case
+@more
 def views_written_in_place() -> Made:
     def loss(m: Any, b: Any) -> torch.Tensor:
         out = m(b[0]) * 1.0
@@ -555,7 +561,7 @@ def views_written_in_place() -> Made:
     return train(loss)
 
 
-@case
+@more
 def formatted_shapes() -> Made:
     names: list[str] = []
 

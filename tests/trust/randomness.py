@@ -10,7 +10,7 @@ import torch
 from tests.trust.case import Made, Net, at, cases_of, mse, train
 from torch import nn
 
-case = cases_of("randomness")
+case, more = cases_of("randomness")
 
 
 @case
@@ -28,7 +28,7 @@ def random_branch() -> Made:
     return train(model=Model())
 
 
-@case
+@more
 def random_integer() -> Made:
     return train(lambda m, b: mse(m, b) * random.randint(1, 4))
 
@@ -39,7 +39,7 @@ def random_choice_of_a_layer() -> Made:
     return train(lambda m, b: mse(random.choice(list(m)), b), model=model)
 
 
-@case
+@more
 def random_order_of_layers() -> Made:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -56,7 +56,7 @@ def random_order_of_layers() -> Made:
     return train(model=Model())
 
 
-@case
+@more
 def layers_dropped_at_random() -> Made:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -87,7 +87,7 @@ def random_seeded_in_the_loss() -> Made:
     return train(loss)
 
 
-@case
+@more
 def random_seeded_between_steps() -> Made:
     return train(lambda m, b: mse(m, b) * (0.5 + random.gauss(0, 0.1)), lambda i: random.seed(i % 2))
 
@@ -96,7 +96,9 @@ def random_seeded_between_steps() -> Made:
 def random_drawn_between_steps() -> Made:
     """The loop draws from the same generator as the loss, in between."""
     drawn: list[float] = []
-    return train(lambda m, b: mse(m, b) * (0.5 + random.random()), lambda i: drawn.append(random.random()), state=lambda: drawn)
+    return train(
+        lambda m, b: mse(m, b) * (0.5 + random.random()), lambda i: drawn.append(random.random()), state=lambda: drawn
+    )
 
 
 @case
@@ -126,7 +128,7 @@ def numpy_generator() -> Made:
     return train(lambda m, b: mse(m, b) * (0.5 + source.random()))
 
 
-@case
+@more
 def numpy_permutation_of_rows() -> Made:
     def loss(m: Any, b: Any) -> torch.Tensor:
         rows = torch.from_numpy(np.random.permutation(len(b[0])))[:4]
@@ -135,7 +137,7 @@ def numpy_permutation_of_rows() -> Made:
     return train(loss)
 
 
-@case
+@more
 def numpy_random_state() -> Made:
     source = np.random.RandomState(3)
     return train(lambda m, b: mse(m, b) * (0.5 + source.uniform()))
@@ -155,7 +157,7 @@ def torch_generator_in_the_loop() -> Made:
     return train(lambda m, b: mse(m, (b[0] + 0.1 * noise, b[1])), change)
 
 
-@case
+@more
 def probability_of_a_random_branch_changes() -> Made:
     options = {"forced": 1.0}
     loss = lambda m, b: mse(m, b) * (1.0 if random.random() < options["forced"] else 0.1)  # noqa: E731

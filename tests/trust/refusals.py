@@ -17,7 +17,7 @@ from tests.trust.case import Made, Net, at, cases_of, mse, sgd, train
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-case = cases_of("refusals")
+case, more = cases_of("refusals")
 
 
 @case
@@ -94,7 +94,7 @@ def numpy_in_the_middle() -> Made:
     return train(loss)
 
 
-@case
+@more
 def evaluated_text() -> Made:
     rule = {"text": "x * 1.0"}
     return train(lambda m, b: eval(rule["text"], {"x": mse(m, b)}), at(3, rule.update, text="x * 0.1"))
@@ -113,7 +113,7 @@ def thread_inside_the_loss() -> Made:
     return train(loss, state=lambda: len(done))
 
 
-@case
+@more
 def frame_inspected() -> Made:
     def loss(m: Any, b: Any) -> torch.Tensor:
         factor = 0.5  # noqa: F841
@@ -122,7 +122,7 @@ def frame_inspected() -> Made:
     return train(loss)
 
 
-@case
+@more
 def collector_called() -> Made:
     def loss(m: Any, b: Any) -> torch.Tensor:
         gc.collect(0)
@@ -158,7 +158,7 @@ def dispatch_mode_in_the_loss() -> Made:
     return train(loss, state=lambda: mode.calls)
 
 
-@case
+@more
 def anomaly_detection() -> Made:
     def loss(m: Any, b: Any) -> torch.Tensor:
         with torch.autograd.set_detect_anomaly(True):
@@ -167,7 +167,7 @@ def anomaly_detection() -> Made:
     return train(loss)
 
 
-@case
+@more
 def profiler_ranges() -> Made:
     def loss(m: Any, b: Any) -> torch.Tensor:
         with torch.profiler.record_function("forward"):
@@ -193,15 +193,14 @@ def parameter_outside_the_modules() -> Made:
 
 
 @case
-def gradient_for_a_tensor_nobody_trains() -> Made:
-    """A leaf in the closure gathers its gradient in .grad, though no optimizer has it."""
+def leaf_in_the_closure_nobody_trains() -> Made:
+    """It requires a gradient, and no optimizer has it."""
     probe = torch.zeros(3, requires_grad=True)
-    loss = lambda m, b: F.mse_loss(m(b[0]) + probe, b[1])  # noqa: E731
-    return train(loss, state=lambda: probe.grad)
+    return train(lambda m, b: F.mse_loss(m(b[0]) + probe, b[1]), state=lambda: probe)
 
 
-@case
-def inputs_of_a_module_type_unknown() -> Made:
+@more
+def module_in_the_closure_nobody_trains() -> Made:
     """A module in a namespace inside the closure, not among the modules given, is read and not trained."""
     held = types.SimpleNamespace(norm=nn.BatchNorm1d(3, affine=False))
     loss = lambda m, b: F.mse_loss(held.norm(m(b[0])), b[1])  # noqa: E731

@@ -102,7 +102,9 @@ def judge(
 def warm_up(backend: str) -> None:
     """What the first compile of a process imports and starts (warnings filters, worker threads) is no case's doing."""
     made = train()
-    wholestep.compile(made.model, made.loss_fn, made.optimizer, made.batches[0], backend=backend, cache=False)(made.batches[0])
+    wholestep.compile(made.model, made.loss_fn, made.optimizer, made.batches[0], backend=backend, cache=False)(
+        made.batches[0]
+    )
 
 
 class Differs(Exception):
@@ -196,7 +198,9 @@ def _record(parts: list[Made], made: Made, results: list[tuple[Any, BaseExceptio
     }
     for p, part in enumerate(parts):
         for m, module in enumerate(modules_of(part.model)):
-            found |= {f"{p}.{m}.{name}": tensor for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+            found |= {
+                f"{p}.{m}.{name}": tensor for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+            }
         if part.optimizer is not None:
             found[f"{p}.optimizer"] = part.optimizer.state_dict()
     return kept(found)
@@ -211,7 +215,9 @@ def _require_expected(results: list[Any], wanted: type[BaseException] | None) ->
 
 def _require_equal(ours: dict[str, Any], theirs: dict[str, Any], i: int, results: list[Any]) -> None:
     if ours["raised"] != theirs["raised"]:
-        unexpected = [raised for (_, raised), name in zip(results, theirs["raised"]) if raised is not None and name is None]
+        unexpected = [
+            raised for (_, raised), name in zip(results, theirs["raised"]) if raised is not None and name is None
+        ]
         if unexpected:
             raise unexpected[0]
         raise Differs(f"step {i}: eager raised {theirs['raised']}, ours {ours['raised']} ({results})")

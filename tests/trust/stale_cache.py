@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from tests.trust.case import Made, Net, adamw, cases_of, labelled, mse, train
 from torch import nn
 
-case = cases_of("stale cache")
+case, more = cases_of("stale cache")
 
 NAME = "WHOLESTEP_TRUST_CACHED"
 
@@ -47,7 +47,7 @@ def cached_environment_by_getenv(earlier: bool) -> Made:
     return train(lambda m, b: mse(m, b) * float(os.getenv(NAME, "3")), cleanup=functools.partial(os.environ.pop, NAME))
 
 
-@case
+@more
 def cached_module_level_number(earlier: bool) -> Made:
     config = types.ModuleType("config")
     config.weight = weight_of(earlier)
@@ -85,7 +85,7 @@ def cached_helper_method(earlier: bool) -> Made:
     return train(lambda m, b: mse(m, b) * kl.weight())
 
 
-@case
+@more
 def cached_default_argument(earlier: bool) -> Made:
     def scaled(x: torch.Tensor, factor: float = weight_of(earlier)) -> torch.Tensor:
         return x * factor
@@ -93,7 +93,7 @@ def cached_default_argument(earlier: bool) -> Made:
     return train(lambda m, b: scaled(mse(m, b)))
 
 
-@case
+@more
 def cached_activation(earlier: bool) -> Made:
     class Model(Net):
         activation: Any = None
@@ -125,7 +125,7 @@ def cached_optimizer_options(earlier: bool) -> Made:
     return train(optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=earlier, maximize=not earlier))
 
 
-@case
+@more
 def cached_dataclass_config(earlier: bool) -> Made:
     @dataclasses.dataclass
     class Config:
@@ -137,7 +137,7 @@ def cached_dataclass_config(earlier: bool) -> Made:
     return train(loss, batches=labelled())
 
 
-@case
+@more
 def cached_number_in_a_closure_tensor(earlier: bool) -> Made:
     weights = torch.tensor([1.0, 1.0, 1.0] if earlier else [0.1, 1.0, 2.0])
     return train(lambda m, b: ((m(b[0]) - b[1]) ** 2 * weights).mean())

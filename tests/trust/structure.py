@@ -11,7 +11,7 @@ from tests.trust.case import Made, Net, adamw, at, cases_of, momentum, mse, sgd,
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-case = cases_of("structure")
+case, more = cases_of("structure")
 
 
 def with_norm() -> nn.Sequential:
@@ -59,7 +59,7 @@ def layer_thawed_with_adamw() -> Made:
     return train(model=model, change=at(2, model.b.bias.requires_grad_, True), optimizer=adamw)
 
 
-@case
+@more
 def frozen_in_turns() -> Made:
     model = Net()
 
@@ -70,7 +70,7 @@ def frozen_in_turns() -> Made:
     return train(model=model, change=change, optimizer=momentum)
 
 
-@case
+@more
 def gradual_unfreezing() -> Made:
     model = Stack(3)
     model.blocks.requires_grad_(False)
@@ -88,7 +88,7 @@ def evaluation_mode() -> Made:
     return train(model=model, change=lambda i: model.train(i not in (2, 3)))
 
 
-@case
+@more
 def one_module_in_evaluation_mode() -> Made:
     model = with_norm()
     return train(model=model, change=at(3, model[1].eval))
@@ -107,7 +107,7 @@ def evaluated_between_steps() -> Made:
     return train(model=model, after=after, state=lambda: scores)
 
 
-@case
+@more
 def module_appended() -> Made:
     model = Stack()
     return train(model=model, change=at(3, lambda: model.blocks.append(nn.Linear(6, 6))))
@@ -132,7 +132,7 @@ def module_removed() -> Made:
     return train(model=model, change=at(3, lambda: model.blocks.__delitem__(1)))
 
 
-@case
+@more
 def modules_in_another_order() -> Made:
     model = Stack(3)
 
@@ -155,7 +155,7 @@ def norm_replaced_by_identity() -> Made:
     return train(model=model, change=at(3, model.__setitem__, 1, nn.Identity()))
 
 
-@case
+@more
 def module_inserted_in_a_sequential() -> Made:
     model = with_norm()
     return train(model=model, change=at(3, lambda: model.insert(3, nn.LayerNorm(8))))
@@ -182,7 +182,7 @@ def module_chosen_from_a_dictionary() -> Made:
     return train(lambda m, b: mse(m[task[0]], b), lambda i: task.__setitem__(0, ("one", "two")[i % 2]), model=model)
 
 
-@case
+@more
 def module_dictionary_gains_a_key() -> Made:
     model = nn.ModuleDict({"one": nn.Linear(6, 3)})
     return train(
@@ -198,7 +198,10 @@ def adapter_wraps_a_layer() -> Made:
         def __init__(self, inner: nn.Linear) -> None:
             super().__init__()
             self.inner = inner.requires_grad_(False)
-            self.down, self.up = nn.Linear(inner.in_features, 2, bias=False), nn.Linear(2, inner.out_features, bias=False)
+            self.down, self.up = (
+                nn.Linear(inner.in_features, 2, bias=False),
+                nn.Linear(2, inner.out_features, bias=False),
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.inner(x) + self.up(self.down(x))
@@ -234,7 +237,7 @@ def weights_untied_later() -> Made:
     return train(model=model, change=change, optimizer=optimizer)
 
 
-@case
+@more
 def weights_tied_from_the_start() -> Made:
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
     model[2].weight = model[0].weight
@@ -262,13 +265,13 @@ def parameter_replaced_in_the_optimizer_too() -> Made:
     return train(model=model, change=change, optimizer=optimizer)
 
 
-@case
+@more
 def parameter_becomes_none() -> Made:
     model = Net()
     return train(model=model, change=at(3, setattr, model.b, "bias", None))
 
 
-@case
+@more
 def parameter_registered_later() -> Made:
     class Model(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -292,13 +295,13 @@ def data_assigned() -> Made:
     return train(model=model, change=at(3, lambda: setattr(model.a.weight, "data", model.a.weight.data * 0.5)))
 
 
-@case
+@more
 def data_shared_with_another_parameter() -> Made:
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
     return train(model=model, change=at(3, lambda: setattr(model[2].weight, "data", model[0].weight.data)))
 
 
-@case
+@more
 def weights_clamped_between_steps() -> Made:
     model = Net()
 
@@ -309,7 +312,7 @@ def weights_clamped_between_steps() -> Made:
     return train(model=model, after=after, optimizer=momentum)
 
 
-@case
+@more
 def weights_copied_in_place() -> Made:
     model = Net()
 
@@ -321,7 +324,7 @@ def weights_copied_in_place() -> Made:
     return train(model=model, change=at(3, halve), optimizer=adamw)
 
 
-@case
+@more
 def parameters_set_again() -> Made:
     model = Net()
     return train(model=model, change=at(3, lambda: [model.a.reset_parameters(), model.b.reset_parameters()]))
@@ -348,14 +351,14 @@ def state_loaded_by_assignment() -> Made:
     return train(model=model, change=change, optimizer=optimizer)
 
 
-@case
+@more
 def vector_to_parameters() -> Made:
     model = Net()
     start = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     return train(model=model, change=at(3, lambda: nn.utils.vector_to_parameters(start * 0.9, model.parameters())))
 
 
-@case
+@more
 def weights_moved_to_shared_memory() -> Made:
     model = Net()
     return train(model=model, change=at(3, model.share_memory))
@@ -371,7 +374,7 @@ def model_cast_to_double_and_back() -> Made:
     return train(lambda m, b: F.mse_loss(m(b[0].to(m.a.weight.dtype)), b[1].to(m.a.weight.dtype)), change, model=model)
 
 
-@case
+@more
 def channels_last_later() -> Made:
     model = nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 3, padding=1), nn.Flatten(), nn.Linear(24, 3))
     return train(model=model, change=at(3, lambda: model.to(memory_format=torch.channels_last)))
@@ -385,7 +388,7 @@ def buffer_replaced() -> Made:
     return train(loss, at(3, setattr, model, "scale", torch.tensor([1.0, 0.1, 2.0])), model=model)
 
 
-@case
+@more
 def buffer_written_between_steps() -> Made:
     model = Net()
     model.register_buffer("scale", torch.ones(3), persistent=False)
@@ -400,7 +403,7 @@ def buffer_registered_later() -> Made:
     return train(loss, at(3, model.register_buffer, "scale", torch.tensor([1.0, 0.1, 2.0])), model=model)
 
 
-@case
+@more
 def buffer_becomes_a_tensor() -> Made:
     model = Net()
     model.register_buffer("mask", None)
@@ -414,7 +417,7 @@ def parametrization_added_later() -> Made:
     return train(model=model, change=at(3, parametrize.register_parametrization, model.a, "weight", Halved()))
 
 
-@case
+@more
 def parametrization_removed_later() -> Made:
     model = Net()
     parametrize.register_parametrization(model.a, "weight", Halved())
@@ -435,7 +438,7 @@ def weight_norm() -> Made:
     return train(model=model)
 
 
-@case
+@more
 def spectral_norm() -> Made:
     """Its power iteration writes buffers in every forward of the training mode."""
     model = Net()
@@ -455,7 +458,7 @@ def pruned_later() -> Made:
     return train(model=model, change=change, optimizer=optimizer)
 
 
-@case
+@more
 def parameter_list_used_in_part() -> Made:
     class Model(nn.Module):
         used = 1
@@ -471,7 +474,7 @@ def parameter_list_used_in_part() -> Made:
     return train(model=model, change=lambda i: setattr(model, "used", 1 + i // 2), optimizer=adamw)
 
 
-@case
+@more
 def parameter_the_loss_does_not_use() -> Made:
     model = Net()
     model.spare = nn.Linear(6, 3)
@@ -486,7 +489,7 @@ def parameter_used_from_step_three() -> Made:
     return train(loss, at(3, options.update, spare=True), model=model, optimizer=adamw)
 
 
-@case
+@more
 def model_swapped_in_a_dictionary() -> Made:
     """The loss trains whichever module stands in its closure."""
     model = {"first": Net(), "second": Net()}
@@ -494,7 +497,7 @@ def model_swapped_in_a_dictionary() -> Made:
     return train(lambda m, b: mse(current["model"], b), at(3, current.update, model=model["second"]), model=model)
 
 
-@case
+@more
 def layers_skipped_by_a_number() -> Made:
     class Model(Stack):
         depth = 1

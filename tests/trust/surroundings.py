@@ -22,7 +22,9 @@ from torch import nn
 
 MODULE_HOOKS = sorted(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs")))
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-GLOBAL_HOOKS = sorted(name for name in vars(nn.modules.module) if name.startswith("_global_") and name.endswith("_hooks"))
+GLOBAL_HOOKS = sorted(
+    name for name in vars(nn.modules.module) if name.startswith("_global_") and name.endswith("_hooks")
+)
 FUNCTIONS = {"random": random, "numpy.random": np.random, "torch": torch, "torch.nn.functional": nn.functional}
 OPAQUE = (nn.Module, type, types.ModuleType, logging.Logger, weakref.WeakKeyDictionary)
 """Not taken apart: modules have a view of their own, and loggers and weak dictionaries hold caches that reading fills."""

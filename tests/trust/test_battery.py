@@ -12,19 +12,23 @@ ON_INDUCTOR = (
     "annealing_method", "counter_with_a_threshold", "layer_thawed_with_adamw", "environment_entry",
     "forward_patched_on_the_instance", "closure_tensor_replaced",
 )  # fmt: skip
-every_case = pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
+every_case = pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items()])
+every_case_in_time = pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=[pytest.mark.slow] if case.slow else []) for name, case in CASES.items()],
+)
 
 
 def require_right(case: Case, **options: str) -> None:
     found = judge(case, cache=True, **options)
     if case.name in LOUD:
         assert found.verdict in ("loud", "refused"), f"{found.verdict}: {found.detail}"
-        assert LOUD[case.name] in found.detail
+        assert LOUD[case.name].lower() in found.detail.lower()
     else:
         assert found.verdict == "whole", f"{found.verdict}: {found.detail}"
 
 
-@every_case
+@every_case_in_time
 def test_trained_as_in_eager(case: Case) -> None:
     require_right(case)
 
@@ -56,7 +60,7 @@ def test_the_battery_itself(case: Case) -> None:
 
 def test_most_are_whole() -> None:
     """A case outside LOUD must be whole, so the table says how many are."""
-    assert len(CASES) >= FEWEST
+    assert sum(not case.slow for case in CASES.values()) >= FEWEST
     assert len(LOUD) <= (1 - SHARE_WHOLE) * len(CASES)
 
 
