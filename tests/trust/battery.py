@@ -64,7 +64,6 @@ LOUD: dict[str, str] = {
     "backward_inside_the_loss": "backward",
     "update_inside_the_loss": "",
     "part_that_disables_compilers": "disable",
-    "interrupted_by_a_signal": "",
     "data_parallel": "DataParallel",
     "parameter_outside_the_modules": "parameter",
 }

@@ -335,7 +335,7 @@ def list_that_grows() -> Made:
     return train(lambda m, b: mse(m, b) / (1 + len(history)), lambda i: history.append(i))
 
 
-@case
+@more
 def list_of_terms() -> Made:
     terms = [mse]
     return train(
@@ -400,7 +400,7 @@ def frozenset_replaced() -> Made:
     return train(loss, at(3, setattr, model, "flags", frozenset()), model=model)
 
 
-@case
+@more
 def counter_object() -> Made:
     seen: collections.Counter[str] = collections.Counter()
 

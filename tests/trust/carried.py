@@ -68,7 +68,7 @@ def hidden_states_of_an_lstm() -> Made:
     return train(loss, model=LanguageModel(nn.LSTM), batches=tokens(), state=lambda: hidden)
 
 
-@case
+@more
 def hidden_state_on_the_model() -> Made:
     class Model(LanguageModel):
         hidden: Any = None
@@ -156,7 +156,7 @@ def buffer_reassigned_in_the_forward() -> Made:
     return train(model=Model())
 
 
-@case
+@more
 def batch_norm_statistics() -> Made:
     return train(model=nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), optimizer=momentum)
 
@@ -220,7 +220,7 @@ def queue_with_a_python_pointer() -> Made:
     return train(loss, model=model, state=lambda: model.place)
 
 
-@case
+@more
 def replay_list() -> Made:
     memory: list[Any] = []
 
@@ -275,7 +275,7 @@ def last_output_on_the_model() -> Made:
     return train(model=model, state=lambda: getattr(model, "last", None))
 
 
-@case
+@more
 def auxiliary_loss_left_on_a_layer() -> Made:
     class Gate(nn.Module):
         def __init__(self) -> None:

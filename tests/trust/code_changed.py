@@ -342,7 +342,7 @@ def call_of_a_model_class_patched() -> Made:
 @case
 def functional_patched() -> Made:
     original = F.mse_loss
-    change = at(3, setattr, F, "mse_loss", lambda a, b: 0.1 * original(a, b))
+    change = at(3, setattr, F, "mse_loss", lambda *args, **options: 0.1 * original(*args, **options))
     return train(change=change, cleanup=lambda: setattr(F, "mse_loss", original))
 
 

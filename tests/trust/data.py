@@ -44,7 +44,7 @@ def last_batch_of_one() -> Made:
     return train(batches=of_sizes(8, 8, 8, 8, 8, 1))
 
 
-@case
+@more
 def first_batch_of_one() -> Made:
     return train(batches=of_sizes(1, 8, 8, 3, 8, 1))
 
@@ -151,7 +151,7 @@ def sparse_adjacency() -> Made:
 # ---- structures ----
 
 
-@case
+@more
 def dictionary_batch() -> Made:
     return train(by_name, batches=dictionaries())
 
@@ -223,7 +223,7 @@ def nested_batch() -> Made:
     return train(lambda m, b: F.mse_loss(m(b["inputs"]["x"]), b["inputs"]["more"][0]), batches=batches)
 
 
-@case
+@more
 def list_of_tensors_that_grows() -> Made:
     batches = [([x[:2], x[2:4], x[4:]][: 1 + i % 3], y) for i, (x, y) in enumerate(pairs())]
     return train(

@@ -131,7 +131,7 @@ def forward_hook_inside_the_loss() -> Made:
     return train(loss)
 
 
-@case
+@more
 def forward_hook_that_raises() -> Made:
     model, calls = Net(), []
 
@@ -257,7 +257,7 @@ def parameter_hook_added_later() -> Made:
     return train(model=model, change=at(3, model.a.weight.register_hook, lambda gradient: gradient * 0.1))
 
 
-@case
+@more
 def parameter_hook_removed_later() -> Made:
     model = Net()
     handle = model.a.weight.register_hook(lambda gradient: gradient * 0.1)

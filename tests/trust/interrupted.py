@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tests.trust.case import Made, Net, adamw, cases_of, momentum, mse, pairs, tokens, train
 from torch import nn
 
-case, _ = cases_of("interrupted")
+case, more = cases_of("interrupted")
 
 
 class Calls:
@@ -36,7 +36,7 @@ def error_at_a_step() -> Made:
     return train(loss, raises={3: ValueError}, state=lambda: calls.count, optimizer=momentum)
 
 
-@case
+@more
 def error_after_the_forward() -> Made:
     """What the code wrote before it raised stays written."""
     calls, seen = Calls(RuntimeError("too late")), []
@@ -103,7 +103,7 @@ def iterator_exhausted() -> Made:
     return train(lambda m, b: mse(m, b) * next(weights), raises={4: StopIteration, 5: StopIteration})
 
 
-@case
+@more
 def error_caught_inside_the_loss() -> Made:
     calls = Calls(ValueError("recovered"))
 

@@ -89,7 +89,7 @@ def counter_on_a_function() -> Made:
     return train(loss, state=lambda: loss.calls)
 
 
-@case
+@more
 def counters_by_name() -> Made:
     counts: collections.defaultdict[str, int] = collections.defaultdict(int)
 
@@ -167,7 +167,7 @@ def losses_logged_by_item() -> Made:
     return train(loss, state=lambda: history)
 
 
-@case
+@more
 def losses_logged_as_tensors() -> Made:
     history: list[torch.Tensor] = []
 
@@ -283,7 +283,7 @@ def printed_plainly() -> Made:
     return train(loss)
 
 
-@case
+@more
 def logged_by_logging() -> Made:
     logger = logging.getLogger("wholestep.trust.quiet")
 
@@ -383,7 +383,7 @@ def metric_module_with_buffers() -> Made:
     return train(loss, batches=labelled(), state=lambda: metric.counts)
 
 
-@case
+@more
 def class_counts_added_in_place() -> Made:
     counts = torch.zeros(3)
 

@@ -94,7 +94,7 @@ def teacher_replaced_by_a_copy() -> Made:
     return train(loss, change, model=model)
 
 
-@case
+@more
 def teacher_with_running_statistics() -> Made:
     """In training mode the teacher's own statistics move in every step."""
     teacher = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).requires_grad_(False)
@@ -209,7 +209,7 @@ def critic_frozen_for_the_generator() -> Made:
     return train(generator_loss, model=models, optimizer=sgd(models["generator"].parameters()))
 
 
-@case
+@more
 def domain_adversary_with_a_schedule() -> Made:
     class Reverse(torch.autograd.Function):
         @staticmethod
@@ -327,7 +327,7 @@ def two_losses_on_one_model_in_turns() -> Made:
     return train(model=model, optimizer=optimizer, partner=partner)
 
 
-@case
+@more
 def one_loss_function_for_two_models() -> Made:
     partner = train(mse, model=nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)))
     return train(mse, partner=partner)
@@ -366,7 +366,7 @@ def modules_in_a_tuple() -> Made:
     return train(lambda m, b: F.mse_loss(m[1](torch.tanh(m[0](b[0]))), b[1]), model=models)
 
 
-@case
+@more
 def one_of_two_modules_trained() -> Made:
     models = {"encoder": nn.Linear(6, 8), "head": nn.Linear(8, 3)}
     loss = lambda m, b: F.mse_loss(m["head"](torch.tanh(m["encoder"](b[0]))), b[1])  # noqa: E731
@@ -528,7 +528,7 @@ def regularised_by_all_parameters() -> Made:
     return train(loss, at(3, strength.update, l1=0.01))
 
 
-@case
+@more
 def engine_with_events() -> Made:
     """Handlers run inside the step, as in event-driven trainers."""
 

@@ -50,7 +50,7 @@ def learning_rate_zero_for_a_while() -> Made:
     return train(model=model, optimizer=optimizer, change=change)
 
 
-@case
+@more
 def learning_rate_as_a_tensor() -> Made:
     model = Net()
     rate = torch.tensor(0.01)
@@ -116,7 +116,7 @@ def amsgrad_switched_off() -> Made:
 # ---- groups and state ----
 
 
-@case
+@more
 def two_groups_with_their_own_rates() -> Made:
     model = Net()
     groups = [{"params": model.a.parameters(), "lr": 0.1}, {"params": model.b.parameters(), "lr": 0.01}]
@@ -231,7 +231,7 @@ def step_schedule() -> Made:
     return scheduled(lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.1))
 
 
-@case
+@more
 def lambda_schedule() -> Made:
     return scheduled(lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: min(1.0, (n + 1) / 4)), adamw)
 

@@ -329,7 +329,7 @@ def gradient_penalty() -> Made:
     return train(loss)
 
 
-@case
+@more
 def second_derivatives() -> Made:
     def loss(m: Any, b: Any) -> torch.Tensor:
         x = b[0][:, :1].clone().requires_grad_()
@@ -351,7 +351,7 @@ def adversarial_example_inside_the_loss() -> Made:
     return train(loss)
 
 
-@case
+@more
 def inner_step_of_meta_learning() -> Made:
     def loss(m: Any, b: Any) -> torch.Tensor:
         weights = dict(m.named_parameters())
@@ -456,7 +456,7 @@ def checkpointed_sequence() -> Made:
     return train(lambda m, b: F.mse_loss(checkpoint_sequential(m, 2, b[0], use_reentrant=False), b[1]), model=model)
 
 
-@case
+@more
 def per_sample_functions() -> Made:
     def loss(m: Any, b: Any) -> torch.Tensor:
         weights = dict(m.named_parameters())

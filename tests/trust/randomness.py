@@ -92,7 +92,7 @@ def random_seeded_between_steps() -> Made:
     return train(lambda m, b: mse(m, b) * (0.5 + random.gauss(0, 0.1)), lambda i: random.seed(i % 2))
 
 
-@case
+@more
 def random_drawn_between_steps() -> Made:
     """The loop draws from the same generator as the loss, in between."""
     drawn: list[float] = []

@@ -149,7 +149,7 @@ def activation_module_replaced() -> Made:
     return train(model=model, change=at(3, model.__setitem__, 2, nn.Tanh()))
 
 
-@case
+@more
 def norm_replaced_by_identity() -> Made:
     model = with_norm()
     return train(model=model, change=at(3, model.__setitem__, 1, nn.Identity()))
@@ -161,7 +161,7 @@ def module_inserted_in_a_sequential() -> Made:
     return train(model=model, change=at(3, lambda: model.insert(3, nn.LayerNorm(8))))
 
 
-@case
+@more
 def head_of_another_size() -> Made:
     model = Net()
     optimizer = sgd(model.parameters())
@@ -192,7 +192,7 @@ def module_dictionary_gains_a_key() -> Made:
     )
 
 
-@case
+@more
 def adapter_wraps_a_layer() -> Made:
     class Adapter(nn.Module):
         def __init__(self, inner: nn.Linear) -> None:
@@ -337,7 +337,7 @@ def state_loaded() -> Made:
     return train(model=model, change=at(3, lambda: model.load_state_dict(saved)))
 
 
-@case
+@more
 def state_loaded_by_assignment() -> Made:
     model = with_norm()
     saved = copy.deepcopy(model.state_dict())
@@ -431,7 +431,7 @@ def parametrization_removed_later() -> Made:
     return train(model=model, change=change, optimizer=optimizer)
 
 
-@case
+@more
 def weight_norm() -> Made:
     model = Net()
     parametrizations.weight_norm(model.a)
