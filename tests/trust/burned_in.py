@@ -126,7 +126,7 @@ def slots_object() -> Made:
     return train(lambda m, b: mse(m, b) * slots.weight, at(3, setattr, slots, "weight", 0.1))
 
 
-@case
+@more
 def descriptor_object() -> Made:
     class Schedule:
         value = 1.0
@@ -149,7 +149,7 @@ def attribute_dictionary() -> Made:
     return train(lambda m, b: mse(m, b) * options.weight, at(3, options.update, weight=0.1))
 
 
-@case
+@more
 def config_with_getattr() -> Made:
     class Lazy:
         def __init__(self) -> None:

@@ -102,7 +102,7 @@ def defaults_rebound() -> Made:
     return train(lambda m, b: scale(mse(m, b)), at(3, setattr, scale, "__defaults__", (0.1,)))
 
 
-@case
+@more
 def keyword_defaults_rebound() -> Made:
     def scale(x: torch.Tensor, *, factor: float = 1.0) -> torch.Tensor:
         return x * factor
@@ -346,7 +346,7 @@ def functional_patched() -> Made:
     return train(change=change, cleanup=lambda: setattr(F, "mse_loss", original))
 
 
-@case
+@more
 def torch_function_patched() -> Made:
     original = torch.tanh
     change = at(3, setattr, torch, "tanh", lambda x: torch.relu(x))

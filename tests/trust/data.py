@@ -110,7 +110,7 @@ def expanded_tensors() -> Made:
     return train(batches=batches)
 
 
-@case
+@more
 def one_tensor_twice() -> Made:
     batches = [(x, x if i > 2 else x.flip(0)) for i, (x, _) in enumerate(pairs())]
     return train(lambda m, b: m(b[0]).square().mean() + m(b[1]).abs().mean(), batches=batches)

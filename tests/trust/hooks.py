@@ -165,7 +165,7 @@ def forward_pre_hook_for_all_modules() -> Made:
     return train(change=at(3, handle.remove), cleanup=handle.remove)
 
 
-@case
+@more
 def old_style_weight_norm() -> Made:
     model = Net()
     model.a.gain = nn.Parameter(torch.ones(16, 1))
@@ -322,7 +322,7 @@ def activation_retains_its_gradient() -> Made:
     return train(model=model, after=lambda i: norms.append(float(model.h.grad.norm())), state=lambda: norms)
 
 
-@case
+@more
 def hook_on_the_loss() -> Made:
     def loss(m: Any, b: Any) -> torch.Tensor:
         found = mse(m, b)

@@ -113,7 +113,7 @@ def tensor_counter() -> Made:
     return train(loss, state=lambda: count)
 
 
-@case
+@more
 def context_manager_counts() -> Made:
     depth = {"entered": 0, "left": 0}
 
@@ -224,7 +224,7 @@ def lightning_log() -> Made:
     return train(lambda m, b: m.training_step(b), model=model, state=lambda: model.logged)
 
 
-@case
+@more
 def running_average_of_floats() -> Made:
     meter = {"average": 0.0, "count": 0}
 
@@ -363,7 +363,7 @@ def metric_object() -> Made:
     return train(loss, batches=labelled(), state=lambda: (metric.right, metric.total))
 
 
-@case
+@more
 def metric_module_with_buffers() -> Made:
     class Metric(nn.Module):
         def __init__(self) -> None:

@@ -193,7 +193,7 @@ def critic_with_clipped_weights() -> Made:
     return train(critic_loss, model=models, optimizer=sgd(critic.parameters()), partner=partner, after=after)
 
 
-@case
+@more
 def critic_frozen_for_the_generator() -> Made:
     """The generator's step freezes the critic inside the loss and thaws it again."""
     models = {"generator": nn.Linear(6, 3), "critic": nn.Linear(3, 1)}

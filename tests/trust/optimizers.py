@@ -169,7 +169,7 @@ def state_of_one_parameter_deleted() -> Made:
     return train(model=model, optimizer=optimizer, change=at(3, optimizer.state.pop, model.a.weight))
 
 
-@case
+@more
 def state_scaled_in_place() -> Made:
     model = Net()
     optimizer = adamw(model.parameters())
@@ -496,7 +496,7 @@ def update_of_ones_own_every_second_step() -> Made:
     return train(model=model, optimizer=None, after=after)
 
 
-@case
+@more
 def averaged_weights() -> Made:
     model = Net()
     average = swa_utils.AveragedModel(model)

@@ -51,7 +51,7 @@ def environment_getenv() -> Made:
     return train(lambda m, b: mse(m, b) * float(os.getenv(NAME, "1")), at(3, environment, "0.1"), cleanup=FORGET)
 
 
-@case
+@more
 def environment_name_present() -> Made:
     environment(None)
     loss = lambda m, b: mse(m, b) * (0.1 if NAME in os.environ else 1.0)  # noqa: E731
@@ -195,7 +195,7 @@ def clock() -> Made:
     return train(loss, at(3, limit.__setitem__, 0, 0.0))
 
 
-@case
+@more
 def clock_of_the_last_step() -> Made:
     model = Net()
     model.began = None
@@ -316,7 +316,7 @@ def grad_mode_switched_inside_the_loss() -> Made:
     return train(loss, at(3, options.update, encoder=False))
 
 
-@case
+@more
 def grad_mode_read() -> Made:
     class Model(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -135,7 +135,7 @@ def hardest_examples_only() -> Made:
     return train(loss, at(3, options.update, kept=2), model=model)
 
 
-@case
+@more
 def unique_labels() -> Made:
     def loss(m: Any, b: Any) -> torch.Tensor:
         logits = m(b[0])
@@ -248,18 +248,16 @@ def keyword_arguments_and_stars() -> Made:
 @case
 def reshapes_by_a_pattern() -> Made:
     def rearrange(x: torch.Tensor, pattern: str, **sizes: int) -> torch.Tensor:
-        left, right = (side.split() for side in pattern.split("->"))
-        split = [
-            part for name in left for part in ([sizes[name], -1] if name in sizes else [x.shape[left.index(name)]])
-        ]
-        return x.reshape(split).transpose(0, 1).reshape(*[x.shape[left.index(n)] if n in left else -1 for n in right])
+        left, right = (side.replace("(", "").replace(")", "").split() for side in pattern.split("->"))
+        return x.view(len(x), *[sizes.get(name, -1) for name in left[1:]]).permute([left.index(name) for name in right])
 
     class Model(Net):
         heads = 2
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
+            parts = rearrange(x, "rows (heads columns) -> heads rows columns", heads=self.heads)
             return super().forward(
-                rearrange(x, "rows columns -> rows columns").view(len(x), self.heads, -1).flip(1).flatten(1)
+                rearrange(parts.flip(0), "heads rows columns -> rows heads columns", rows=len(x)).flatten(1)
             )
 
     model = Model()

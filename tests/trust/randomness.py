@@ -33,7 +33,7 @@ def random_integer() -> Made:
     return train(lambda m, b: mse(m, b) * random.randint(1, 4))
 
 
-@case
+@more
 def random_choice_of_a_layer() -> Made:
     model = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
     return train(lambda m, b: mse(random.choice(list(m)), b), model=model)

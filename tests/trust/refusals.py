@@ -85,7 +85,7 @@ def assignment_by_scipy() -> Made:
     return train(loss)
 
 
-@case
+@more
 def numpy_in_the_middle() -> Made:
     def loss(m: Any, b: Any) -> torch.Tensor:
         order = np.argsort(b[1].numpy().sum(1)).copy()
@@ -131,7 +131,7 @@ def collector_called() -> Made:
     return train(loss)
 
 
-@case
+@more
 def model_copied_inside_the_loss() -> Made:
     def loss(m: Any, b: Any) -> torch.Tensor:
         frozen = copy.deepcopy(m).requires_grad_(False)

@@ -113,7 +113,7 @@ def cached_option_of_a_layer(earlier: bool) -> Made:
     return train(model=model)
 
 
-@case
+@more
 def cached_frozen_layer(earlier: bool) -> Made:
     model = Net()
     model.a.requires_grad_(earlier)

@@ -45,7 +45,7 @@ def layer_frozen() -> Made:
     return train(model=model, change=at(3, model.a.requires_grad_, False))
 
 
-@case
+@more
 def layer_thawed() -> Made:
     model = Net()
     model.a.requires_grad_(False)

@@ -202,7 +202,7 @@ def module_level_number() -> Made:
     return train(lambda m, b: mse(m, b) * RATE, at(3, globals().update, RATE=0.1), cleanup=cleanup)
 
 
-@case
+@more
 def module_level_dictionary() -> Made:
     cleanup = lambda: TABLE.update(weight=1.0)  # noqa: E731
     return train(lambda m, b: mse(m, b) * TABLE["weight"], at(3, TABLE.update, weight=0.1), cleanup=cleanup)
@@ -257,7 +257,7 @@ def subclass_attribute_of_a_model_shadows() -> Made:
     return train(model=Model(), change=at(3, setattr, Model, "weight", 0.1))
 
 
-@case
+@more
 def instance_attribute_shadows() -> Made:
     model = Configured()
     return train(model=model, change=at(3, setattr, model, "weight", 0.1))
@@ -357,7 +357,7 @@ def convolution_stride() -> Made:
     return train(model=model, change=at(3, setattr, model[1], "stride", (2,)))
 
 
-@case
+@more
 def label_smoothing_of_a_criterion() -> Made:
     criterion = nn.CrossEntropyLoss()
     loss = lambda m, b: criterion(m(b[0]), b[1])  # noqa: E731
