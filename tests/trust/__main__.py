@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import os
 import tempfile
 
 import torch
@@ -31,8 +32,6 @@ def main() -> None:
     seconds = 0.0
     with tempfile.TemporaryDirectory() as folder:
         if asked.cache:
-            import os
-
             os.environ["WHOLESTEP_CACHE_DIR"] = folder
         for case in cases:
             found = judge(case, backend=asked.backend, check=asked.check, cache=asked.cache, alone=asked.alone)

@@ -23,6 +23,7 @@ from tests.trust.compare import difference, kept
 from tests.trust.surroundings import surroundings
 
 import wholestep
+from wholestep import compat
 from wholestep.errors import WholestepError, WholestepWarning
 
 Verdict = Literal["whole", "loud", "refused", "WRONG", "error", "broken"]
@@ -84,10 +85,10 @@ def judge(
         said = run(case, maker, watches=watches, expected=theirs)[1]
     except Differs as found:
         verdict, detail = "WRONG", str(found)
-    except WholestepError as error:
-        verdict, detail = "refused", f"{type(error).__name__}: {error}"
-    except Exception as error:
-        verdict, detail = "error", f"{type(error).__name__}: {error}"
+    except Exception as raised:
+        error, place = (raised.error, f"step {raised.step}: ") if isinstance(raised, Unexpected) else (raised, "")
+        verdict = "refused" if isinstance(error, WholestepError) else "error"
+        detail = f"{place}{type(error).__name__}: {error}"
     else:
         reasons = said + [reason for watch in watches for reason in watch.reasons]
         left = [watch.left for watch in watches if watch.left]
@@ -102,13 +103,20 @@ def judge(
 def warm_up(backend: str) -> None:
     """What the first compile of a process imports and starts (warnings filters, worker threads) is no case's doing."""
     made = train()
-    wholestep.compile(made.model, made.loss_fn, made.optimizer, made.batches[0], backend=backend, cache=False)(
-        made.batches[0]
-    )
+    batch = made.batches[0]
+    wholestep.compile(made.model, made.loss_fn, made.optimizer, batch, backend=backend, cache=False)(batch)
 
 
 class Differs(Exception):
     """Ours and eager have parted."""
+
+
+class Unexpected(Exception):
+    """Ours raised at a step where eager did not."""
+
+    def __init__(self, error: BaseException, step: int) -> None:
+        self.error, self.step = error, step
+        super().__init__(str(error))
 
 
 def run(
@@ -145,7 +153,7 @@ def run(
                 if expected is not None:
                     _require_equal(records[-1], expected[i], i, results)
     told = [str(w.message) for w in caught if issubclass(w.category, WholestepWarning)]
-    return records, told
+    return records, [text for text in told if text != str(compat.untested_version())]
 
 
 def _forerun(case: Case, maker: Callable[[Made], Stepper]) -> None:
@@ -218,8 +226,10 @@ def _require_equal(ours: dict[str, Any], theirs: dict[str, Any], i: int, results
         unexpected = [
             raised for (_, raised), name in zip(results, theirs["raised"]) if raised is not None and name is None
         ]
+        if unexpected and isinstance(unexpected[0], KeyboardInterrupt):
+            raise unexpected[0]  # of the person who runs the battery
         if unexpected:
-            raise unexpected[0]
+            raise Unexpected(unexpected[0], i) from unexpected[0]
         raise Differs(f"step {i}: eager raised {theirs['raised']}, ours {ours['raised']} ({results})")
     found = difference(ours, theirs)
     if found:

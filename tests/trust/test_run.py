@@ -125,7 +125,7 @@ def refuses(made: Made) -> Stepper:
         (Loud, "loud", "a reason"),
         (Falls, "loud", "a reason"),
         (refuses, "refused", "BadLoss: this loss cannot be"),
-        (Fails, "error", "KeyError: 'nobody knows why'"),
+        (Fails, "error", "step 0: KeyError: 'nobody knows why'"),
         (LeavesAHook, "WRONG", "compile left something behind: modules[0].a.hooks._forward_hooks"),
         (LeavesAnAttribute, "WRONG", "compile left something behind: modules[0].root.attributes"),
         (RunsTheLoss, "WRONG", "compile left something behind: loss_fn"),
