@@ -18,9 +18,10 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch._dynamo
 from tests.trust.case import STEPS, Case, Made, modules_of, train
 from tests.trust.compare import difference, kept
-from tests.trust.surroundings import surroundings
+from tests.trust.surroundings import process_wide, surroundings
 
 import wholestep
 from wholestep import compat
@@ -81,6 +82,7 @@ def judge(
         return Outcome(case, "broken", f"{type(error).__name__}: {error}", time.perf_counter() - began)
     maker = eager if alone else make_step or compiled
     watches: list[Watch] = []
+    before = process_wide()
     try:
         said = run(case, maker, watches=watches, expected=theirs)[1]
     except Differs as found:
@@ -96,6 +98,10 @@ def judge(
             verdict, detail = "WRONG", f"left the whole step for {left[0]!r} without a word"
         else:
             verdict, detail = ("loud" if reasons else "whole"), "; ".join(dict.fromkeys(reasons))
+    left_over = difference(process_wide(), before)
+    if left_over:
+        torch.compiler.set_stance("default")
+        verdict, detail = "WRONG", f"the run left something behind: {left_over}"
     return Outcome(case, verdict, " ".join(detail.split()), time.perf_counter() - began)
 
 

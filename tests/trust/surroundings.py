@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo
 from tests.trust.case import Made, modules_of
 from tests.trust.compare import kept
 from torch import nn
@@ -43,15 +44,24 @@ def surroundings(part: Made, made: Made) -> dict[str, Any]:
             "batch": view(made.batches[0]),
             "state": made.state(),
             "random": [_numbers(random.getstate()), np.random.get_state()[1:], torch.get_rng_state()],
-            "functions": {name: _functions_of(module) for name, module in FUNCTIONS.items()},
-            "hooks of all modules": {name: _keys_and_ids(getattr(nn.modules.module, name)) for name in GLOBAL_HOOKS},
             "threads": {thread.name: thread.ident for thread in threading.enumerate()},
             "warnings filters": [str(entry) for entry in warnings.filters],
-            "default dtype": str(torch.get_default_dtype()),
-            "grad mode": torch.is_grad_enabled(),
-            "autocast": torch.is_autocast_enabled("cpu"),
+            "process": process_wide(),
         }
     )
+
+
+def process_wide() -> dict[str, Any]:
+    """What all threads share: a training that ends, whichever way, leaves it as it was."""
+    return {
+        "functions": {name: _functions_of(module) for name, module in FUNCTIONS.items()},
+        "hooks of all modules": {name: _keys_and_ids(getattr(nn.modules.module, name)) for name in GLOBAL_HOOKS},
+        "default dtype": str(torch.get_default_dtype()),
+        "grad mode": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "stance of torch.compile": str(torch._dynamo.eval_frame._stance),
+        "settings of torch.compile": {k: str(v) for k, v in torch._dynamo.config.get_config_copy().items()},
+    }
 
 
 def _numbers(state: Any) -> list[Any]:

@@ -110,6 +110,12 @@ class Draws(Step):
         random.random()
 
 
+class TurnsCompilersOff(Step):
+    def __call__(self, batch: Any) -> Any:
+        torch.compiler.set_stance("force_eager")
+        return self.call(batch)
+
+
 def refuses(made: Made) -> Stepper:
     raise BadLoss("this loss cannot be")
 
@@ -129,6 +135,7 @@ def refuses(made: Made) -> Stepper:
         (LeavesAHook, "WRONG", "compile left something behind: modules[0].a.hooks._forward_hooks"),
         (LeavesAnAttribute, "WRONG", "compile left something behind: modules[0].root.attributes"),
         (RunsTheLoss, "WRONG", "compile left something behind: loss_fn"),
+        (TurnsCompilersOff, "WRONG", "the run left something behind: stance of torch.compile"),
         (Draws, "WRONG", "compile left something behind: random"),
     ],
 )
