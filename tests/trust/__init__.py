@@ -1,0 +1,1 @@
+"""Trainings whose Python changes from step to step, each trained beside eager PyTorch."""
