@@ -28,7 +28,6 @@ from torch import nn
 
 import wholestep
 from wholestep import compat
-from wholestep.capture.snapshot import leftover_fakes
 from wholestep.capture.tracer import Tracer
 from wholestep.errors import BadLoss, WholestepWarning
 from wholestep.graph.training_graph import Role

@@ -45,6 +45,8 @@ class OneStep:
         self.variants: list[Variant] = []
         self.norm: torch.Tensor | None = None
         self.python_random: Any = None
+        self.afterwards: list[tuple[Any, Result]] = []
+        """Checks that wait for the update of an accumulating step."""
 
     def whole(self, *, known_only: bool = False) -> tuple[Result, torch.Tensor | None]:
         """All micro-batches through captured graphs, then the update."""
@@ -60,7 +62,13 @@ class OneStep:
             except EagerDid as did:
                 outcome = did.result
             self.results.append(outcome)
-        return combine(self.results), self._finish()
+        return combine(self.results), self._finished()
+
+    def _finished(self) -> torch.Tensor | None:
+        self.norm = self._finish()
+        for afterwards, result in self.afterwards:
+            afterwards(self, result)
+        return self.norm
 
     def capture_only(self) -> None:
         """Raises OnlyCaptured once the variant for the first micro-batch is there."""
@@ -91,7 +99,7 @@ class OneStep:
                 self.results.append((named["loss"], {n: named[n] for n in variant.capture.aux_names}))
             except EagerDid as did:
                 self.results.append(did.result)
-        return combine(self.results), self._finish()
+        return combine(self.results), self._finished()
 
     def _one(self, variant: Variant, args: Sequence[Any], numbers: Sequence[Any]) -> dict[str, Any]:
         """One micro-batch through a variant, compared with eager where the variant is new."""
@@ -110,7 +118,10 @@ class OneStep:
         variant.checked = True
         if afterwards is not None:
             result = named["loss"], {n: named[n] for n in variant.capture.aux_names}
-            afterwards(self, result)
+            if self.subject.accumulate == 1:
+                afterwards(self, result)
+            else:
+                self.afterwards.append((afterwards, result))
             raise EagerDid(result)
         return named
 

@@ -181,7 +181,9 @@ class Step:
                 return self.prepare(batch)
             self._refusals += 1
             if refused.curable:
-                self._note(f"not captured yet, one eager step comes first: {refused}")
+                text = f"not captured yet; one step in eager PyTorch comes first, then it is tried again: {refused}"
+                self._note(text)
+                warnings.warn(text, WholestepWarning, stacklevel=4)
             else:
                 self._fall(refused)
         finally:

@@ -122,8 +122,9 @@ def settings(loggers: Any, lists: Iterable[str] = (), **more: Any) -> Iterator[N
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """What Dynamo logs about a capture that it gives up, or cannot count, is told by us."""
-    names = ("torch._dynamo", "torch._dynamo.utils", "torch._dynamo.symbolic_convert", "torch.fx.experimental.symbolic_shapes")
-    loggers = [logging.getLogger(name) for name in names]
+    inner = ("utils", "symbolic_convert", "metrics_context", "convert_frame")
+    loggers = [logging.getLogger(f"torch._dynamo.{name}") for name in inner]
+    loggers += [logging.getLogger("torch._dynamo"), logging.getLogger("torch.fx.experimental.symbolic_shapes")]
     kept = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)

@@ -124,6 +124,11 @@ class _Replay(fx.Interpreter):
         self.sources: dict[str, str | None] = {}
         self.calls: dict[str, fx.Node] = {}
 
+    @contextlib.contextmanager
+    def _set_current_node(self, node: fx.Node) -> Iterator[None]:
+        """fx would put the node's own facts in place of ours."""
+        yield
+
     def run_node(self, n: fx.Node) -> Any:
         if n.op not in ("call_function", "call_method", "call_module"):
             return super().run_node(n)
@@ -263,7 +268,9 @@ def _target_name(target: Any) -> str:
 
 
 def _is_autocast(node: fx.Node) -> bool:
-    return node.op == "call_function" and _target_name(node.target) == "_enter_autocast"
+    if node.op != "call_function" or _target_name(node.target) != "_enter_autocast":
+        return False
+    return len(node.args) < 3 or node.args[2] is not False  # (device, dtype, enabled, cache): switched off is no conflict
 
 
 def _is_checkpoint(node: fx.Node) -> bool:
