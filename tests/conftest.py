@@ -26,9 +26,14 @@ if IN_WORKER:
     # A pool of compile processes per worker costs more, on a small machine, than it saves.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+import logging
+
 import numpy as np
 import pytest
 import torch
+
+# pytest's log capture would have torch describe every graph and guard to it, in full.
+logging.getLogger("torch.__trace").disabled = True
 
 CREATED_CACHE = pytest.StashKey[Path]()
 

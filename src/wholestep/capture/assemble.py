@@ -122,7 +122,8 @@ def _assemble(module: fx.GraphModule, inputs: Sequence[Input], meanings: list[Ou
             values = [new if v is node else v for v in values]
             node.replace_all_uses_with(new)
             graph.erase_node(node)
-            if new is not target:
+            updated = any(m.kind is OutputKind.UPDATE and m.target == index for m in meanings)  # by the optimizer, after it
+            if new is not target and not updated:
                 values.append(new)
                 outputs.append(Output(OutputKind.UPDATE, str(inputs[index]), index))
     gradients, boundaries, kept = {}, {}, []

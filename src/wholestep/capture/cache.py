@@ -103,7 +103,7 @@ def capture_key(subject: Subject, reading: Reading) -> str:
     live = [*subject.parameters.items(), *subject.buffers.items()]
     for part in (
         _versions(),
-        reading.graph.digest(),
+        reading.graph.digest,
         reading.places,
         [_kind(t) for t, place in zip(reading.args, reading.places, strict=True) if place is not None],
         [(name, _kind(t), name in trained) for name, t in live],
@@ -111,6 +111,7 @@ def capture_key(subject: Subject, reading: Reading) -> str:
         [path for path, _ in subject.root.named_modules()],
         _optimizer(subject),
         (subject.precision, subject.accumulate, subject.clip_norm is None, subject.nonfinite, subject.chunked_loss),
+        (torch.is_autocast_enabled(subject.device.type), torch.get_autocast_dtype(subject.device.type)),
         (torch.get_default_dtype(), subject.on_gpu, torch.backends.cudnn.enabled, str(subject.device)),
     ):
         digest.update(repr(part).encode())

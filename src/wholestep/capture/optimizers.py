@@ -50,7 +50,7 @@ def supported(optimizer: Optimizer) -> str | None:
     if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         return "all optimizers have step hooks, which must run in Python"
     if not genuine_step(optimizer):
-        return "its step was replaced by one that is not torch's"
+        return "its step or zero_grad was replaced by one that is not torch's"
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             return "a group has differentiable=True"
@@ -65,7 +65,14 @@ def genuine_step(optimizer: Optimizer) -> bool:
     own = vars(optimizer).get("step")
     if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):
         return False
-    function = optimizer.step
+    return _is_torchs(optimizer.step) and genuine_zero_grad(optimizer)
+
+
+def genuine_zero_grad(optimizer: Optimizer) -> bool:
+    return "zero_grad" not in vars(optimizer) and _is_torchs(optimizer.zero_grad)
+
+
+def _is_torchs(function: Any) -> bool:
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     code = getattr(function, "__code__", None)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from wholestep.capture.front import dynamo as private
-from wholestep.capture.front.unguarded import Unguarded, refuse_impure_caches
+from wholestep.capture.front.unguarded import Unguarded, refuse_unguardable
 from wholestep.capture.ladder import COMPILED, EAGER
 from wholestep.capture.subject import Subject
 from wholestep.runtime.eager import Result, eager_step
@@ -41,8 +41,8 @@ class CompiledLoss:
         self.function = torch.compile(function, backend=self._backend, options={"guard_filter_fn": self._keep})
 
     def _keep(self, entries: Sequence[Any]) -> list[bool]:
-        values = [entry.value for entry in entries if entry.has_value]
-        refuse_impure_caches(values)  # raised here, this frame runs in eager
+        values = [(entry.name, entry.value) for entry in entries if entry.has_value]
+        refuse_unguardable(self.subject, values, ())  # raised here, this frame runs in eager
         self.read += values
         self.unguarded = None
         return [True] * len(entries)
@@ -60,7 +60,7 @@ class CompiledLoss:
 
     def __call__(self, model: Any, batch: Any) -> Any:
         # a frame that cannot be compiled runs in eager, as does one that is compiled again and again
-        lenient = {"suppress_errors": True, "fail_on_recompile_limit_hit": False, "recompile_limit": 8}
+        lenient: dict[str, Any] = {"suppress_errors": True, "fail_on_recompile_limit_hit": False, "recompile_limit": 8}
         with private.settings(self.loggers, **lenient):
             result = self.function(self.subject.loss_fn, model, batch)
         if self.unguarded is None:

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
+from wholestep.capture.optimizers import genuine_zero_grad
 from wholestep.capture.preflight import autocast_for
 from wholestep.capture.subject import Subject
 from wholestep.capture.tracer import check_loss
@@ -27,7 +29,7 @@ def eager_step(
     results, norm = list(done), None
     count = len(batches) + len(done)
     if subject.optimizer is not None and not done:
-        subject.optimizer.zero_grad(set_to_none=True)
+        clear_gradients(subject.optimizer)
     for batch in batches:
         with autocast_for(subject):
             loss, aux = check_loss((loss_fn or subject.loss_fn)(subject.model, batch))
@@ -62,8 +64,17 @@ def update_in_torch(subject: Subject) -> torch.Tensor | None:
         optimizer.step()
     if subject.loss_scale is not None:
         subject.loss_scale.after_eager(not skips)
-    optimizer.zero_grad(set_to_none=True)
+    if genuine_zero_grad(optimizer):  # one that somebody wrote is called once a step, where a loop calls it
+        optimizer.zero_grad(set_to_none=True)
     return norm
+
+
+def clear_gradients(optimizer: Optimizer) -> None:
+    """As a loop does before its backward."""
+    if genuine_zero_grad(optimizer):
+        optimizer.zero_grad(set_to_none=True)
+    else:
+        optimizer.zero_grad()
 
 
 def skips_update(subject: Subject) -> bool:

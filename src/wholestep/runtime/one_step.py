@@ -17,7 +17,7 @@ import torch
 from wholestep.capture.front import LossGraph
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT
 from wholestep.runtime.compiled import LowerRung
-from wholestep.runtime.eager import Result, combine, update_in_torch
+from wholestep.runtime.eager import Result, clear_gradients, combine, update_in_torch
 from wholestep.runtime.variant import Variant
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class OneStep:
         if self.variants or self.results:
             return
         if self.subject.optimizer is not None and not variant.capture.plans:
-            self.subject.optimizer.zero_grad(set_to_none=True)
+            clear_gradients(self.subject.optimizer)
         for gradient in variant.binding.gradients.values():
             gradient.zero_()
 

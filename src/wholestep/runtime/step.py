@@ -152,7 +152,7 @@ class Step:
         parts = [f"{what} {', '.join(map(repr, names))}" for what, names in (("lacks", lacking), ("adds", new)) if names]
         if not parts:
             return
-        raise BadBatch(
+        raise _both(BadBatch, error)(
             f"the batch {' and '.join(parts)}, compared with the example batch, and the step fails with it: "
             f"{type(error).__name__}: {error}",
             hint=f"the step was compiled for tensors {', '.join(map(repr, first.names))}",
@@ -181,9 +181,7 @@ class Step:
                 return self.prepare(batch)
             self._refusals += 1
             if refused.curable:
-                text = f"not captured yet; one step in eager PyTorch comes first, then it is tried again: {refused}"
-                self._note(text)
-                warnings.warn(text, WholestepWarning, stacklevel=4)
+                self._note(f"not captured yet; one step in eager PyTorch comes first, then it is tried again: {refused}")
             else:
                 self._fall(refused)
         finally:
@@ -199,7 +197,10 @@ class Step:
         """The captured step for a call of `graph`."""
         table = self._tables.get(graph)
         if table is None:
-            table = self._tables[graph] = Variants(self.making, graph)
+            # captured anew for what the Python does beside it, the computation is often the same (a first call that caches)
+            facts = self.front.entries[0].unguarded.facts
+            known = (t for g, t in self._tables.items() if t.facts == facts and g.digest == graph.digest)
+            table = self._tables[graph] = next(known, None) or Variants(self.making, graph, facts)
         before = self.making.captures
         variant = table.find(args, batch)
         if self.making.captures > before or self._latest is None:
@@ -319,6 +320,14 @@ def _alike(parts: list[Any]) -> bool:
     if not all(isinstance(part, torch.Tensor) for part in parts):
         return True
     return len({(part.dtype, part.dim()) for part in parts}) == 1
+
+
+def _both(kind: type[WholestepError], error: Exception) -> type[WholestepError]:
+    """An error that is caught as ours, and as what the user's own code raised."""
+    try:
+        return type(type(error).__name__, (kind, type(error)), {"__str__": kind.__str__})
+    except TypeError:  # exceptions with fields of their own cannot be combined
+        return kind
 
 
 def _structure_of(batch: Any) -> BatchSpec | None:

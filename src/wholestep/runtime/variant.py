@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,14 @@ from wholestep.graph.training_graph import OutputKind, Role, TrainingGraph
 from wholestep.runtime.binding import Binding
 from wholestep.runtime.eager import update_in_torch
 from wholestep.runtime.random import keys_for, seeded_generator
+
+
+def without_autocast(device: torch.device) -> Any:
+    """A captured graph has its casts; an autocast that the caller entered must not add others."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
 
 Lowering = Callable[[TrainingGraph], Any]
 
@@ -71,7 +80,7 @@ class Variant:
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor], torch.Tensor | None]:
         """The graph on one micro-batch: its outputs by name, gradients that were not used up, the norm of all of them."""
         self.feed(seed, step, micro, numbers)
-        with seeded_generator(self.subject.device, seed, step, micro):
+        with seeded_generator(self.subject.device, seed, step, micro), without_autocast(self.subject.device):
             values = self.runner(self.inputs(args))
         named: dict[str, Any] = {}
         gradients: dict[str, torch.Tensor] = {}
@@ -97,7 +106,8 @@ class Variant:
     def update(self) -> torch.Tensor | None:
         """The update of an accumulating step; the norm of the gradients, where it was computed."""
         assert self.update_runner is not None and self.capture.update is not None
-        values = self.update_runner(self.binding.inputs(self.capture.update, ()))
+        with without_autocast(self.subject.device):
+            values = self.update_runner(self.binding.inputs(self.capture.update, ()))
         return values[0] if values else None
 
     def hand_over(self, gradients: dict[str, torch.Tensor]) -> None:

@@ -80,8 +80,9 @@ class Making:
 class Variants:
     """All forms of one LossGraph."""
 
-    def __init__(self, making: Making, graph: LossGraph) -> None:
-        self.making, self.graph = making, graph
+    def __init__(self, making: Making, graph: LossGraph, facts: Any = None) -> None:
+        """`facts`: the structure of the optimizer and flags of parameters, for which the variants are."""
+        self.making, self.graph, self.facts = making, graph, facts
         self.state: list[int] = []
         """Arguments that are tensors of modules."""
         self.tensors: list[torch.Tensor] = []
@@ -93,6 +94,8 @@ class Variants:
         self.by_shape: dict[tuple, Variant] = {}
         self.symbolic: tuple[Variant, Any, Any] | None = None
         self.seen: list[Any] = []
+        self.trained: list[str] = []
+        """The parameters that are trained, as of the last reading."""
         self.static = False
         """Whether sizes could not be made symbolic."""
 
@@ -126,8 +129,11 @@ class Variants:
             place = self.places[i]
             if self.moves[i] > MOVES and place is not None and place.role is not Role.PARAMETER:
                 self.graph.copied_in.add(i)
-        places = read(self.making.subject, self.graph, args, batch).places
-        if places != self.places:
+        subject = self.making.subject
+        subject.refresh()
+        places, trained = read(subject, self.graph, args, batch).places, list(subject.trained)
+        if places != self.places or trained != self.trained:
+            self.trained = trained
             self.by_shape.clear()
             self.symbolic, self.static = None, False
             self.places = places
@@ -135,6 +141,8 @@ class Variants:
         self.state = [i for i, place in enumerate(places) if place is not None and place.role in live]
         self.brought = [i for i, place in enumerate(places) if place is not None and place.role is Role.BATCH]
         self.tensors = [args[i] for i in self.state]
+        for variant in self.all:
+            variant.binding.bound = False  # a name may stand for another module's tensor now
         kinds = tuple((places[i], args[i].dim(), args[i].dtype, args[i].device) for i in self.brought)
         self.seen = self.making.shapes_seen.setdefault(kinds, [])
 

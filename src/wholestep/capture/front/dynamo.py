@@ -14,13 +14,16 @@ import logging
 import threading
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch._dynamo as dynamo
 from torch import fx
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.guards import _get_closure_vars
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._guards import TracingContext
 
@@ -60,29 +63,40 @@ class Stopped(Exception):
     """Raised in place of running a graph that was only to be captured."""
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclasses.dataclass(eq=False)
 class Frame:
     """One call as Dynamo captured it."""
 
     function: types.FunctionType
     """Called with the same arguments it calls the graph, and then does what the user's Python did beside it."""
     guards: Any
-    read: list[Any]
-    """Dynamo's list of guards. Holding on to the objects keeps their addresses from being used again."""
+    read: list[tuple[str, Any]]
+    """What a guard looks at: where it was found, as Dynamo writes it, and the object. Emptied by `watch_lives`."""
     codes: list[types.CodeType]
     """The code of every function that was traced."""
+    lives: list[Any] = dataclasses.field(default_factory=list)
+    dead: bool = False
+    """An object that was compared by its address is gone, and the address may be used again."""
 
     def holds(self, arguments: Mapping[str, Any]) -> bool:
-        return self.guards.check(arguments)
+        return not self.dead and self.guards.check(arguments)
+
+    def watch_lives(self) -> None:
+        """Notice when an object goes that a guard knows by its address; hold on to none of them."""
+        for _, value in self.read:
+            if isinstance(value, torch.Tensor | np.ndarray):  # known by their kind; some are made for the look at them
+                continue
+            with contextlib.suppress(TypeError):  # numbers, strings and plain containers are compared by value
+                self.lives.append(weakref.ref(value, self._ended))
+        self.read.clear()
+
+    def _ended(self, _: Any) -> None:
+        self.dead = True
 
     def missed(self, arguments: Mapping[str, Any]) -> str:
         """The first guard that does not hold, in Dynamo's words; empty where all do."""
         found = self.guards.check_verbose(arguments)
         return "" if found.result else " ".join(map(str, found.verbose_code_parts[:1]))
-
-    def values(self) -> Iterator[Any]:
-        """The objects that were read, as far as a guard names them."""
-        return (entry.value for entry in self.read if entry.has_value)
 
 
 def fresh_name() -> str:
@@ -124,7 +138,8 @@ def _quiet() -> Iterator[None]:
     """What Dynamo logs about a capture that it gives up, or cannot count, is told by us."""
     inner = ("utils", "symbolic_convert", "metrics_context", "convert_frame")
     loggers = [logging.getLogger(f"torch._dynamo.{name}") for name in inner]
-    loggers += [logging.getLogger("torch._dynamo"), logging.getLogger("torch.fx.experimental.symbolic_shapes")]
+    others = ("torch._dynamo", "torch._guards", "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+    loggers += [logging.getLogger(name) for name in others]
     kept = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
@@ -146,14 +161,18 @@ class IgnoredLoggers:
 
     def __contains__(self, method: Any) -> bool:
         owner = getattr(method, "__self__", None)
-        if isinstance(owner, logging.Logger):
-            self.names.add(owner.name)
-            return True
-        return isinstance(method, types.FunctionType) and method.__module__ == "logging"
+        if not isinstance(owner, logging.Logger) or method.__name__ not in _LOGGED:
+            return False
+        self.names.add(owner.name)
+        return True
 
     def __iter__(self) -> Iterator[Any]:
-        names = ("debug", "info", "warning", "error", "critical", "exception", "log")
-        return (getattr(logging, name) for name in names)
+        return iter(())
+
+
+_LOGGED = {
+    "debug", "info", "warning", "error", "critical", "exception", "log", "warn", "warning_once", "info_once", "warning_advice",
+}  # fmt: skip
 
 
 def capture_call(
@@ -171,16 +190,13 @@ def capture_call(
     Nothing runs: neither the graph nor what the Python would do beside it. None where Dynamo made no graph. Raises what
     Dynamo raises where it cannot.
     """
-    read: list[Any] = []
+    read: list[tuple[str, Any]] = []
     codes: list[types.CodeType] = []
 
-    def keep(entries: Any) -> list[bool]:
-        read[:] = entries
-        return [True] * len(entries)
-
     def backend(graph: fx.GraphModule, example: list[Any], **_: Any) -> Callable[..., Any]:
-        context = TracingContext.try_get()
-        codes[:] = [] if context is None else context.traced_code
+        context = TracingContext.get()
+        codes[:] = context.traced_code
+        read[:] = _read_by(context.guards_context.dynamo_guards, {"L": arguments, "G": function.__globals__})
         made = take(graph)
         first = True
 
@@ -194,9 +210,7 @@ def capture_call(
         return run
 
     known = {id(entry.code) for entry in _debug_get_cache_entry_list(function.__code__)}
-    compiled = torch.compile(
-        function, backend=backend, fullgraph=True, dynamic=dynamic, options={"guard_filter_fn": keep}
-    )
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
     with settings(loggers, lists, **more), contextlib.suppress(Stopped):
         compiled(**arguments)
     fresh = [entry for entry in _debug_get_cache_entry_list(function.__code__) if id(entry.code) not in known]
@@ -204,6 +218,24 @@ def capture_call(
         return None
     code, guards = fresh[0].code, fresh[0].guard_manager
     return Frame(types.FunctionType(code, function.__globals__, function.__name__), guards, read, codes)
+
+
+def _read_by(guards: Iterable[Any], scope: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What the guards look at, found by their own words, and what those objects are reached through."""
+    scope = {**_get_closure_vars(), **scope}
+    found: dict[str, Any] = {}
+    for guard in guards:
+        source = guard.originating_source
+        while source is not None:
+            name = source.name() if callable(source.name) else source.name
+            if name in found:
+                break
+            try:
+                found[name] = eval(name, scope)  # as Dynamo itself evaluates them
+            except Exception:
+                found[name] = None
+            source = getattr(source, "base", None)
+    return list(found.items())
 
 
 # ---- torch.rand([]) against a probability of 0: Hugging Face's layerdrop ----

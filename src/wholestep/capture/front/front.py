@@ -111,9 +111,13 @@ class Front:
             self._count_miss(arguments)
         began = time.perf_counter()
         made: list[LossGraph] = []
+        failed: list[Exception] = []
 
         def take(graph: fx.GraphModule) -> Callable[..., Any]:
-            made.append(LossGraph(graph))
+            try:
+                made.append(LossGraph(graph))
+            except (WholestepError, CaptureRefused) as error:  # raised here, Dynamo would wrap it
+                failed.append(error)
             return lambda *args: self._run(made[0], args)  # type: ignore[misc]
 
         more = private.SPECIALISED if self.specialised else {}
@@ -122,19 +126,19 @@ class Front:
                 frame = private.capture_call(
                     self._function, arguments, take, dynamic=self.dynamic, loggers=self._loggers, lists=self.lists, **more
                 )
-        except WholestepError:
-            raise
-        except CaptureRefused:
-            self._function = private.copied(traced, self._name)
-            raise
-        except Exception as error:
-            self._function = private.copied(traced, self._name)
+            if failed:
+                raise failed[0]
+            if frame is None or not made:
+                raise CaptureRefused("the loss makes no graph: it computes nothing with tensors")
+            entry = Entry(frame, made[0], Unguarded(self.subject, frame.read, frame.codes))
+            frame.watch_lives()
+        except BaseException as error:
+            self._function = private.copied(traced, self._name)  # what Dynamo keeps of this attempt is of no use
+            if isinstance(error, WholestepError | CaptureRefused) or not isinstance(error, Exception):
+                raise
             raise refusal(error) from error
         finally:
             self.seconds += time.perf_counter() - began
-        if frame is None or not made:
-            raise CaptureRefused("the loss makes no graph: it computes nothing with tensors")
-        entry = Entry(frame, made[0], Unguarded(self.subject, frame.values(), frame.codes))
         self.entries.insert(0, entry)
         self._note_loggers()
         return entry

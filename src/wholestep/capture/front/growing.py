@@ -1,4 +1,4 @@
-"""Lists that a loss only appends to: Dynamo made to append, instead of fixing their length in the captured code.
+"""Lists that a loss only appends to, and lines that it logs: done after the graph has run, at every step.
 
 `losses.append(loss.item())` inside a loss makes Dynamo guard the length of the list, so every step would be captured anew.
 Once a list was seen to grow, `Front` names it here. Appending to it is then left to the code that runs after the graph, as
@@ -16,7 +16,7 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import ListVariable
-from torch._dynamo.variables.misc import DebuggingVariable
+from torch._dynamo.variables.misc import DebuggingVariable, LoggingLoggerVariable
 
 growing = threading.local()
 """`growing.lists`: where the lists are found, as Dynamo writes it; `growing.on`: whether a capture is ours."""
@@ -84,6 +84,20 @@ def _log(self: DebuggingVariable, tx: Any, args: list[Any], kwargs: dict[str, An
     return result
 
 
-_plain_wrap, _plain_log = VariableBuilder.wrap_listlike, DebuggingVariable.call_function
+def _write(self: LoggingLoggerVariable, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """A line to a logger: written after the graph has run, at every step, as eager writes it."""
+    plain = getattr(growing, "on", False) and name in _LEVELS and not kwargs and self.source is not None
+    if plain and not self.value.name.startswith("transformers") and DebuggingVariable.can_reorder_logs(self.value, args, kwargs):
+        method = DebuggingVariable(getattr(self.value, name), source=AttrSource(self.source, name))
+        tx.output.root_tx.debug_locals.append((method, list(args)))
+        return ConstantVariable.create(None)
+    return _plain_write(self, tx, name, args, kwargs)
+
+
+_LEVELS = ("debug", "info", "warning", "error", "critical", "exception", "log")
+_plain_wrap, _plain_log, _plain_write = (
+    VariableBuilder.wrap_listlike, DebuggingVariable.call_function, LoggingLoggerVariable.call_method,
+)  # fmt: skip
 VariableBuilder.wrap_listlike = _wrap_listlike
 DebuggingVariable.call_function = _log
+LoggingLoggerVariable.call_method = _write

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import operator
 import os
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map
 
 from wholestep import compat
 from wholestep.capture.front import traced as marks
@@ -60,10 +62,15 @@ class LossGraph:
         self.notes: list[str] = []
         _check_marks(self.module)
         _check_asserts(self.module)
+        _check_backward(self.module)
         self.host: HostPart = split_numbers(self.module, self.arguments)
         self.returned = _returned(self.module, self.host)
         self.copied_in: set[int] = set()
         """Arguments that are another tensor at every call: inputs like those of the batch."""
+        self.surroundings = [torch.get_default_dtype(), torch.is_grad_enabled()]
+        """What torch's operators depend on besides their arguments."""
+        for device in ("cpu", "cuda"):
+            self.surroundings += [torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)]
         self.enters_autocast = sum(_is_autocast(n) for n in self.module.graph.nodes)
         self.checkpoints = any(_is_checkpoint(n) for n in self.module.graph.nodes)
 
@@ -89,12 +96,13 @@ class LossGraph:
         names = [_target_name(n.target) for g in graphs for n in g.nodes if n.op in ("call_function", "call_method")]
         return sum(16 if _RECURRENT.search(name) else 1 for name in names if _RANDOM.search(name) or _RECURRENT.search(name))
 
+    @functools.cached_property
     def digest(self) -> str:
         """A hash of all that a trace of this graph depends on, but for its inputs' sizes and types."""
         found = hashlib.sha256()
         for line in _described(self.module):
             found.update(line.encode() + b"\n")
-        found.update(repr((self.arguments, self.returned, self.host.integer)).encode())
+        found.update(repr((self.arguments, self.returned, self.host.integer, self.surroundings)).encode())
         return found.hexdigest()
 
     def run(self, args: Sequence[Any], numbers: Sequence[torch.Tensor], paths: Mapping[int, str]) -> Replayed:
@@ -123,6 +131,8 @@ class _Replay(fx.Interpreter):
         self.gradients: list[torch.Tensor] | None = None
         self.sources: dict[str, str | None] = {}
         self.calls: dict[str, fx.Node] = {}
+        self.numbers: dict[int, torch.Tensor] = {}
+        """Values that stand for Python numbers, by id."""
 
     @contextlib.contextmanager
     def _set_current_node(self, node: fx.Node) -> Iterator[None]:
@@ -165,6 +175,44 @@ class _Replay(fx.Interpreter):
         return self.sources[trace]
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        if self.numbers:
+            args, kwargs, only = self._operands(args, kwargs)
+            if only:
+                return self._number(self._function(target, args, kwargs))
+        return self._function(target, args, kwargs)
+
+    def _operands(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
+        """Numbers beside tensors promote types as Python's do; the last says whether there are numbers alone."""
+        tensors = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+        numbers = [t for t in tensors if id(t) in self.numbers]
+        others = [t for t in tensors if id(t) not in self.numbers]
+        if not numbers or not others:
+            return args, kwargs, bool(numbers)
+
+        def as_operand(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or id(value) not in self.numbers or not value.is_floating_point():
+                return value
+            floating = [t for t in others if t.is_floating_point() or t.is_complex()]
+            if not floating:
+                return value.to(torch.get_default_dtype())
+            if any(t.dim() > 0 for t in floating):  # a tensor of no dimensions gives way to it
+                return value
+            dtype = functools.reduce(torch.promote_types, [t.dtype for t in floating])
+            return value.to(dtype)
+
+        args, kwargs = tree_map(as_operand, (args, kwargs))
+        return args, kwargs, False
+
+    def _number(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim() == 0:
+            self.numbers[id(value)] = value
+        return value
+
+    def placeholder(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        value = super().placeholder(target, args, kwargs)
+        return self._number(value) if str(target).startswith("number") else value
+
+    def _function(self, target: Any, args: tuple, kwargs: dict) -> Any:
         if target is marks.mark_loss:
             self.loss = args[0].reshape(())
         elif target is marks.mark_aux:
@@ -176,14 +224,19 @@ class _Replay(fx.Interpreter):
         elif _target_name(target) == "tag_activation_checkpoint":
             return args[0](*args[1:])
         elif target is torch.scalar_tensor and isinstance(args[0], torch.Tensor):
-            return args[0].detach().to(kwargs.get("dtype") or torch.get_default_dtype())
+            # a result that Python reads as a number: not one that promotes types any more
+            return args[0].detach().to(kwargs.get("dtype") or torch.get_default_dtype()).clone()
         elif target in _NUMBERS and any(isinstance(a, torch.Tensor) for a in args):
             return _NUMBERS[target](*args)
         return super().call_function(target, args, kwargs)
 
     def call_method(self, target: Any, args: tuple, kwargs: dict) -> Any:
         if target == "item":
-            return as_number(args[0])
+            return self._number(as_number(args[0]))
+        if self.numbers:
+            args, kwargs, only = self._operands(args, kwargs)
+            if only:
+                return self._number(super().call_method(target, args, kwargs))
         return super().call_method(target, args, kwargs)
 
     def boundaries(self) -> dict[str, torch.Tensor]:
@@ -304,7 +357,8 @@ def _arguments(placeholders: Sequence[fx.Node]) -> list[Argument]:
         if not isinstance(value, torch.Tensor):
             raise CaptureRefused(f"{name}, a {type(value).__name__}, is an input of the graph")
         in_module = "_parameters[" in name or "_buffers[" in name
-        found.append(Argument("tensor", name, in_batch=_root(source) == "L['batch']", in_module=in_module))
+        kind = f"{value.dtype} {value.device} {value.dim()} {value.requires_grad}"
+        found.append(Argument("tensor", name, _root(source) == "L['batch']", in_module, of=kind))
     return found
 
 
@@ -338,6 +392,16 @@ def _check_marks(module: fx.GraphModule) -> None:
             raise BadLoss(f"the loss has shape {tuple(value.shape)}", hint="reduce it to a scalar, for example with .mean()")
         if not value.is_floating_point():
             raise BadLoss(f"the loss has dtype {value.dtype}", hint="a loss must be a floating-point scalar")
+
+
+def _check_backward(module: fx.GraphModule) -> None:
+    for node in module.graph.nodes:
+        if (node.op == "call_method" and node.target == "backward") or node.target is torch.autograd.backward:
+            raise CaptureRefused("loss.backward() is called inside of the loss, which fills p.grad", where=_where(node))
+
+
+def _where(node: fx.Node) -> str | None:
+    return user_line(node.meta.get("stack_trace") or "")
 
 
 def _check_asserts(module: fx.GraphModule) -> None:

@@ -31,6 +31,8 @@ class Argument:
     """(argument, dimension) of a size."""
     as_tensor: bool = False
     """A number that comes as a tensor of no dimensions (Dynamo does so with floats)."""
+    of: str = ""
+    """The kind of a tensor: its type, device and number of dimensions."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import os
 import types
-from collections.abc import Iterable, Iterator
+from collections import ChainMap, OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -29,36 +30,45 @@ _GLOBAL_HOOKS = [
 ]
 _REQUIRES_GRAD, _HOOKS = attrgetter("requires_grad"), attrgetter("_backward_hooks")
 _LATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
-_FUNCTIONS = (types.FunctionType, property, classmethod, staticmethod, functools.cached_property, functools.partialmethod)
+_FUNCTIONS = (
+    types.FunctionType, property, classmethod, staticmethod, functools.cached_property, functools.partialmethod,
+    types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType, types.BuiltinFunctionType,
+)  # fmt: skip
 _ENVIRONMENT = {"getenv", "environ", "environb", "getenvb"}
 
 
 class Unguarded:
     """Those facts for one captured call."""
 
-    def __init__(self, subject: Subject, values: Iterable[Any], codes: Iterable[types.CodeType]) -> None:
+    def __init__(self, subject: Subject, read: Sequence[tuple[str, Any]], codes: Sequence[types.CodeType]) -> None:
+        """`read`: what Dynamo's guards look at, by name. `codes`: of all functions that were traced."""
+        refuse_unguardable(subject, read, codes)
         self.subject = subject
-        objects = list(values)
-        refuse_impure_caches(objects)
-        self.parameters = list(subject.parameters.values())
+        objects = [value for _, value in read]
         self.classes = list(_classes(objects))
         self.names = [list(vars(cls)) for cls in self.classes]
+        self.bases = [cls.__mro__ for cls in self.classes]
         self.functions = [(cls, n, f) for cls in self.classes for n, f in vars(cls).items() if isinstance(f, _FUNCTIONS)]
+        self.numbers = list(_class_numbers(self.classes, codes)) if _CLASSES_UNGUARDED else []
+        self.kinds = [(value, type(value)) for value in objects if isinstance(value, nn.Module)]
+        self.found = list(_found_classes(read))
         self.tuples = [(value, _content(value)) for value in objects if type(value) is tuple and _holds_mutable(value)]
+        self.orders = [(value, list(value)) for value in objects if isinstance(value, OrderedDict) and len(value) > 1]
+        self.members = list(_members(objects)) if _looks_for_absence(codes) else []
         self.environment = dict(os.environ) if _reads_environment(codes) else None
         self.facts = self._facts()
         self.hooks = self._hooks()
 
     def _facts(self) -> list[Any]:
-        optimizer = self.subject.optimizer
+        optimizer, parameters = self.subject.optimizer, self.subject.parameters.values()
         return [
             None if optimizer is None else optimizers.structure(optimizer),
-            [*map(_REQUIRES_GRAD, self.parameters)],
-            [bool(hooks) for hooks in map(_LATE_HOOKS, self.parameters)],
+            [*map(_REQUIRES_GRAD, parameters)],
+            [bool(hooks) for hooks in map(_LATE_HOOKS, parameters)],
         ]
 
     def _hooks(self) -> list[Any]:
-        own = [hook for hooks in map(_HOOKS, self.parameters) if hooks for hook in hooks.values()]
+        own = [hook for hooks in map(_HOOKS, self.subject.parameters.values()) if hooks for hook in hooks.values()]
         return own + [hook for table in _GLOBAL_HOOKS for hook in table.values()]
 
     def changed(self) -> str | None:
@@ -70,23 +80,90 @@ class Unguarded:
         hooks = self._hooks()
         if len(hooks) != len(self.hooks) or not all(map(is_, hooks, self.hooks)):
             return "hooks of parameters, or of all modules"
-        for cls, names in zip(self.classes, self.names):
+        return self._changed_classes() or self._changed_values()
+
+    def _changed_classes(self) -> str | None:
+        for cls, names, bases in zip(self.classes, self.names, self.bases):
+            if cls.__mro__ is not bases and cls.__mro__ != bases:
+                return f"the bases of class {cls.__qualname__}"
             if list(vars(cls)) != names:
                 added = set(vars(cls)) ^ set(names)
                 return f"names of class {cls.__qualname__} ({', '.join(sorted(added)[:3]) or 'their order'})"
         for cls, name, function in self.functions:
             if vars(cls).get(name) is not function:
                 return f"{cls.__qualname__}.{name}"
+        for cls, name, number in self.numbers:
+            if vars(cls).get(name) != number:
+                return f"{cls.__qualname__}.{name}"
+        for module, kind in self.kinds:
+            if type(module) is not kind:
+                return f"the class of a {kind.__qualname__}"
+        for table, key, cls in self.found:
+            if table.get(key) is not cls:
+                return f"the class at {key!r} of a dictionary"
+        return None
+
+    def _changed_values(self) -> str | None:
         if self.environment is not None and dict(os.environ) != self.environment:
             return "the environment's variables"
         if any(_content(value) != content for value, content in self.tuples):
             return "what a tuple holds"
+        for value, order in self.orders:
+            if list(value) != order and set(value) == set(order):
+                return "the order of a dictionary"
+        if any(set(value) != names for value, names in self.members):
+            return "a name that was missing, or is"
         return None
+
+
+def _class_numbers(classes: Iterable[type], codes: Sequence[types.CodeType]) -> Iterator[tuple[type, str, Any]]:
+    """Plain values of the user's classes that traced code mentions: torch 2.11 does not guard all of them."""
+    mentioned = {name for code in codes for name in code.co_names}
+    for cls in classes:
+        if not cls.__module__.startswith(("torch", "transformers")):
+            for name, value in vars(cls).items():
+                if name in mentioned and isinstance(value, int | float | str | None):
+                    yield cls, name, value
+
+
+_CLASSES_UNGUARDED = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+
+
+def _found_classes(read: Sequence[tuple[str, Any]]) -> Iterator[tuple[dict, Any, type]]:
+    """Classes in dictionaries, as registries have them."""
+    for _, value in read:
+        if type(value) is dict and len(value) <= 256:
+            for key, entry in value.items():
+                if isinstance(entry, type) and key != "__class__":
+                    yield value, key, entry
+
+
+def _members(objects: Iterable[Any]) -> Iterator[tuple[Any, set]]:
+    """Mappings and instances with the names that they hold."""
+    seen: set[int] = set()
+    for value in objects:
+        table = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+        if isinstance(table, dict) and id(table) not in seen and len(table) <= 1024:
+            seen.add(id(table))
+            yield table, set(table)
+        if isinstance(value, ChainMap):
+            yield from ((part, set(part)) for part in value.maps)
+
+
+def _looks_for_absence(codes: Iterable[types.CodeType]) -> bool:
+    """Whether traced code catches that something is missing, which Dynamo does not guard."""
+    caught = {"KeyError", "AttributeError", "LookupError", "IndexError", "NameError"}
+    return any(
+        not caught.isdisjoint(code.co_names) and f"{os.sep}torch{os.sep}" not in code.co_filename
+        and f"{os.sep}transformers{os.sep}" not in code.co_filename
+        for code in codes
+    )  # fmt: skip
 
 
 def _classes(values: Iterable[Any]) -> Iterator[type]:
     """The classes of what was read, and what they inherit from, as far as Python can change them."""
-    seen: set[type] = set()
+    seen: set[type] = {torch.Tensor}
+    yield torch.Tensor
     for value in values:
         for cls in (value if isinstance(value, type) else type(value)).__mro__:
             if cls not in seen and cls.__flags__ & _HEAP_TYPE and not _is_internal(cls):
@@ -96,13 +173,14 @@ def _classes(values: Iterable[Any]) -> Iterator[type]:
 
 _HEAP_TYPE = 1 << 9
 _INTERNAL = (
-    "torch._", "torch.fx", "torch.autograd", "torch.utils", "torch.jit", "abc", "typing", "collections", "enum", "builtins", "_abc", "_collections",
+    "torch._", "torch.fx", "torch.autograd", "torch.utils", "torch.jit", "abc", "typing", "collections", "enum", "builtins",
+    "_abc", "_collections",
 )  # fmt: skip
 
 
 def _is_internal(cls: type) -> bool:
     """Classes that make a program, not a model; `nn` is not among them, since people patch `nn.Linear.forward`."""
-    return cls.__module__.startswith(_INTERNAL) or issubclass(cls, torch.Tensor) or cls.__module__ in ("torch", "wholestep")
+    return cls.__module__.startswith(_INTERNAL) or cls.__module__ in ("torch", "wholestep")
 
 
 def _holds_mutable(value: Any, depth: int = 0) -> bool:
@@ -125,22 +203,43 @@ def _content(value: Any, depth: int = 0) -> Any:
 def _reads_environment(codes: Iterable[types.CodeType]) -> bool:
     """Whether code of the user's own mentions the environment."""
     return any(
-        not _ENVIRONMENT.isdisjoint(code.co_names) and is_user_file(code.co_filename) and "site-packages" not in code.co_filename
-        for code in codes
+        not _ENVIRONMENT.isdisjoint(code.co_names) and _is_users(code) for code in codes
     )
 
 
-def refuse_impure_caches(values: Iterable[Any]) -> None:
-    """`lru_cache` keeps what a function returned once; Dynamo runs the function. Equal only if it reads nothing that changes."""
-    for value in values:
+def refuse_unguardable(subject: Subject, read: Sequence[tuple[str, Any]], codes: Sequence[types.CodeType]) -> None:
+    """What neither Dynamo nor we can follow: such a loss runs in eager PyTorch."""
+    mentioned = {name for code in codes if _is_users(code) for name in code.co_names}
+    if "backward" in mentioned:
+        raise CaptureRefused("backward() is called inside of the loss, which fills p.grad; return the sum of the losses")
+    patched = [name for name, value in vars(torch.Tensor).items() if _TENSOR.get(name) is not value]
+    if patched:
+        raise CaptureRefused(f"torch.Tensor.{patched[0]} was replaced")
+    for _, value in read:
         if isinstance(value, functools._lru_cache_wrapper):
-            name = _what_it_reads(value.__wrapped__)
-            if name is not None:
-                function = value.__wrapped__
-                raise CaptureRefused(
-                    f"{function.__qualname__} is cached (lru_cache) and reads {name}, which may change",
-                    where=f"{os.path.basename(function.__code__.co_filename)}:{function.__code__.co_firstlineno}",
-                )
+            _refuse_impure_cache(value)
+        if isinstance(value, deque) and value.maxlen is not None and mentioned & {"append", "appendleft", "extend"}:
+            raise CaptureRefused("a deque with maxlen is appended to, of which Dynamo does not drop the oldest; use a list")
+        if value is subject.optimizer and value is not None and "state" in mentioned:
+            raise CaptureRefused("the loss reads optimizer.state; return what it needs as aux, or pass it in the batch")
+
+
+_TENSOR = {**vars(torch._C.TensorBase), **vars(torch.Tensor)}
+
+
+def _is_users(code: types.CodeType) -> bool:
+    return is_user_file(code.co_filename) and "site-packages" not in code.co_filename
+
+
+def _refuse_impure_cache(value: Any) -> None:
+    """`lru_cache` keeps what a function returned once; Dynamo runs the function. Equal only if it reads nothing that changes."""
+    function = value.__wrapped__
+    name = _what_it_reads(function)
+    if name is not None:
+        raise CaptureRefused(
+            f"{function.__qualname__} is cached (lru_cache) and reads {name}, which may change",
+            where=f"{os.path.basename(function.__code__.co_filename)}:{function.__code__.co_firstlineno}",
+        )
 
 
 def _what_it_reads(function: Any) -> str | None:
