@@ -47,6 +47,8 @@ class Binding:
             sizes["clip_norm"] = 1
         sizes |= {f"number{i}": 1 for i in range(num_numbers)}
         self.feed = Feed(subject.device, capture.num_sites, sizes)
+        self.kinds = _kinds(subject)
+        """Of parameters and buffers, as they were captured."""
         self.gradients: dict[str, torch.Tensor] = {} if gradients is None else gradients
         self.owners: Columns = ([], [], [])
         self.pointers: list[int] = []
@@ -95,10 +97,8 @@ class Binding:
 
     def _bind(self) -> None:
         subject = self.subject
-        before = {n: (p.shape, p.dtype, p.device) for n, p in [*subject.parameters.items(), *subject.buffers.items()]}
         subject.refresh()
-        now = {n: (p.shape, p.dtype, p.device) for n, p in [*subject.parameters.items(), *subject.buffers.items()]}
-        if before != now:
+        if _kinds(subject) != self.kinds:
             raise StateMoved("parameters or buffers changed their shape, dtype or device")
         named = [*subject.parameters.items(), *subject.buffers.items()]
         owners = [_owner(subject.root, name) for name, _ in named]
@@ -252,6 +252,10 @@ def _shared_counter(tables: list[dict]) -> torch.Tensor:
     for i, table in enumerate(tables):
         table["step"] = counter[i]
     return counter
+
+
+def _kinds(subject: Subject) -> dict[str, tuple]:
+    return {n: (t.shape, t.dtype, t.device) for n, t in [*subject.parameters.items(), *subject.buffers.items()]}
 
 
 def _owner(root: torch.nn.Module, name: str) -> tuple[dict, str]:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import sys
 import threading
 import types
 import warnings
@@ -83,12 +84,12 @@ class Frame:
 
     def watch_lives(self) -> None:
         """Notice when an object goes that a guard knows by its address; hold on to none of them."""
-        for _, value in self.read:
-            if isinstance(value, torch.Tensor | np.ndarray):  # known by their kind; some are made for the look at them
-                continue
+        while self.read:
+            value = self.read.pop()[1]
+            if isinstance(value, torch.Tensor | np.ndarray) or sys.getrefcount(value) <= 2:
+                continue  # known by its kind; or made for this look at it, as a bound method is
             with contextlib.suppress(TypeError):  # numbers, strings and plain containers are compared by value
                 self.lives.append(weakref.ref(value, self._ended))
-        self.read.clear()
 
     def _ended(self, _: Any) -> None:
         self.dead = True

@@ -12,6 +12,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -180,11 +181,14 @@ class Front:
             self._loggers.names.clear()
 
 
+_HOOKS = attrgetter("_backward_hooks")
+
+
 def hooked_parameters(subject: Subject) -> tuple:
     """(parameter, its hooks) of all trained parameters, where one of them has a hook."""
-    trained = subject.trained.values()
-    if not any(p._backward_hooks for p in trained):
+    if not any(map(_HOOKS, subject.parameters.values())):
         return ()
+    trained = subject.trained.values()
     return tuple((p, tuple((p._backward_hooks or {}).values())) for p in trained)
 
 

@@ -48,13 +48,14 @@ class Unguarded:
         self.classes = list(_classes(objects))
         self.names = [list(vars(cls)) for cls in self.classes]
         self.bases = [cls.__mro__ for cls in self.classes]
-        self.functions = [(cls, n, f) for cls in self.classes for n, f in vars(cls).items() if isinstance(f, _FUNCTIONS)]
-        self.numbers = list(_class_numbers(self.classes, codes)) if _CLASSES_UNGUARDED else []
+        self.contents = [list(vars(cls).values()) for cls in self.classes]
+        self.numbers = set(_class_numbers(self.classes, codes)) if _CLASSES_UNGUARDED else set()
         self.kinds = [(value, type(value)) for value in objects if isinstance(value, nn.Module)]
         self.found = list(_found_classes(read))
         self.tuples = [(value, _content(value)) for value in objects if type(value) is tuple and _holds_mutable(value)]
         self.orders = [(value, list(value)) for value in objects if isinstance(value, OrderedDict) and len(value) > 1]
-        self.members = list(_members(objects)) if _looks_for_absence(codes) else []
+        looks = _looks_for_absence(codes) or any(isinstance(value, ChainMap) for value in objects)
+        self.members = list(_members(objects)) if looks else []
         self.environment = dict(os.environ) if _reads_environment(codes) else None
         self.facts = self._facts()
         self.hooks = self._hooks()
@@ -83,18 +84,18 @@ class Unguarded:
         return self._changed_classes() or self._changed_values()
 
     def _changed_classes(self) -> str | None:
-        for cls, names, bases in zip(self.classes, self.names, self.bases):
+        for cls, names, bases, contents in zip(self.classes, self.names, self.bases, self.contents):
             if cls.__mro__ is not bases and cls.__mro__ != bases:
                 return f"the bases of class {cls.__qualname__}"
-            if list(vars(cls)) != names:
-                added = set(vars(cls)) ^ set(names)
+            table = vars(cls)
+            if len(table) == len(contents) and all(map(is_, table.values(), contents)):
+                continue
+            if list(table) != names:
+                added = set(table) ^ set(names)
                 return f"names of class {cls.__qualname__} ({', '.join(sorted(added)[:3]) or 'their order'})"
-        for cls, name, function in self.functions:
-            if vars(cls).get(name) is not function:
-                return f"{cls.__qualname__}.{name}"
-        for cls, name, number in self.numbers:
-            if vars(cls).get(name) != number:
-                return f"{cls.__qualname__}.{name}"
+            for name, value in zip(names, contents):
+                if table[name] is not value and (isinstance(value, _FUNCTIONS) or (cls, name) in self.numbers):
+                    return f"{cls.__qualname__}.{name}"
         for module, kind in self.kinds:
             if type(module) is not kind:
                 return f"the class of a {kind.__qualname__}"
@@ -116,14 +117,14 @@ class Unguarded:
         return None
 
 
-def _class_numbers(classes: Iterable[type], codes: Sequence[types.CodeType]) -> Iterator[tuple[type, str, Any]]:
+def _class_numbers(classes: Iterable[type], codes: Sequence[types.CodeType]) -> Iterator[tuple[type, str]]:
     """Plain values of the user's classes that traced code mentions: torch 2.11 does not guard all of them."""
     mentioned = {name for code in codes for name in code.co_names}
     for cls in classes:
         if not cls.__module__.startswith(("torch", "transformers")):
             for name, value in vars(cls).items():
                 if name in mentioned and isinstance(value, int | float | str | None):
-                    yield cls, name, value
+                    yield cls, name
 
 
 _CLASSES_UNGUARDED = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
@@ -151,13 +152,9 @@ def _members(objects: Iterable[Any]) -> Iterator[tuple[Any, set]]:
 
 
 def _looks_for_absence(codes: Iterable[types.CodeType]) -> bool:
-    """Whether traced code catches that something is missing, which Dynamo does not guard."""
+    """Whether code of the user's own catches that something is missing, which Dynamo does not guard."""
     caught = {"KeyError", "AttributeError", "LookupError", "IndexError", "NameError"}
-    return any(
-        not caught.isdisjoint(code.co_names) and f"{os.sep}torch{os.sep}" not in code.co_filename
-        and f"{os.sep}transformers{os.sep}" not in code.co_filename
-        for code in codes
-    )  # fmt: skip
+    return any(not caught.isdisjoint(code.co_names) and _is_users(code) for code in codes)
 
 
 def _classes(values: Iterable[Any]) -> Iterator[type]:
