@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from wholestep import compat
@@ -134,7 +135,8 @@ def compile(
     budget = None if memory is None else make_budget(memory, subject, flatten(example_batch)[0])
     if budget is not None:
         dynamic = False  # a plan is for one size; every size gets its own within the same budget
-    stages = _Stages(subject, pipeline, progress, dump, cache, cuda_graph, backend, plan, budget)
+    plain = passes is None and clip_scope == "global" and early_update is None
+    stages = _Stages(subject, pipeline, progress, dump, cache, cuda_graph, backend, plan, budget, plain)
     first = _first_check(clip_scope, budget) if check == "first" else None
     settings = Settings(stages.capture, stages.lower, backend, dynamic, first, stages.room, guards)
     step = Step(subject, settings, seed=seed)
@@ -170,10 +172,17 @@ class _Stages:
     backend: str
     plan: Plan | None
     budget: Budget | None
+    plain: bool
+    """Whether the passes are the default ones."""
 
     def capture(self, subject: Subject, reading: Reading | None, batch: Any, *, dynamic: Any = None) -> Capture:
         with self.progress.stage("capturing the step"), compat.no_collection():
-            made = cached_capture(subject, reading, batch, dynamic=dynamic, enabled=self.cache)
+            return cached_capture(
+                subject, reading, batch, self._finish, finished_by=self._finished_by(), dynamic=dynamic, enabled=self.cache
+            )
+
+    def _finish(self, made: Capture) -> None:
+        """The passes, and a plan for them."""
         if self.budget is not None:
             with self.progress.stage("planning for the memory budget"):
                 fitting = Fitting(self.budget, self.pipeline, self.backend, self.subject.device)
@@ -184,7 +193,14 @@ class _Stages:
         else:
             made.notes += self.pipeline.bound(self.plan).run_on(made, dump=self.dump)
             made.plan = self.plan
-        return made
+
+    def _finished_by(self) -> str | None:
+        """What the passes and the plan depend on; None where that is more than can be named."""
+        if self.budget is not None or self.plan is not None or self.dump is not None or not self.plain:
+            return None
+        device = self.subject.device
+        card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        return f"{self.backend}, {card}"
 
     def lower(self, graph: TrainingGraph, backend: str) -> Any:
         began = time.perf_counter()

@@ -13,7 +13,7 @@ import functools
 import hashlib
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from wholestep.capture.reading import Reading
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
 from wholestep.disk import cache_folder, read_bytes, write_atomically
+from wholestep.graph.plan import Plan
 from wholestep.graph.serialise import dumps, loads
 from wholestep.graph.training_graph import Role
 
@@ -35,23 +36,52 @@ from wholestep.graph.training_graph import Role
 def cached_capture(
     subject: Subject,
     reading: Reading | None,
-    batch: Any = None,
+    batch: Any,
+    finish: Callable[[Capture], None],
     *,
+    finished_by: str | None = None,
     dynamic: Sequence[dict[int, str]] | None = None,
     enabled: bool = True,
 ) -> Capture:
-    """`capture_whole`, or its result from an earlier process."""
+    """`capture_whole`, then `finish` (passes and a plan), or their result from an earlier process.
+
+    `finished_by` names all that `finish` depends on; without it only what was captured is kept.
+    """
     if not enabled or dynamic is not None or reading is None:
-        return capture_whole(subject, reading, batch, dynamic=dynamic)
+        made = capture_whole(subject, reading, batch, dynamic=dynamic)
+        finish(made)
+        return made
     refuse_unsupported(subject)
-    path = cache_folder("captures") / f"{capture_key(subject, reading)}.graph"
+    key = capture_key(subject, reading, finished_by)
+    path = cache_folder("captures") / f"{key}.graph"
     found = _load(path, reading)
-    if found is not None:
-        return found
-    made = capture_whole(subject, reading)
-    if len(made.constants) == len(reading.tensors(Role.CONSTANT)):  # none of the graph's own
-        _store(path, made)
-    return made
+    if found is None:
+        found = capture_whole(subject, reading)
+        found.key = key
+        keeps = len(found.constants) == len(reading.tensors(Role.CONSTANT))  # none of the graph's own
+        if finished_by is not None:
+            finish(found)
+        if keeps:
+            _store(path, found)
+    found.key = key
+    if finished_by is None:
+        finish(found)
+    return found
+
+
+def was_checked(capture: Capture) -> bool:
+    """Whether an earlier process compared the first step of this very capture with eager PyTorch, on this kind of machine."""
+    return capture.from_cache and capture.key is not None and read_bytes(_checked(capture.key)) is not None
+
+
+def remember_checked(capture: Capture) -> None:
+    if capture.key is not None:
+        write_atomically(_checked(capture.key), b"compared with eager PyTorch\n")
+
+
+def _checked(key: str) -> Path:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return cache_folder("captures") / f"{key}-{hashlib.sha256(gpu.encode()).hexdigest()[:8]}.checked"
 
 
 def _store(path: Path, capture: Capture) -> None:
@@ -65,6 +95,7 @@ def _store(path: Path, capture: Capture) -> None:
         "plans": [dataclasses.asdict(p) for p in capture.plans],
         "notes": capture.notes,
         "used": capture.used,
+        "plan": None if capture.plan is None else capture.plan.to_json(),
         "sizes": [len(p) for p in parts],
     }
     write_atomically(path, json.dumps(facts).encode() + b"\n" + b"".join(parts))
@@ -88,16 +119,17 @@ def _load(path: Path, reading: Reading) -> Capture | None:
                        tuple((k, v) for k, v in p["flags"]))
             for p in facts["plans"]
         )  # fmt: skip
+        plan = None if facts["plan"] is None else Plan.from_json(facts["plan"])
     except (ValueError, KeyError, TypeError):  # written by another version, or torn: traced anew
         return None
     return Capture(
         graph, update, tuple(facts["aux_names"]), facts["num_sites"], plans, tuple(reading.tensors(Role.CONSTANT)),
-        list(facts["notes"]), tuple(facts["used"]), fake_mode=mode, from_cache=True,
+        list(facts["notes"]), tuple(facts["used"]), fake_mode=mode, from_cache=True, plan=plan,
     )  # fmt: skip
 
 
-def capture_key(subject: Subject, reading: Reading) -> str:
-    """One hash over all that the trace depends on."""
+def capture_key(subject: Subject, reading: Reading, finished_by: str | None = None) -> str:
+    """One hash over all that the trace, and what finishes it, depends on."""
     digest = hashlib.sha256()
     trained = subject.trained
     live = [*subject.parameters.items(), *subject.buffers.items()]
@@ -110,6 +142,7 @@ def capture_key(subject: Subject, reading: Reading) -> str:
         sorted(subject.aliases.items()),
         [path for path, _ in subject.root.named_modules()],
         _optimizer(subject),
+        finished_by,
         (subject.precision, subject.accumulate, subject.clip_norm is None, subject.nonfinite, subject.chunked_loss),
         (torch.is_autocast_enabled(subject.device.type), torch.get_autocast_dtype(subject.device.type)),
         (torch.get_default_dtype(), subject.on_gpu, torch.backends.cudnn.enabled, str(subject.device)),

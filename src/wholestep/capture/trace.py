@@ -51,6 +51,8 @@ class Capture:
     fake_mode: Any = None
     rung: str = "whole step"
     from_cache: bool = False
+    key: str | None = None
+    """Under which it is kept on disk."""
     plan: Plan | None = None
     """What the passes carried out, where a plan was asked for."""
 

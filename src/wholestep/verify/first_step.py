@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from wholestep.capture.cache import remember_checked, was_checked
 from wholestep.capture.optimizers import UpdatePlan
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT
 from wholestep.capture.undo import Undo
@@ -61,6 +62,9 @@ def check_first_step(
     run: OneStep, variant: Variant, args: Sequence[Any], numbers: Sequence[Any]
 ) -> Callable[[OneStep, Result], None] | None:
     """Compare before the live step; returns what is to be called with its result after it, or None when skipped."""
+    if was_checked(variant.capture):
+        run.step._note("this captured step was compared with eager PyTorch by an earlier process")
+        return None
     check = _FirstStep(run, variant, args, numbers)
     undo = Undo(variant.subject.loss_fn, variant.subject.model, run.batch)
     if run.python_random is not None:  # Dynamo's code has drawn what the loss draws from Python's generators
@@ -82,6 +86,7 @@ def check_first_step(
     def after(run: OneStep, result: Result) -> None:
         try:
             check.after(result, run.norm)
+            remember_checked(variant.capture)
         except BaseException:
             undo.restore()
             raise

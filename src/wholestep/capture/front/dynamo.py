@@ -51,6 +51,7 @@ TRACING = {
     "automatic_dynamic_local_pgo": False,  # sizes that another run of the program met
     "automatic_dynamic_remote_pgo": False,
     "verbose": False,
+    "run_gc_after_compile": False,
 }
 SPECIALISED = {"specialize_float": True, "specialize_int": True}
 """Every value of a Python number is a capture of its own: for operators that take numbers only."""

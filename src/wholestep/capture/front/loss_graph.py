@@ -56,7 +56,8 @@ class LossGraph:
     """One graph of Dynamo's, independent of Dynamo from here on."""
 
     def __init__(self, module: fx.GraphModule) -> None:
-        self.module = _copied(module)  # Dynamo reads its own graph again after the backend
+        with compat.no_python_code():  # it is interpreted, node by node
+            self.module = _copied(module)  # Dynamo reads its own graph again after the backend
         placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         self.arguments = _arguments(placeholders)
         self.notes: list[str] = []

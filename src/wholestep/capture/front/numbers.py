@@ -83,7 +83,6 @@ def split_numbers(module: fx.GraphModule, arguments: Sequence[Argument]) -> Host
     output.args = (tuple(None if i in returned else result for i, result in enumerate(results)),)
     for node in reversed([n for n in graph.nodes if n in host and n.op != "placeholder"]):
         graph.erase_node(node)
-    module.recompile()
     return HostPart(function, tuple(_is_integer(node) for node in crossing), returned)
 
 

@@ -11,7 +11,7 @@ import functools
 import os
 import types
 from collections import ChainMap, OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -50,7 +50,8 @@ class Unguarded:
         self.bases = [cls.__mro__ for cls in self.classes]
         self.contents = [list(vars(cls).values()) for cls in self.classes]
         self.numbers = set(_class_numbers(self.classes, codes)) if _CLASSES_UNGUARDED else set()
-        self.kinds = [(value, type(value)) for value in objects if isinstance(value, nn.Module)]
+        self.modules = [value for value in objects if isinstance(value, nn.Module)]
+        self.kinds = list(map(type, self.modules))
         self.found = list(_found_classes(read))
         self.tuples = [(value, _content(value)) for value in objects if type(value) is tuple and _holds_mutable(value)]
         self.orders = [(value, list(value)) for value in objects if isinstance(value, OrderedDict) and len(value) > 1]
@@ -65,12 +66,15 @@ class Unguarded:
         return [
             None if optimizer is None else optimizers.structure(optimizer),
             [*map(_REQUIRES_GRAD, parameters)],
-            [bool(hooks) for hooks in map(_LATE_HOOKS, parameters)],
+            any(map(_LATE_HOOKS, parameters)),
         ]
 
     def _hooks(self) -> list[Any]:
-        own = [hook for hooks in map(_HOOKS, self.subject.parameters.values()) if hooks for hook in hooks.values()]
-        return own + [hook for table in _GLOBAL_HOOKS for hook in table.values()]
+        found = [hook for table in _GLOBAL_HOOKS for hook in table.values()]
+        parameters = self.subject.parameters.values()
+        if any(map(_HOOKS, parameters)):
+            found += [hook for hooks in map(_HOOKS, parameters) if hooks for hook in hooks.values()]
+        return found
 
     def changed(self) -> str | None:
         """What is not as it was, in words; None where all is."""
@@ -87,7 +91,7 @@ class Unguarded:
         for cls, names, bases, contents in zip(self.classes, self.names, self.bases, self.contents):
             if cls.__mro__ is not bases and cls.__mro__ != bases:
                 return f"the bases of class {cls.__qualname__}"
-            table = vars(cls)
+            table: Mapping[str, Any] = vars(cls)
             if len(table) == len(contents) and all(map(is_, table.values(), contents)):
                 continue
             if list(table) != names:
@@ -96,9 +100,8 @@ class Unguarded:
             for name, value in zip(names, contents):
                 if table[name] is not value and (isinstance(value, _FUNCTIONS) or (cls, name) in self.numbers):
                     return f"{cls.__qualname__}.{name}"
-        for module, kind in self.kinds:
-            if type(module) is not kind:
-                return f"the class of a {kind.__qualname__}"
+        if not all(map(is_, map(type, self.modules), self.kinds)):
+            return "the class of a module"
         for table, key, cls in self.found:
             if table.get(key) is not cls:
                 return f"the class at {key!r} of a dictionary"
