@@ -124,7 +124,8 @@ def test_python_beside_the_computation_is_planned_and_does_not_happen() -> None:
 
     with torch.device("meta"):
         model, batch = Counting(), torch.empty(2, 3)
-    assert len(dry_capture(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), batch).graph.operations()) > 3
+    made = dry_capture(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), batch)
+    assert aten.addmm.default in {node.target for node in made.graph.operations()}
     assert (model.calls, model.seen) == (0, [])
 
 

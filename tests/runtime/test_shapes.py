@@ -145,7 +145,7 @@ class Pinned(nn.Module):
 
 
 def test_sizes_that_python_reads_stay_static_and_end_in_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wholestep.runtime.step.MOST_STATIC_SHAPES", 4)
+    monkeypatch.setattr("wholestep.runtime.variants.MOST_STATIC_SHAPES", 4)
     model, twin = Pinned(), Pinned()
     twin.load_state_dict(model.state_dict())
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
@@ -162,11 +162,30 @@ def test_sizes_that_python_reads_stay_static_and_end_in_eager(monkeypatch: pytes
     assert any("run in eager PyTorch" in note for note in step.notes)
 
 
-def test_micro_batches_of_unequal_shapes_are_said() -> None:
-    model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = wholestep.compile(
-        model, lambda m, b: m(b).mean(), optimizer, torch.randn(2, 3), accumulate=2, backend="interpret"
-    )
-    step([torch.randn(2, 3), torch.randn(4, 3)])
-    assert any("unequal shapes" in note for note in step.notes)
+@pytest.mark.parametrize("sizes", [(2, 4), (2, 3, 5)])
+def test_micro_batches_of_unequal_shapes(sizes: tuple[int, ...]) -> None:
+    """Each shape has its graph; their gradients add up to one update, as eager's do."""
+    ours, theirs = mlp_side(), mlp_side()
+    theirs.model.load_state_dict(ours.model.state_dict())
+    step = interpreted(ours, sized(sizes[0])[0], accumulate=len(sizes))
+    for _ in range(2):
+        parts = sized(*sizes)
+        loss = step(parts)
+        losses = [classify(theirs.model, part) / len(parts) for part in parts]
+        for part in losses:
+            part.backward()
+        theirs.optimizer.step()
+        theirs.optimizer.zero_grad()
+        assert float(loss) == pytest.approx(float(sum(losses)), rel=1e-6)
+    assert step.rung == "whole step" and not step.falls, step.explain()
+    for a, b in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_slices_of_one_tensor_are_whole_steps() -> None:
+    """Views that begin elsewhere in their storage, in several sizes: not a reason to leave the captured step."""
+    x, y = class_batches(1, size=20)[0]
+    cuts = [(0, 6), (6, 8), (8, 13), (13, 20), (0, 4), (4, 8)]
+    twins = Twins(mlp_side, (x[:6], y[:6]), check="off")
+    twins.train([(x[a:b], y[a:b]) for a, b in cuts], tolerance=1e-6)
+    assert twins.step.rung == "whole step" and not twins.step.falls, twins.step.explain()
