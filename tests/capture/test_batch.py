@@ -13,7 +13,7 @@ from tests.runtime.twins import Side, Twins, interpreted, small_mlp
 from torch import nn
 
 from wholestep.capture.batch import flatten, signature, split_batch, unflatten
-from wholestep.errors import BadBatch, WholestepWarning
+from wholestep.errors import BadBatch
 
 X, Y = torch.randn(6, 4), torch.randint(0, 3, (6,))
 
@@ -147,7 +147,7 @@ def test_hugging_face_encodings() -> None:
 def test_a_batch_of_another_structure_says_how_it_differs() -> None:
     """Where the user's own code fails with it; eager's error is told."""
     step = interpreted(make(), {"x": X, "y": Y})
-    with pytest.warns(WholestepWarning), pytest.raises(BadBatch, match=r"the batch lacks 'y' and adds 'z'.*KeyError: 'y'"):
+    with pytest.raises(BadBatch, match=r"the batch lacks 'y' and adds 'z'.*KeyError: 'y'"):
         step({"x": X, "z": Y})
     assert step.count == 0
 

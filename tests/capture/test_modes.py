@@ -218,7 +218,7 @@ def stochastic_depth(draw: Callable[[], float]) -> Callable[[], Side]:
 def scaled_at_random(draw: Callable[[], float]) -> Callable[[], Side]:
     def make() -> Side:
         model = small_mlp()
-        return Side(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: classify(m, b) * (0.5 + draw()))
+        return Side(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: classify(m, b) * draw())
 
     return make
 
@@ -249,6 +249,7 @@ def test_python_random_numbers_are_drawn_live(name: str, check: str) -> None:
 @pytest.mark.filterwarnings("ignore::wholestep.errors.WholestepWarning")
 def test_python_random_numbers_follow_eager_however_they_are_used(name: str) -> None:
     follows_eager(scaled_at_random(SOURCES[name]))
+    follows_eager(scaled_at_random(lambda: 0.5 + SOURCES[name]()))
     step = follows_eager(stochastic_depth(SOURCES[name]))
     assert step.rung == "eager" and step.falls[0].where.startswith("test_modes.py:"), step.explain()
 
