@@ -39,7 +39,7 @@ class Counted:
     """A class attribute, changed through the class."""
 
     total = 0
-    names: list[str] = []  # noqa: RUF012 - shared on purpose
+    names: list[str] = []
 
 
 class Both(dict):
@@ -151,11 +151,13 @@ KINDS: dict[str, Callable[[], tuple[Callable[[], Any], Callable[[], Any]]]] = {
     "ordered dict": lambda: acts_on(collections.OrderedDict(a=1, b=2), lambda v: v.move_to_end("a"), lambda v: list(v)),
     "default dict": lambda: acts_on(collections.defaultdict(list), lambda v: v["x"].append(1), dict),
     "counter": lambda: acts_on(collections.Counter("aab"), lambda v: v.update("b"), dict),
-    "dict with attributes": lambda: acts_on(Both(a=1), lambda v: (v.update(a=2), setattr(v, "x", 1)), lambda v: (dict(v), vars(v).copy())),
+    "dict with attributes": lambda: acts_on(
+        Both(a=1), lambda v: (v.update(a=2), setattr(v, "x", 1)), lambda v: (dict(v), dict(vars(v)))
+    ),
     "set": lambda: acts_on({1, 2}, lambda v: (v.add(3), v.discard(1)), sorted),
     "deque": lambda: acts_on(collections.deque([1, 2], maxlen=2), lambda v: v.append(3), lambda v: (list(v), v.maxlen)),
     "list in a tuple": lambda: acts_on((1, ([2],)), lambda v: v[1][0].append(3), lambda v: list(v[1][0])),
-    "bytearray-free object": lambda: acts_on(collections.namedtuple("P", "a")([1]), lambda v: v.a.append(2), lambda v: list(v.a)),
+    "named tuple": lambda: acts_on(collections.namedtuple("P", "a")([1]), lambda v: v.a.append(2), lambda v: list(v.a)),
     "slots": lambda: acts_on(Slotted(), Slotted.change, Slotted.seen),
     "array": lambda: acts_on(np.zeros(3), lambda v: v.__setitem__(0, 1.0), lambda v: v.tolist()),
     "cell": with_cell,

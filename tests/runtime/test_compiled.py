@@ -35,15 +35,15 @@ def broken_side() -> Side:
     return Side(model, torch.optim.AdamW(model.parameters(), lr=1e-2), classify)
 
 
-@pytest.fixture
-def compiled() -> Any:
+def fallen() -> Twins:
     with pytest.warns(WholestepWarning, match="through torch.compile, with graph breaks"):
         twins = Twins(broken_side, BATCHES[0], backend="inductor", clip_norm=0.5)
         twins.train(BATCHES[:2], tolerance=1e-5)
     return twins
 
 
-def test_inductor_with_a_graph_break_is_equal_to_eager_and_measured(compiled: Any) -> None:
+def test_inductor_with_a_graph_break_is_equal_to_eager_and_measured() -> None:
+    compiled = fallen()
     assert compiled.step.rung == "torch.compile" and compiled.step.graph is None
     compiled.train(BATCHES[2:], tolerance=1e-5)
     assert compiled.ours.model.calls == compiled.theirs.model.calls == len(BATCHES)
@@ -91,8 +91,10 @@ def test_the_faster_one_is_kept(compiled_ms: float, eager_ms: float, winner: str
     ]
 
 
-def test_what_torch_compile_does_not_notice_ends_in_eager(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function replaced on a class: Dynamo's guards hold, ours do not."""
+def test_what_torch_compile_does_not_notice_ends_in_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function replaced on a class: Dynamo's guards hold, ours do not. Its graphs run as they are, to save time."""
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, example: graph)
+    compiled = fallen()
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: nn.functional.linear(x, self.weight, self.bias) * 2)
     compiled.train(BATCHES[2:4], tolerance=1e-5)
     assert any("which torch.compile would not notice" in note for note in compiled.step.notes)

@@ -109,7 +109,7 @@ def test_a_warning_is_given_at_every_step() -> None:
         model = small_mlp()
 
         def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-            warnings.warn("careful", UserWarning, stacklevel=1)
+            warnings.warn("careful", stacklevel=1)
             return classify(model, batch)
 
         return Side(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn)
