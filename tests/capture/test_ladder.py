@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -47,8 +48,8 @@ def test_a_data_dependent_if_runs_in_eager() -> None:
                 return self.first(x)
             return self.second(x)
 
-    with pytest.warns(WholestepWarning, match=r"not captured yet; one step in eager .*test_ladder\.py:\d+"):
-        twins = Twins(lambda: side_of(Chooses()), BATCHES[0])
+    twins = Twins(lambda: side_of(Chooses()), BATCHES[0])
+    assert any(re.search(r"not captured yet; one step in eager .*test_ladder\.py:\d+", note) for note in twins.step.notes)
     assert twins.step.rung == "not captured yet" and not twins.step.falls
     twins.train(BATCHES[:1])
     with pytest.warns(WholestepWarning, match=r"the step runs in eager PyTorch: whole step: .*test_ladder\.py:\d+"):
@@ -74,12 +75,12 @@ class Prepares(nn.Module):
 
 
 def test_what_one_eager_step_cures_is_captured_then() -> None:
-    with pytest.warns(WholestepWarning, match="one step in eager PyTorch comes first, then it is tried again"):
-        twins = Twins(lambda: side_of(Prepares()), BATCHES[0])
-    assert twins.ours.model.scale is None, "compile prepares nothing"
     with warnings.catch_warnings():
         warnings.simplefilter("error", WholestepWarning)
+        twins = Twins(lambda: side_of(Prepares()), BATCHES[0])
+        assert twins.ours.model.scale is None, "compile prepares nothing"
         twins.train(BATCHES)
+    assert any("one step in eager PyTorch comes first, then it is tried again" in note for note in twins.step.notes)
     assert (twins.step.rung, twins.step.captures) == ("whole step", 1) and not twins.step.falls
 
 
@@ -129,8 +130,8 @@ def test_state_around_torch_cond_is_carried() -> None:
 def test_an_error_of_the_users_is_the_users() -> None:
     """A model that fails in eager fails at the first call with its own error, and says so at compile."""
     side = mlp_side()
-    with pytest.warns(WholestepWarning, match=r"not captured yet.*linear.*\(at twins\.py:\d+\)"):
-        step = interpreted(side, (torch.randn(5, 9), BATCHES[0][1]))
+    step = interpreted(side, (torch.randn(5, 9), BATCHES[0][1]))
+    assert any(re.search(r"not captured yet.*linear.*\(at twins\.py:\d+\)", note) for note in step.notes)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
             step((torch.randn(5, 9), BATCHES[0][1]))
@@ -175,8 +176,7 @@ def test_the_eager_rung_clips_and_accumulates(options: dict[str, Any]) -> None:
     ours = side_of(Chooses())
     torch.manual_seed(0)
     plain = side_of(nn.Linear(4, 3))
-    with pytest.warns(WholestepWarning):
-        step = interpreted(ours, tuple(t[:3] for t in BATCHES[0]), **options)
+    step = interpreted(ours, tuple(t[:3] for t in BATCHES[0]), **options)
     captured = interpreted(plain, tuple(t[:3] for t in BATCHES[0]), **options)
     for batch in BATCHES[:3]:
         part = tuple(t[:3] for t in batch)
@@ -184,3 +184,4 @@ def test_the_eager_rung_clips_and_accumulates(options: dict[str, Any]) -> None:
         if "clip_norm" in options:
             assert float(step.grad_norm) == pytest.approx(float(captured.grad_norm), rel=1e-6)
     torch.testing.assert_close(ours.model.inner.weight, plain.model.weight, rtol=1e-6, atol=1e-7)
+    assert step.rung == "eager" and captured.rung == "whole step"
