@@ -121,7 +121,7 @@ def test_every_kind_of_batch_trains(name: str) -> None:
 
 
 def test_a_plain_value_of_the_batch_that_changes_is_captured_anew() -> None:
-    """A plain value is burned in; were it not part of the key, the second scale would be ignored."""
+    """A number that was seen to change is an input from then on; a tensor in its place is another graph."""
     twins = Twins(make, {"x": X, "y": Y, "scale": 1.0}, check="off")
     twins.train([{"x": X, "y": Y, "scale": s} for s in (1.0, 3.0, 1.0, 3.0)])
     assert twins.step.captures == 2
@@ -144,10 +144,36 @@ def test_hugging_face_encodings() -> None:
     assert type(unflatten(tensors, spec)) is transformers.BatchEncoding
 
 
-def test_a_step_refuses_a_wrong_batch() -> None:
+def test_a_batch_of_another_structure_says_how_it_differs() -> None:
+    """Where the user's own code fails with it; eager's error is told."""
+    step = interpreted(make(), {"x": X, "y": Y})
+    with pytest.raises(BadBatch, match=r"the batch lacks 'y' and adds 'z'.*KeyError: 'y'"):
+        step({"x": X, "z": Y})
+    assert step.count == 0
+
+
+def test_an_error_with_a_wrong_batch_is_eagers() -> None:
     step = interpreted(make(), (X, Y))
-    with pytest.raises(BadBatch, match="the batch holds a Linear"):
+    with pytest.raises(TypeError, match="cross_entropy"):
         step((X, nn.Linear(1, 1)))
+
+
+class Own:
+    """A batch of a class that nobody knows."""
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.x, self.y = x, y
+
+
+def test_an_object_of_the_users_own_is_a_batch_too() -> None:
+    def make_own() -> Side:
+        side = make()
+        side.loss_fn = lambda m, b: F.cross_entropy(m(b.x), b.y)
+        return side
+
+    twins = Twins(make_own, Own(X, Y))
+    twins.train([Own(X, Y), Own(X.flip(0), Y), Own(X * 2, Y)])
+    assert (twins.step.rung, twins.step.captures) == ("whole step", 1)
 
 
 def test_the_batch_itself_is_not_written() -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.runtime.twins import class_batches, classify
+from tests.capture.readings import reading_of
+from tests.runtime.twins import Side, class_batches, classify, eager_update
 from torch import nn
 
 import wholestep
-from wholestep.capture.batch import flatten
 from wholestep.capture.cache import capture_key
 from wholestep.capture.subject import make_subject
 
@@ -68,8 +68,7 @@ def key_of(
     optimizer = optimizer or torch.optim.AdamW
     made = optimizer(model.parameters(), lr=0.01) if isinstance(optimizer, type) else optimizer(model)
     subject = make_subject(model, loss_fn, made, **options)
-    tensors, spec = flatten(batch)
-    return capture_key(subject, tensors, spec)
+    return capture_key(subject, reading_of(subject, batch))
 
 
 def network(width: int = 6, p: float = 0.1) -> nn.Sequential:
@@ -81,6 +80,10 @@ def scaled_loss(scale: Any) -> Any:
         return classify(model, batch) * scale
 
     return loss_fn
+
+
+def scaled_by_an_option(model: Any, batch: Any) -> torch.Tensor:
+    return classify(model, batch) * (5.0 + model[0].options["depth"][1])
 
 
 def frozen_first() -> nn.Sequential:
@@ -106,14 +109,15 @@ def configured(value: int) -> nn.Sequential:
 
 
 def test_the_same_program_has_the_same_key() -> None:
-    """Whatever the weights are, and whatever the optimizer's numbers."""
+    """Whatever the weights are, the optimizer's numbers, what the loss never reads, and the container of the batch."""
     assert key_of() == key_of()
     assert key_of() == key_of(
         optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.5, betas=(0.1, 0.2), weight_decay=3.0)
     )
     assert key_of(loss_fn=scaled_loss(2.0)) == key_of(loss_fn=scaled_loss(2.0))
     assert key_of(clip_norm=1.0) == key_of(clip_norm=2.0)
-    assert key_of(configured(1)) == key_of(configured(1))
+    assert key_of(configured(1)) == key_of(configured(2)) == key_of(), "no forward reads them"
+    assert key_of(batch=list(BATCH)) == key_of()
 
 
 OTHERS: dict[str, Any] = {
@@ -123,8 +127,8 @@ OTHERS: dict[str, Any] = {
     "frozen": lambda: key_of(frozen_first()),
     "dtype": lambda: key_of(network().double(), batch=(BATCH[0].double(), BATCH[1])),
     "hook": lambda: key_of(hooked()),
-    "nested attribute": lambda: key_of(configured(1)),
-    "another nested attribute": lambda: key_of(configured(2)),
+    "nested attribute": lambda: key_of(configured(1), loss_fn=scaled_by_an_option),
+    "another nested attribute": lambda: key_of(configured(2), loss_fn=scaled_by_an_option),
     "loss code": lambda: key_of(loss_fn=lambda m, b: classify(m, b) * 2),
     "another constant in the loss code": lambda: key_of(loss_fn=lambda m, b: classify(m, b) * 3),
     "closure constant": lambda: key_of(loss_fn=scaled_loss(2.0)),
@@ -138,7 +142,7 @@ OTHERS: dict[str, Any] = {
     "accumulate": lambda: key_of(accumulate=2),
     "precision": lambda: key_of(precision="bf16"),
     "batch size": lambda: key_of(batch=class_batches(1, size=7)[0]),
-    "batch structure": lambda: key_of(batch=list(BATCH)),
+    "batch structure": lambda: key_of(batch={"x": BATCH[0], "y": BATCH[1]}, loss_fn=lambda m, b: classify(m, (b["x"], b["y"]))),
 }
 
 
@@ -177,16 +181,6 @@ def test_globals_count_also_when_the_closure_holds_the_model(monkeypatch: pytest
     assert key_of(model, loss_fn) == before
     monkeypatch.setitem(globals(), "HELPER_SCALE", 2.0)
     assert key_of(model, loss_fn) != before
-
-
-def test_a_loss_that_reaches_a_tensor_is_not_cached() -> None:
-    weights = torch.ones(3)
-
-    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1], weight=weights)
-
-    assert not compile_cached(loss_fn=loss_fn)._latest.capture.from_cache
-    assert not compile_cached(loss_fn=loss_fn)._latest.capture.from_cache
 
 
 # ---- files ----
@@ -250,6 +244,21 @@ def test_a_cached_step_trains_as_the_captured_one(folder: Path) -> None:
     assert results[0][:3] == results[1][:3] and [r[3] for r in results] == [False, True]
 
 
+def test_a_tensor_that_the_loss_reaches_is_an_input_of_the_cached_graph(folder: Path) -> None:
+    """The graph from the disk is given the tensor of now, not the one it was traced with."""
+    for weights, found in ((torch.ones(3), False), (torch.tensor([1.0, 0.2, 3.0]), True)):
+
+        def loss_fn(model: nn.Module, batch: Any, weights: torch.Tensor = weights) -> torch.Tensor:
+            return F.cross_entropy(model(batch[0]), batch[1], weight=weights)
+
+        step = compile_cached(loss_fn=loss_fn)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+        theirs = Side(model, torch.optim.AdamW(model.parameters(), lr=0.01), loss_fn)
+        assert step._latest.capture.from_cache is found
+        assert [float(step(BATCH)) for _ in range(2)] == [float(eager_update(theirs, BATCH)[0]) for _ in range(2)]
+
+
 def test_the_attention_implementation_of_a_config_is_in_the_key() -> None:
     """`to_dict` leaves it out: a model with eager attention would be given the graph of one with sdpa."""
     transformers = pytest.importorskip("transformers")
@@ -260,5 +269,5 @@ def test_the_attention_implementation_of_a_config_is_in_the_key() -> None:
         config = transformers.BertConfig(**sizes)
         model = transformers.BertForMaskedLM._from_config(config, attn_implementation=implementation)
         subject = make_subject(model, None, torch.optim.SGD(model.parameters(), lr=0.1))
-        keys.add(capture_key(subject, *flatten(batch)))
+        keys.add(capture_key(subject, reading_of(subject, batch)))
     assert len(keys) == 2

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.capture.readings import reading_of, subject_of
 from tests.runtime.twins import Side, Twins, interpreted
 from tests.zoo import hf
 from tests.zoo.case import Built
 from torch import Tensor, nn
 
 import wholestep
-from wholestep.capture.batch import flatten
 from wholestep.capture.cache import capture_key
 from wholestep.capture.chunked_loss import WHOLE_LOGITS_BYTES
+from wholestep.capture.dry import capture_example
 from wholestep.capture.subject import make_subject
 from wholestep.capture.trace import Capture, capture
 from wholestep.errors import BadOption, WholestepWarning
@@ -226,11 +227,15 @@ def test_a_hook_after_the_loss_is_refused_not_lost() -> None:
         logits.register_hook(lambda g: g * 2.0)
         return loss
 
-    side = make(late)()
-    with pytest.warns(WholestepWarning, match="runs in eager PyTorch"):
-        step = interpreted(side, batches()[0], chunked_loss=True)
-    assert step.rung == "eager" and any("chunked_loss=False" in str(fall) for fall in step.falls)
-    assert interpreted(side, batches()[0], chunked_loss=False).rung == "whole step"
+    with pytest.warns(WholestepWarning, match="the step runs in eager PyTorch: whole step: .*chunked_loss=False"):
+        twins = Twins(make(late), batches()[0], chunked_loss=True)
+    assert twins.step.rung == "eager" and any("chunked_loss=False" in str(fall) for fall in twins.step.falls)
+    before = twins.step.captures
+    twins.train(batches())
+    assert twins.step.captures == before, "what was refused is not traced again at every step"
+    whole = Twins(make(late), batches()[0], chunked_loss=False)
+    whole.train(batches())
+    assert whole.step.rung == "whole step"
 
 
 def test_returned_logits_stay() -> None:
@@ -253,8 +258,8 @@ def test_returned_logits_stay() -> None:
 
 def captured(whole_logits_bytes: int, wish: bool | None = None) -> Capture:
     side = make(flat)()
-    subject = make_subject(side.model, side.loss_fn, side.optimizer, chunked_loss=wish)
-    return capture(subject, *flatten(batches()[0]), whole_logits_bytes=whole_logits_bytes)
+    subject = subject_of(side, chunked_loss=wish)
+    return capture(subject, reading_of(subject, batches()[0]), whole_logits_bytes=whole_logits_bytes)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +279,7 @@ def test_large_logits_are_chunked_by_default_and_told() -> None:
         model = nn.Linear(4, 128256, bias=False)
     model = model.to_empty(device="cpu")
     subject = make_subject(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), torch.optim.SGD(model.parameters(), lr=0.1))
-    made = capture(subject, *flatten((torch.zeros(8192, 4), torch.zeros(8192, dtype=torch.int64))))
+    made = capture_example(subject, (torch.zeros(8192, 4), torch.zeros(8192, dtype=torch.int64)))
     assert "loss: linear + cross-entropy in 4 chunks of 2048 rows, logits never whole (3.91 GiB)" in made.notes
     assert not logits_nodes(made.graph, 2048, 128256)
 
@@ -293,8 +298,8 @@ def test_the_cache_tells_wishes_apart() -> None:
     side = make(flat)()
     keys = set()
     for wish in (None, True, False):
-        subject = make_subject(side.model, next_token_loss, side.optimizer, chunked_loss=wish)
-        keys.add(capture_key(subject, *flatten(batches()[0])))
+        subject = subject_of(side, chunked_loss=wish)
+        keys.add(capture_key(subject, reading_of(subject, batches()[0])))
     assert len(keys) == 3
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from wholestep.capture.batch import flatten
-from wholestep.capture.dry import dry_capture
+from wholestep.capture.dry import capture_example, dry_capture
 from wholestep.capture.preflight import refuse_unsupported
 from wholestep.capture.subject import make_subject
-from wholestep.capture.trace import Capture, capture
+from wholestep.capture.trace import Capture
 from wholestep.errors import UnsupportedModel
 from wholestep.graph.training_graph import tensors_in
 
@@ -63,8 +63,7 @@ def test_tensors_without_data_give_the_graph_of_real_ones() -> None:
     torch.manual_seed(0)
     model = Small()
     subject = make_subject(model, loss_fn, torch.optim.AdamW(model.parameters()), clip_norm=1.0)
-    tensors, spec = flatten(torch.randn(11, 7))
-    live, dry = capture(subject, tensors, spec), _captured("cuda", precision="fp32")
+    live, dry = capture_example(subject, torch.randn(11, 7)), _captured("cuda", precision="fp32")
     assert _operators(dry) == _operators(live) and dry.graph.inputs == live.graph.inputs
     assert {t.device.type for n in dry.graph.graph.nodes for t in tensors_in(n.meta.get("val"))} == {"cpu"}
 
@@ -91,35 +90,48 @@ def test_a_model_without_data_is_refused_where_it_would_run() -> None:
         refuse_unsupported(make_subject(model, loss_fn, torch.optim.AdamW(model.parameters())))
 
 
-def test_what_cannot_be_captured_is_one_error() -> None:
+class Chooses(nn.Module):
+    """Which way it goes is decided by `choose`, of the input."""
+
+    def __init__(self, choose: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.choose = nn.Linear(3, 3), choose
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) if self.choose(x) else self.linear(self.linear(x))
+
+
+def reads_a_file(x: torch.Tensor) -> str:
+    with open(__file__) as file:
+        return file.read()
+
+
+@pytest.mark.parametrize("choose", [lambda x: x.max() > 0, lambda x: x.tolist()[0][0] > 0, reads_a_file])
+def test_what_cannot_be_captured_is_one_error(choose: Callable[[torch.Tensor], Any]) -> None:
+    with torch.device("meta"):
+        model, batch = Chooses(choose), torch.empty(2, 3)
+    with pytest.raises(UnsupportedModel, match="planned"):
+        dry_capture(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), batch)
+
+
+def test_python_beside_the_computation_is_planned_and_does_not_happen() -> None:
+    """A counter and a number read off a tensor: captured without data, and nothing of it is done."""
+
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear, self.calls = nn.Linear(3, 3), 0
+            self.linear, self.calls, self.seen = nn.Linear(3, 3), 0, []
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.calls += 1
-            return self.linear(x) if self.calls % 2 else self.linear(self.linear(x))
+            self.seen.append(x.max().item())
+            return self.linear(x) * self.seen[-1]
 
     with torch.device("meta"):
         model, batch = Counting(), torch.empty(2, 3)
-    with pytest.raises(UnsupportedModel, match="cannot be planned"):
-        dry_capture(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), batch)
-
-
-def test_a_model_that_looks_at_values_is_one_error() -> None:
-    class Looking(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x) * float(x.max().item())
-
-    with torch.device("meta"):
-        model, batch = Looking(), torch.empty(2, 3)
-    with pytest.raises(UnsupportedModel, match="planned"):
-        dry_capture(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), batch)
+    made = dry_capture(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), batch)
+    assert aten.addmm.default in {node.target for node in made.graph.operations()}
+    assert (model.calls, model.seen) == (0, [])
 
 
 @pytest.mark.gpu
@@ -127,5 +139,5 @@ def test_a_model_that_looks_at_values_is_one_error() -> None:
 def test_the_dry_graph_is_the_one_a_gpu_gets(precision: str) -> None:
     model = Small().cuda()
     subject = make_subject(model, loss_fn, torch.optim.AdamW(model.parameters()), clip_norm=1.0, precision=precision)
-    tensors, spec = flatten(torch.randn(11, 7, device="cuda"))
-    assert _operators(_captured("cuda", precision=precision)) == _operators(capture(subject, tensors, spec))
+    live = capture_example(subject, torch.randn(11, 7, device="cuda"))
+    assert _operators(_captured("cuda", precision=precision)) == _operators(live)

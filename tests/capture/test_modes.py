@@ -1,4 +1,4 @@
-"""Random numbers of a step: keyed, reproducible, different at every step and site; Python's own are refused."""
+"""Random numbers of a step: torch's are keyed, reproducible, different at every step and site; Python's are drawn live."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from tests.runtime.twins import Side, Twins, class_batches, classify, eager_update, interpreted, small_mlp
 from torch import nn
 
+from wholestep import Step
 from wholestep.errors import WholestepWarning
 
 BATCHES = class_batches()
@@ -164,13 +165,35 @@ def test_in_place_dropout_and_probability_edges() -> None:
 
 def test_a_generator_of_the_users_is_left_to_eager() -> None:
     source = torch.Generator().manual_seed(0)
-    with pytest.warns(WholestepWarning, match="with its own generator"):
-        step = noisy_step(lambda x: torch.rand(x.shape, generator=source))
-    expected = torch.rand(ONES.shape, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(drawn(step)[0], expected), "tracing drew nothing from it"
+    step = noisy_step(lambda x: torch.rand(x.shape, generator=source))
+    with pytest.warns(WholestepWarning, match=r"the step runs in eager PyTorch.*\(at test_modes\.py:\d+\)"):
+        first, second = drawn(step, 2)
+    same = torch.Generator().manual_seed(0)
+    assert torch.equal(first, torch.rand(ONES.shape, generator=same)), "tracing drew nothing from it"
+    assert torch.equal(second, torch.rand(ONES.shape, generator=same)) and step.rung == "eager"
 
 
 # ---- Python's and numpy's generators ----
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
+
+
+def follows_eager(make: Callable[[], Side], **options: Any) -> Step:
+    """Train both from the same state of every generator: the losses, and where the generators are afterwards."""
+    seed_all(0)
+    ours = make()
+    seed_all(0)
+    theirs = make()
+    step = interpreted(ours, BATCHES[0], **options)
+    seed_all(1)
+    losses = [float(step(b)) for b in BATCHES]
+    after = random.random(), np.random.rand()
+    seed_all(1)
+    assert losses == pytest.approx([float(eager_update(theirs, b)[0]) for b in BATCHES], rel=1e-6)
+    assert after == (random.random(), np.random.rand())
+    return step
 
 
 def stochastic_depth(draw: Callable[[], float]) -> Callable[[], Side]:
@@ -185,10 +208,16 @@ def stochastic_depth(draw: Callable[[], float]) -> Callable[[], Side]:
             return self.first(x) + self.second(x)
 
     def make() -> Side:
-        random.seed(0)
-        np.random.seed(0)
         model = Skips()
         return Side(model, torch.optim.SGD(model.parameters(), lr=0.1), classify)
+
+    return make
+
+
+def scaled_at_random(draw: Callable[[], float]) -> Callable[[], Side]:
+    def make() -> Side:
+        model = small_mlp()
+        return Side(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: classify(m, b) * draw())
 
     return make
 
@@ -199,37 +228,49 @@ bare_random = random.random  # as `from random import random` gives it
 SOURCES: dict[str, Callable[[], float]] = {
     "random.random": lambda: random.random(),
     "random.uniform": lambda: random.uniform(0, 1),
+    "random.randint": lambda: random.randint(0, 1),
     "random.gauss": lambda: random.gauss(0.5, 0.1),
+    "imported by name": lambda: bare_random(),
     "numpy.random.rand": lambda: float(np.random.rand()),
     "numpy.random.binomial": lambda: float(np.random.binomial(1, 0.5)),
 }
 
 
+@pytest.mark.parametrize("check", ["first", "off"])
+@pytest.mark.parametrize("name", ["random.random", "random.uniform", "random.randint"])
+def test_python_random_numbers_are_drawn_live(name: str, check: str) -> None:
+    """The drawn number is an input of the captured step."""
+    step = follows_eager(scaled_at_random(SOURCES[name]), check=check)
+    assert (step.rung, step.captures) == ("whole step", 1), step.explain()
+
+
 @pytest.mark.parametrize("name", SOURCES)
-def test_python_random_numbers_are_refused_by_name(name: str) -> None:
-    """Guard: `python_randomness_watched`; the drawn value would be fixed for ever."""
-    with pytest.warns(WholestepWarning, match=rf"draws from {name}: .*\(at test_modes\.py:\d+\)"):
-        twins = Twins(stochastic_depth(SOURCES[name]), BATCHES[0])
-    assert twins.step.rung == "eager"
-    for seeded in (random.seed, np.random.seed):
-        seeded(1)
-    ours = [float(twins.step(b)) for b in BATCHES]
-    random.seed(1), np.random.seed(1)
-    assert ours == [float(eager_update(twins.theirs, b)[0]) for b in BATCHES]
+@pytest.mark.filterwarnings("ignore::wholestep.errors.WholestepWarning")
+def test_python_random_numbers_follow_eager_however_they_are_used(name: str) -> None:
+    follows_eager(scaled_at_random(SOURCES[name]))
+    follows_eager(scaled_at_random(lambda: 0.5 + SOURCES[name]()))
+    step = follows_eager(stochastic_depth(SOURCES[name]))
+    assert step.rung == "eager" and step.falls[0].where.startswith("test_modes.py:"), step.explain()
 
 
-def test_a_generator_function_imported_by_name_is_seen_too() -> None:
-    with pytest.warns(WholestepWarning, match="draws from random: the value would be fixed"):
-        step = interpreted(stochastic_depth(lambda: bare_random())(), BATCHES[0])
-    assert step.rung == "eager"
+@pytest.mark.parametrize("check", ["first", "off"])
+def test_a_generator_object_of_pythons_is_drawn_from_at_every_step(check: str) -> None:
+    def make() -> Side:
+        source = random.Random(3)
+        side = scaled_at_random(lambda: source.random())()
+        side.extra = source
+        return side
+
+    twins = Twins(make, BATCHES[0], check=check)
+    twins.train(BATCHES, tolerance=1e-6)
+    assert twins.ours.extra.getstate() == twins.theirs.extra.getstate()
 
 
 def test_capture_leaves_python_generators_as_they_were() -> None:
     random.seed(3), np.random.seed(3)
     expected = random.random(), np.random.rand()
     random.seed(3), np.random.seed(3)
-    with pytest.warns(WholestepWarning):
-        interpreted(stochastic_depth(SOURCES["random.random"])(), BATCHES[0])
+    interpreted(stochastic_depth(SOURCES["random.random"])(), BATCHES[0])
     random.seed(3), np.random.seed(3)
     model = small_mlp()
     interpreted(Side(model, torch.optim.SGD(model.parameters()), classify), BATCHES[0])
@@ -267,21 +308,26 @@ def test_layerdrop_of_zero_is_captured() -> None:
 
 
 def test_layerdrop_falls_back_by_name() -> None:
-    with pytest.warns(WholestepWarning, match=r"a layer is skipped at random \(probability 0\.5\).*test_modes"):
-        twins = Twins(layerdrop_side(0.5), BATCHES[0])
-    assert twins.step.rung == "eager"
-    torch.manual_seed(8)
-    ours, _ = [float(twins.step(b)) for b in BATCHES], torch.manual_seed(8)
-    assert ours == [float(eager_update(twins.theirs, b)[0]) for b in BATCHES]
+    with pytest.warns(WholestepWarning, match=r"a layer is skipped at random.*test_modes"):
+        step = follows_eager(layerdrop_side(0.5))
+    assert step.rung == "eager"
 
 
-@pytest.mark.parametrize(
-    "use",
-    [lambda d: d * 2, lambda d: 1.0 - d, lambda d: d.exp() / d, lambda d: torch.where(d > 0.5, d, 0.0),
-     lambda d: d <= 0.5, lambda d: torch.add(d, d)],
-)  # fmt: skip
+USES: list[Callable[[Any], Any]] = [
+    lambda d: d * 2, lambda d: 1.0 - d, lambda d: d.exp() / d, lambda d: torch.where(d > 0.5, d, 0.0), lambda d: d <= 0.5,
+    lambda d: torch.add(d, d),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("use", USES)
 def test_a_scalar_draw_used_as_a_number(use: Callable[[Any], Any]) -> None:
-    """`torch.rand([])` stands for its tensor in arithmetic."""
-    step = noisy_step(lambda x: x * use(torch.rand([])), seed=0, check="off")
+    step = noisy_step(lambda x: x * use(torch.rand(())), seed=0, check="off")
     assert step.rung == "whole step", step.explain()
+    assert len({float(d[0, 0]) for d in drawn(step, 12)}) > 1
+
+
+@pytest.mark.filterwarnings("ignore::wholestep.errors.WholestepWarning")
+def test_a_scalar_draw_as_layerdrop_writes_it_may_run_in_eager() -> None:
+    """`torch.rand([])` is taken for the draw of a layerdrop; in arithmetic it is right all the same."""
+    step = noisy_step(lambda x: x * torch.rand([]) * 2, seed=0, check="off")
     assert len({float(d[0, 0]) for d in drawn(step, 12)}) > 1

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 import wholestep.lower.measured as measured
-from wholestep.capture.batch import flatten
+from wholestep.capture.dry import capture_example
 from wholestep.capture.subject import make_subject
-from wholestep.capture.trace import capture
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.lower import lower_interpret
 from wholestep.lower.runner import Runner
@@ -22,7 +21,7 @@ from wholestep.lower.runner import Runner
 def graph() -> TrainingGraph:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Dropout(0.1), nn.Linear(4, 2))
     subject = make_subject(model, lambda m, b: m(b).square().mean(), torch.optim.AdamW(model.parameters()), clip_norm=1.0)
-    return capture(subject, *flatten(torch.zeros(3, dtype=torch.int64))).graph
+    return capture_example(subject, torch.zeros(3, dtype=torch.int64)).graph
 
 
 def slowed(graph: TrainingGraph, seconds: float, facts: dict[str, Any]) -> Runner:

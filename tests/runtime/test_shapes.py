@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tests.runtime.twins import Side, Twins, class_batches, classify, interpreted, mlp_side, small_mlp
 from torch import nn
 
-import wholestep
+from wholestep.errors import WholestepWarning
 from wholestep.runtime.shapes import symbolic_dims
 
 Sizes = list[tuple[tuple[int, ...], ...]]
@@ -134,39 +134,74 @@ def test_dropout_and_norm_layers_under_symbolic_sizes(accumulate: int) -> None:
 
 
 class Pinned(nn.Module):
-    """Its Python fixes the batch size: `int()` of a size cannot stay symbolic."""
+    """Its Python asks for one batch size: a graph for that one, another for all the rest."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(3, 2)
+        self.linear = nn.Linear(4, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).sum() * (2.0 if int(x.shape[0]) == 4 else 1.0)
+        return self.linear(x) * (2.0 if int(x.shape[0]) == 4 else 1.0)
 
 
-def test_sizes_that_python_reads_stay_static_and_end_in_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wholestep.runtime.step.MOST_STATIC_SHAPES", 4)
-    model, twin = Pinned(), Pinned()
-    twin.load_state_dict(model.state_dict())
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
-    step = wholestep.compile(model, lambda m, b: m(b), optimizers[0], torch.randn(4, 3), backend="interpret")
-    for size in (4, 5, 6, 7, 8, 9, 4):
-        batch = torch.randn(size, 3)
-        loss = step(batch)
-        optimizers[1].zero_grad()
-        expected = twin(batch)
-        expected.backward()
-        optimizers[1].step()
-        assert torch.equal(loss, expected.detach()), size
-    assert any("sizes stay static" in note for note in step.notes)
-    assert any("run in eager PyTorch" in note for note in step.notes)
+def test_a_size_that_python_compares_is_a_guard() -> None:
+    batches = sized(4, 5, 6, 7, 8, 9, 4)
+    twins = Twins(lambda: side_of(Pinned()), batches[0])
+    twins.train(batches, tolerance=1e-6)
+    assert twins.step.rung == "whole step" and twins.step.captures <= 4, twins.step.explain()
 
 
-def test_micro_batches_of_unequal_shapes_are_said() -> None:
-    model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = wholestep.compile(
-        model, lambda m, b: m(b).mean(), optimizer, torch.randn(2, 3), accumulate=2, backend="interpret"
-    )
-    step([torch.randn(2, 3), torch.randn(4, 3)])
-    assert any("unequal shapes" in note for note in step.notes)
+class Recurrent(nn.Module):
+    """Unrolled over its time steps, so that its length cannot be symbolic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.RNN(4, 3, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rnn(x)[0].mean(1)
+
+
+def side_of(model: nn.Module) -> Side:
+    return Side(model, torch.optim.SGD(model.parameters(), lr=0.1), classify)
+
+
+def test_sizes_that_cannot_be_symbolic_are_captured_one_by_one_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wholestep.capture.front.front.MOST_CAPTURES", 4)
+    monkeypatch.setattr("wholestep.runtime.variants.MOST_STATIC_SHAPES", 4)
+    labels = sized(5)[0][1]
+    batches = [(torch.randn(5, length, 4), labels) for length in (4, 5, 6, 7, 8, 9, 4, 9, 5)]
+    twins = Twins(lambda: side_of(Recurrent()), batches[0], check="off")
+    with pytest.warns(WholestepWarning, match="steps that no captured graph holds for run in eager PyTorch.*size"):
+        twins.train(batches, tolerance=1e-6)
+    assert any("sizes stay static" in note for note in twins.step.notes)
+    assert twins.step.rung == "whole step, else eager", twins.step.explain()
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (2, 3, 5)])
+def test_micro_batches_of_unequal_shapes(sizes: tuple[int, ...]) -> None:
+    """Each shape has its graph; their gradients add up to one update, as eager's do."""
+    ours, theirs = mlp_side(), mlp_side()
+    theirs.model.load_state_dict(ours.model.state_dict())
+    step = interpreted(ours, sized(sizes[0])[0], accumulate=len(sizes))
+    for _ in range(2):
+        parts = sized(*sizes)
+        loss = step(parts)
+        losses = [classify(theirs.model, part) / len(parts) for part in parts]
+        for part in losses:
+            part.backward()
+        theirs.optimizer.step()
+        theirs.optimizer.zero_grad()
+        assert float(loss) == pytest.approx(float(sum(losses)), rel=1e-6)
+    assert step.rung == "whole step" and not step.falls, step.explain()
+    for a, b in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_slices_of_one_tensor_are_whole_steps() -> None:
+    """Views that begin elsewhere in their storage, in several sizes: not a reason to leave the captured step."""
+    x, y = class_batches(1, size=20)[0]
+    cuts = [(0, 6), (6, 8), (8, 13), (13, 20), (0, 4), (4, 8)]
+    twins = Twins(mlp_side, (x[:6], y[:6]), check="off")
+    twins.train([(x[a:b], y[a:b]) for a, b in cuts], tolerance=1e-6)
+    assert twins.step.rung == "whole step" and not twins.step.falls, twins.step.explain()

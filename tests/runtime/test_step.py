@@ -91,13 +91,20 @@ def test_unequal_valid_targets_are_weighted() -> None:
         assert_close(others, eager)
 
 
-def test_micro_batches_of_another_structure_or_number_are_named() -> None:
+def test_a_batch_that_cannot_be_cut_is_named() -> None:
     step, _, _ = pair(accumulate=4)
-    part = tuple(t[:2] for t in BATCHES[0])
     with pytest.raises(BadBatch, match=r"cannot be cut into accumulate=4"):
         step(tuple(t[:6] for t in BATCHES[0]))
-    with pytest.raises(BadBatch, match="differ in structure"):
-        step([part, part, part, list(part)])
+
+
+def test_micro_batches_may_differ_in_structure() -> None:
+    """Each is captured as it comes."""
+    step, ours, theirs = pair(accumulate=4)
+    parts: list[Any] = [tuple(t[i : i + 2] for t in BATCHES[0]) for i in range(0, 8, 2)]
+    loss = step([parts[0], list(parts[1]), parts[2], list(parts[3])])
+    assert float(loss) == pytest.approx(float(eager_update(theirs, BATCHES[0])[0]), rel=1e-5)
+    assert_close(ours, theirs)
+    assert step.rung == "whole step" and not step.falls
 
 
 def test_a_batch_that_is_itself_a_list_is_cut() -> None:
@@ -114,13 +121,14 @@ def test_a_batch_that_is_itself_a_list_is_cut() -> None:
 
 
 def test_micro_batches_of_unequal_sizes_are_right() -> None:
-    """They do not fit one graph: eager, and the same numbers as an eager loop."""
+    """They do not fit one graph: several, and the same numbers as an eager loop."""
     step, ours, theirs = pair(masked_mean, accumulate=3)
     parts = [tuple(t[a:b] for t in BATCHES[0]) for a, b in ((0, 2), (2, 5), (5, 8))]
     loss, _ = step(parts)
     expected, _ = eager_update(theirs, BATCHES[0])
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
     assert_close(ours, theirs)
+    assert step.rung == "whole step" and not step.falls, step.explain()
 
 
 def test_batch_statistics_see_every_micro_batch() -> None:
@@ -290,9 +298,11 @@ def test_falling_to_eager_warns_once() -> None:
     side.loss_fn = lambda m, b: classify(m, b) * (2.0 if b[0].sum() > 0 else 1.0)
     with pytest.warns(WholestepWarning) as seen:
         step = interpreted(side, BATCHES[0])
-        for batch in BATCHES[:3]:
+        for batch in BATCHES[:4]:
             step(batch)
-    assert len([w for w in seen if issubclass(w.category, WholestepWarning)]) == 1
+    (told,) = [w for w in seen if issubclass(w.category, WholestepWarning)]
+    assert str(told.message).startswith("the step runs in eager PyTorch: whole step: Data-dependent branching")
+    assert told.filename == __file__, "told where the user called"
 
 
 class SharedGradient(nn.Module):

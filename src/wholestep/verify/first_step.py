@@ -79,6 +79,7 @@ def check_first_step(
         return None
     except BaseException:
         undo.restore()
+        variant.uses = 0  # checked again at the next call
         raise
     finally:
         _give_back(variant.subject.device)
