@@ -237,7 +237,7 @@ SOURCES: dict[str, Callable[[], float]] = {
 
 
 @pytest.mark.parametrize("check", ["first", "off"])
-@pytest.mark.parametrize("name", ["random.random", "random.uniform", "random.randint"])
+@pytest.mark.parametrize("name", ["random.uniform", "random.randint"])
 def test_python_random_numbers_are_drawn_live(name: str, check: str) -> None:
     """The drawn number is an input of the captured step."""
     step = follows_eager(scaled_at_random(SOURCES[name]), check=check)

@@ -10,6 +10,7 @@ from tests.passes.test_recompute import Small, batches, loss_fn
 
 import wholestep
 from wholestep.capture import loss_scale
+from wholestep.capture.tracer import SCALE, Tracer
 from wholestep.errors import BadOption, BudgetTooSmall, NotBuiltYet
 
 
@@ -119,12 +120,13 @@ def test_gradients_that_are_never_finite_are_compared_as_they_are() -> None:
 
 def test_a_wrong_loss_scale_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The update must divide by the scale: without that it is 65536 times too large."""
-    kept = torch.Tensor.reciprocal
+    kept = Tracer._clipped
 
-    def forgetful(self: torch.Tensor) -> torch.Tensor:
-        return torch.ones_like(self) if self.dim() == 0 and self.dtype == torch.float32 else kept(self)
+    def forgetful(self: Tracer, values: Any, grads: Any) -> Any:
+        norm, scale = kept(self, values, grads)
+        return norm, scale * values[SCALE][0]
 
     with monkeypatch.context() as patched:
-        patched.setattr(torch.Tensor, "reciprocal", forgetful)
+        patched.setattr(Tracer, "_clipped", forgetful)
         report = report_of(precision="fp16", steps=1, eval_too=False)
     assert not report.ok and any(row.kind in ("parameter", "state") and not row.ok for row in report.rows)

@@ -49,7 +49,7 @@ def read(subject: Subject, graph: LossGraph, args: Sequence[Any], batch: Any = N
     constants = 0
     for i in graph.tensors:
         tensor, argument = args[i], graph.arguments[i]
-        _refuse(tensor, argument.source)
+        _refuse(tensor, argument.source, graph.detaches(i))
         found = known.get(id(tensor))
         if found is not None and i not in graph.copied_in:
             places[i] = found
@@ -65,10 +65,10 @@ def read(subject: Subject, graph: LossGraph, args: Sequence[Any], batch: Any = N
     return Reading(graph, args, tuple(places))
 
 
-def _refuse(tensor: Any, source: str) -> None:
+def _refuse(tensor: Any, source: str, detached: bool) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise CaptureRefused(f"{source} is a {type(tensor).__name__}")
-    if tensor.requires_grad and tensor.grad_fn is not None:
+    if tensor.requires_grad and tensor.grad_fn is not None and not detached:
         raise CaptureRefused(f"{_plain(source)} has a history: backward would go through an earlier step; detach it")
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and not compat.is_fake(tensor):
         raise CaptureRefused(f"{_plain(source)} is a {type(tensor).__name__}")

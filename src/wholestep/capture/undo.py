@@ -14,7 +14,7 @@ import os
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ class Undo:
     def __init__(self, *roots: Any) -> None:
         self.random = RandomStates()
         self._seen: dict[int, Any] = {}  # held, so that no address is used twice
-        self._puts: list[Callable[[], None]] = []
+        self._puts: list[functools.partial] = []
         waiting = list(roots)
         while waiting and len(self._seen) < _MOST:
             value = waiting.pop()
@@ -64,6 +64,20 @@ class Undo:
         for put in self._puts:
             put()
         self.random.restore()
+
+    def detach_new(self) -> None:
+        """Tensors that were stored since lose their history, as those that a captured step leaves have none."""
+        for put in self._puts:
+            if put.func is _put_dict:
+                live, kept = put.args
+                for key, value in list(live.items()):
+                    if value is not kept.get(key):
+                        live[key] = _detached(value)
+            elif put.func is _put_list:
+                live = put.args[0]
+                for i, value in enumerate(list(live)):
+                    if i >= len(put.args[1]) or value is not put.args[1][i]:
+                        live[i] = _detached(value)
 
     def _keep(self, value: Any) -> Iterator[Any]:
         """Note how to put `value` back; yields what it refers to."""
@@ -125,6 +139,7 @@ class Undo:
         module = sys.modules.get(cls.__module__)
         if _installed(getattr(module, "__file__", None)) or cls.__module__ == "builtins":
             return
+        self._puts.append(functools.partial(_drop_new, cls, set(vars(cls))))
         for name, value in list(vars(cls).items()):
             if isinstance(value, types.FunctionType):
                 yield value
@@ -147,12 +162,21 @@ class Undo:
             if not isinstance(value, nn.Module) and type(value).__module__.startswith(("torch.", "numpy")):
                 return
             for name in _slots(type(value)):
-                if hasattr(value, name):
-                    self._puts.append(functools.partial(_put_attribute, value, name, getattr(value, name)))
-                    yield getattr(value, name)
+                held = getattr(value, name, _NOTHING)
+                self._puts.append(functools.partial(_put_attribute, value, name, held))
+                if held is not _NOTHING:
+                    yield held
             if hasattr(value, "__dict__"):
                 yield vars(value)
             yield type(value)
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach() if value.grad_fn is not None else value
+    if type(value) in (tuple, list):
+        return type(value)(map(_detached, value))
+    return value
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -201,6 +225,18 @@ def _put_item(table: dict, key: str, value: Any) -> None:
         table[key] = value
 
 
+_NOTHING = object()
+
+
 def _put_attribute(owner: Any, name: str, value: Any) -> None:
-    if getattr(owner, name, None) is not value:
+    if getattr(owner, name, _NOTHING) is value:
+        return
+    if value is _NOTHING:
+        delattr(owner, name)
+    else:
         setattr(owner, name, value)
+
+
+def _drop_new(cls: type, names: set[str]) -> None:
+    for name in [n for n in vars(cls) if n not in names and not n.startswith("__")]:
+        delattr(cls, name)

@@ -61,7 +61,7 @@ class Step:
         self.grad_norm: torch.Tensor | None = None
         self.falls: tuple[Fall, ...] = ()
         self.notes: list[str] = []
-        self.front = Front(subject, dynamic=True if settings.dynamic is True else None)
+        self.front = Front(subject, dynamic=True if settings.dynamic is True else None, note=self._note)
         self.making = Making(
             subject, settings.capture, settings.lower, settings.backend, settings.dynamic, self._note
         )
@@ -71,6 +71,8 @@ class Step:
         self._unguarded: dict[Any, Variant] = {}
         """With guards="off": by the structure and shapes of the batch."""
         self._refusals = 0
+        self._eager_first = False
+        """Whether a real eager step comes first, in which libraries install their hooks and fill their caches."""
         self._lower: LowerRung | None = None
         self._structure: BatchSpec | None = None
         """Of the example batch."""
@@ -92,6 +94,10 @@ class Step:
         return (loss, aux) if aux else loss
 
     def _run(self, micro: list[Any]) -> Any:
+        if self._eager_first:
+            result = OneStep(self, micro).in_torch(LowerRung(self.subject, self._note, compiled=False))
+            self._eager_first, self._refusals = False, 1
+            return result
         for _ in range(2):
             run = OneStep(self, micro)
             try:
@@ -108,8 +114,8 @@ class Step:
 
     def _retries(self, refused: CaptureRefused) -> bool:
         """Where an operator takes Python numbers only, every value gets a graph of its own."""
-        entries = self.front.entries
-        takes_numbers = bool(entries) and bool(entries[0].graph.host.integer) and not refused.curable
+        current = self.front.current
+        takes_numbers = current is not None and bool(current.graph.host.integer) and not refused.curable
         return takes_numbers and self._lower is None and self.front.specialise()
 
     def _below(self, run: OneStep, refused: CaptureRefused) -> Any:
@@ -133,7 +139,7 @@ class Step:
         self._lower = LowerRung(self.subject, self._note, compiled=compiled)
         self.falls = (*self.falls, Fall(WHOLE, refused.reason, refused.where))
         below = "through torch.compile, with graph breaks" if compiled else "in eager PyTorch"
-        which = "the step runs" if not self.front.entries else "steps that no captured graph holds for run"
+        which = "the step runs" if self._latest is None else "steps that no captured graph holds for run"
         warnings.warn(f"{which} {below}: {self.falls[-1]}", WholestepWarning, stacklevel=5)
 
     def _blame_structure(self, batch: Any, error: Exception) -> None:
@@ -179,8 +185,8 @@ class Step:
         except CaptureRefused as refused:
             if self._retries(refused):
                 return self.prepare(batch)
-            self._refusals += 1
             if refused.curable:
+                self._eager_first = True
                 self._note(f"not captured yet; one step in eager PyTorch comes first, then it is tried again: {refused}")
             else:
                 self._fall(refused)
@@ -198,7 +204,8 @@ class Step:
         table = self._tables.get(graph)
         if table is None:
             # captured anew for what the Python does beside it, the computation is often the same (a first call that caches)
-            facts = self.front.entries[0].unguarded.facts
+            assert self.front.current is not None
+            facts = self.front.current.unguarded.facts
             known = (t for g, t in self._tables.items() if t.facts == facts and g.digest == graph.digest)
             table = self._tables[graph] = next(known, None) or Variants(self.making, graph, facts)
         before = self.making.captures

@@ -98,6 +98,8 @@ class Variants:
         """The parameters that are trained, as of the last reading."""
         self.static = False
         """Whether sizes could not be made symbolic."""
+        self.refused: CaptureRefused | None = None
+        """Why the graph could not be traced: it is not tried again."""
 
     @property
     def all(self) -> list[Variant]:
@@ -135,7 +137,7 @@ class Variants:
         if places != self.places or trained != self.trained:
             self.trained = trained
             self.by_shape.clear()
-            self.symbolic, self.static = None, False
+            self.symbolic, self.static, self.refused = None, False, None
             self.places = places
         live = (Role.PARAMETER, Role.BUFFER, Role.CONSTANT)
         self.state = [i for i, place in enumerate(places) if place is not None and place.role in live]
@@ -164,7 +166,13 @@ class Variants:
             if variant is not None:
                 return variant
         provisional = self.seen[0] != shapes and making.dynamic is not False
-        capture = making.captured(reading, batch)
+        if self.refused is not None:
+            raise self.refused
+        try:
+            capture = making.captured(reading, batch)
+        except CaptureRefused as refused:
+            self.refused = refused
+            raise
         variant = making.lowered(capture, reading, "interpret" if provisional else making.backend, provisional)
         self.by_shape[shapes] = variant
         return variant

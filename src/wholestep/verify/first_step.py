@@ -72,6 +72,7 @@ def check_first_step(
         np.random.set_state(run.python_random[1])
     try:
         check.before()
+        undo.detach_new()
     except (torch.OutOfMemoryError, NotImplementedError, CaptureRefused) as error:
         undo.restore()
         reason = (str(error).strip().splitlines() or [""])[0][:120]

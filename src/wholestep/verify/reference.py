@@ -108,7 +108,6 @@ def live_reference(
     """
     sites = Sites(list(keys_for(seed, step, micro, num_sites + SPARE_KEYS).to(subject.device).unbind()))
     kept = [(t, t.detach().clone()) for t in (*subject.buffers.values(), *written)]
-    names = list(subject.buffers)
     trained = subject.trained
     try:
         with torch.enable_grad(), set_aside(subject), seeded_generator(subject.device, seed, step, micro):
@@ -122,7 +121,9 @@ def live_reference(
             gradients = _differentiate(subject, objective if scale is None else objective * scale, trained)
             if scale is not None:
                 gradients = {n: g / scale for n, g in gradients.items()}
-        buffers = {n: b.detach().clone() for n, b in subject.root.named_buffers() if n in names}
+        # one that was replaced is Python's to hold, not the step's to write
+        now = dict(subject.root.named_buffers())
+        buffers = {n: b.detach().clone() for n, b in subject.buffers.items() if now.get(n) is b}
     finally:
         with torch.no_grad():
             for tensor, value in kept:

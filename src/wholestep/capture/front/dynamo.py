@@ -243,13 +243,16 @@ def _read_by(guards: Iterable[Any], scope: dict[str, Any]) -> list[tuple[str, An
 # ---- torch.rand([]) against a probability of 0: Hugging Face's layerdrop ----
 
 
+SKIPPED_AT_RANDOM = "a layer is skipped at random: which layers run is decided in Python"
+
+
 class ScalarDraw:
     """`torch.rand([])`, compared by HF's decoders with the probability of leaving a layer out: certain where that is 0."""
 
     def __lt__(self, probability: float) -> bool:
         if probability <= 0:
             return False
-        raise RuntimeError("a layer is skipped at random: which layers run is decided in Python")
+        raise RuntimeError(SKIPPED_AT_RANDOM)
 
     def __ge__(self, probability: float) -> bool:
         return not self < probability

@@ -24,8 +24,8 @@ from wholestep.capture.front import dynamo as private
 from wholestep.capture.front.loss_graph import LossGraph, user_line
 from wholestep.capture.front.traced import traced
 from wholestep.capture.front.unguarded import Unguarded
-from wholestep.capture.subject import Subject
-from wholestep.errors import CaptureRefused, WholestepError
+from wholestep.capture.subject import Subject, model_loss, no_loss
+from wholestep.errors import BadLoss, CaptureRefused, WholestepError
 
 SAME_GUARD = 4
 """Captures that one and the same guard may cause."""
@@ -51,11 +51,14 @@ class Entry:
 class Front:
     """The graphs of one subject's loss."""
 
-    def __init__(self, subject: Subject, *, dynamic: bool | None = None) -> None:
-        self.subject, self.dynamic = subject, dynamic
+    def __init__(
+        self, subject: Subject, *, dynamic: bool | None = None, note: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self.subject, self.dynamic, self.note = subject, dynamic, note
         self.entries: list[Entry] = []
+        self.current: Entry | None = None
+        """The one that was called last."""
         self.misses: Counter[str] = Counter()
-        self.notes: list[str] = []
         self.seconds = 0.0
         self.specialised = False
         self.lists: set[str] = set()
@@ -67,12 +70,16 @@ class Front:
 
     def __call__(self, batch: Any, run: Run, *, known_only: bool = False) -> Any:
         """What the loss function returned, its graph run by `run`; raises CaptureRefused where there can be none."""
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # of the caller: a step trains all the same
+            with torch.inference_mode(False), torch.enable_grad():
+                return self(batch, run, known_only=known_only)
         arguments = self._arguments(batch)
         entry = self._find(arguments)
         if entry is None:
             if known_only:
                 raise CaptureRefused("no captured graph holds")
             entry = self._capture(arguments)
+        self.current = entry
         kept, self._run = self._run, run
         try:
             return entry.frame.function(**arguments)
@@ -90,12 +97,20 @@ class Front:
         )  # fmt: skip
 
     def _find(self, arguments: dict[str, Any]) -> Entry | None:
-        for place, entry in enumerate(self.entries):
+        for entry in self.entries:
             if entry.frame.holds(arguments) and entry.unguarded.changed() is None:
-                if place:  # the one that held last is asked first
-                    self.entries.insert(0, self.entries.pop(place))
+                if entry is not self.entries[0]:
+                    self.entries.remove(entry)
+                    self._insert(entry)
                 return entry
         return None
+
+    def _insert(self, entry: Entry) -> None:
+        """The one that held last is asked first; one for any size only after those for one size each."""
+        place = 0
+        if entry.graph.has_sizes:
+            place = sum(not known.graph.has_sizes for known in self.entries)
+        self.entries.insert(place, entry)
 
     def forget(self) -> None:
         """Every graph is void: the model itself changed."""
@@ -127,6 +142,8 @@ class Front:
                 frame = private.capture_call(
                     self._function, arguments, take, dynamic=self.dynamic, loggers=self._loggers, lists=self.lists, **more
                 )
+            if failed and isinstance(failed[0], BadLoss) and self.subject.loss_fn is model_loss:
+                raise no_loss(self.subject.model)
             if failed:
                 raise failed[0]
             if frame is None or not made:
@@ -140,7 +157,7 @@ class Front:
             raise refusal(error) from error
         finally:
             self.seconds += time.perf_counter() - began
-        self.entries.insert(0, entry)
+        self._insert(entry)
         self._note_loggers()
         return entry
 
@@ -154,9 +171,8 @@ class Front:
 
     def _count_miss(self, arguments: dict[str, Any]) -> None:
         """Name what changed; too often the same, or too much in all, and nothing more is captured."""
-        missed = self.entries[0].frame.missed(arguments)
-        if not missed:
-            missed = self.entries[0].unguarded.changed() or "something that was read"
+        latest = self.current or self.entries[0]
+        missed = latest.frame.missed(arguments) or latest.unguarded.changed() or "something that was read"
         if any(entry.frame.holds(arguments) for entry in self.entries):
             self._function = private.copied(traced, self._name)  # Dynamo itself would find nothing to capture
         place = guarded_place(missed)
@@ -164,7 +180,7 @@ class Front:
         if grown:
             self.lists.add(grown[1] or grown[2])
         self.misses[place] += 1
-        self.notes.append(f"captured anew because {described(missed)}")
+        self.note(f"captured anew because {described(missed)}")
         if self.misses[place] > (MOST_CAPTURES if "size" in place else SAME_GUARD):
             raise KeepsChanging(
                 f"{described(place)} is another one again and again; pass such a value as a tensor in the batch, or keep it out of "
@@ -177,7 +193,7 @@ class Front:
     def _note_loggers(self) -> None:
         own = sorted(name for name in self._loggers.names if not name.startswith(("transformers", "torch")))
         if own:
-            self.notes.append(f"log lines by {', '.join(own[:3])} are left out of captured steps")
+            self.note(f"log lines by {', '.join(own[:3])} are left out of captured steps")
             self._loggers.names.clear()
 
 
@@ -231,6 +247,8 @@ def refusal(error: Exception) -> CaptureRefused:
     """What Dynamo met, where in the user's code, and what would help."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     what = lines[0] if lines else type(error).__name__
+    if private.SKIPPED_AT_RANDOM in str(error):
+        what, lines = private.SKIPPED_AT_RANDOM, []
     explained = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation:")), "")
     explained = explained.split(". ")[0] if "VariableTracker" not in explained.split(". ")[0] else ""
     helped = next((text for word, text in _HELP.items() if word in what or word in explained), "")

@@ -37,6 +37,8 @@ class Returned:
 
     kind: str
     name: str = ""
+    number: bool = False
+    """Python holds it as a number: read from the device at every call, as in eager."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -75,6 +77,16 @@ class LossGraph:
         self.enters_autocast = sum(_is_autocast(n) for n in self.module.graph.nodes)
         self.checkpoints = any(_is_checkpoint(n) for n in self.module.graph.nodes)
 
+    def detaches(self, argument: int) -> bool:
+        """Whether nothing but `detach` is done with a tensor: then its history does not matter."""
+        users = [n for n in self.module.graph.nodes if n.op == "placeholder"][argument].users
+        return all(user.target in ("detach", torch.detach) for user in users)
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether it holds for other sizes than those it was made with."""
+        return any(argument.kind == "size" for argument in self.arguments)
+
     @property
     def tensors(self) -> list[int]:
         return [i for i, argument in enumerate(self.arguments) if argument.kind == "tensor"]
@@ -88,7 +100,8 @@ class LossGraph:
             elif returned.kind == NOTHING:
                 found.append(None)
             else:
-                found.append(values[LOSS] if returned.kind == LOSS else values[returned.name])
+                value = values[LOSS] if returned.kind == LOSS else values[returned.name]
+                found.append(value.item() if returned.number else value)
         return tuple(found)
 
     def random_calls(self) -> int:
@@ -111,8 +124,8 @@ class LossGraph:
         given = list(args)
         for i, argument in enumerate(self.arguments):
             if argument.size_of is not None:
-                tensor, dim = argument.size_of
-                given[i] = given[tensor].shape[dim]
+                tensor, what, dim = argument.size_of
+                given[i] = _PROPERTIES[what](given[tensor], dim)
         replay = _Replay(self.module, paths)
         found = replay.run(*given, *numbers)
         if replay.loss is None:
@@ -285,6 +298,12 @@ _NUMBERS: dict[Any, Callable[..., Any]] = {
 }
 """Arithmetic on Python numbers, where the number is a value of the graph."""
 
+_PROPERTIES: dict[str, Callable[[torch.Tensor, int], Any]] = {
+    "SIZE": lambda t, dim: t.shape[dim],
+    "STRIDE": lambda t, dim: t.stride(dim),
+    "STORAGE_OFFSET": lambda t, dim: t.storage_offset(),
+}
+
 _ASSERTIONS = {
     torch._check, torch._check_is_size, torch._check_value, torch._check_type, torch._check_index,
     torch._assert, torch._assert_async, torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default,
@@ -348,7 +367,7 @@ def _arguments(placeholders: Sequence[fx.Node]) -> list[Argument]:
         value, kind = node.meta.get("example_value"), type(source).__name__
         name = _name(source)
         if kind == "TensorPropertySource" and _name(source.base) in place:
-            found.append(Argument("size", name, size_of=(place[_name(source.base)], source.idx)))
+            found.append(Argument("size", name, size_of=(place[_name(source.base)], source.prop.name, source.idx or 0)))
             continue
         wrapped = bool(node.meta["grapharg"].pass_arg_as_tensor)
         number = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
@@ -429,7 +448,8 @@ def _returned(module: fx.GraphModule, host: HostPart) -> list[Returned]:
         elif node.target is marks.mark_aux:
             found.append(Returned(AUX, node.args[0]))
         else:
-            found.append(Returned(KEPT, f"~kept{i}"))
+            number = isinstance(node.meta.get("example_value"), torch.SymInt | torch.SymFloat | torch.SymBool)
+            found.append(Returned(KEPT, f"~kept{i}", number))
     return found
 
 

@@ -27,8 +27,8 @@ class Argument:
     in_batch: bool = False
     in_module: bool = False
     """A parameter or buffer of some module."""
-    size_of: tuple[int, int] | None = None
-    """(argument, dimension) of a size."""
+    size_of: tuple[int, str, int] | None = None
+    """(argument, SIZE or STRIDE or STORAGE_OFFSET, dimension) of a size."""
     as_tensor: bool = False
     """A number that comes as a tensor of no dimensions (Dynamo does so with floats)."""
     of: str = ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 import types
 from collections import ChainMap, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -94,11 +95,11 @@ class Unguarded:
             table: Mapping[str, Any] = vars(cls)
             if len(table) == len(contents) and all(map(is_, table.values(), contents)):
                 continue
-            if list(table) != names:
-                added = set(table) ^ set(names)
-                return f"names of class {cls.__qualname__} ({', '.join(sorted(added)[:3]) or 'their order'})"
+            added = (set(table) ^ set(names)) - _MADE_BY_PYTHON
+            if added:
+                return f"names of class {cls.__qualname__} ({', '.join(sorted(added)[:3])})"
             for name, value in zip(names, contents):
-                if table[name] is not value and (isinstance(value, _FUNCTIONS) or (cls, name) in self.numbers):
+                if table.get(name) is not value and (isinstance(value, _FUNCTIONS) or (cls, name) in self.numbers):
                     return f"{cls.__qualname__}.{name}"
         if not all(map(is_, map(type, self.modules), self.kinds)):
             return "the class of a module"
@@ -172,6 +173,8 @@ def _classes(values: Iterable[Any]) -> Iterator[type]:
 
 
 _HEAP_TYPE = 1 << 9
+_MADE_BY_PYTHON = {"__slotnames__", "__annotations__", "__annotate__", "__annotations_cache__", "__static_attributes__"}
+"""Names that Python itself adds to a class when something asks for them."""
 _INTERNAL = (
     "torch._", "torch.fx", "torch.autograd", "torch.utils", "torch.jit", "abc", "typing", "collections", "enum", "builtins",
     "_abc", "_collections",
@@ -212,12 +215,14 @@ def refuse_unguardable(subject: Subject, read: Sequence[tuple[str, Any]], codes:
     mentioned = {name for code in codes if _is_users(code) for name in code.co_names}
     if "backward" in mentioned:
         raise CaptureRefused("backward() is called inside of the loss, which fills p.grad; return the sum of the losses")
-    patched = [name for name, value in vars(torch.Tensor).items() if _TENSOR.get(name) is not value]
+    patched = [n for n, value in vars(torch.Tensor).items() if n in _TENSOR and _TENSOR[n] is not value and callable(value)]
     if patched:
         raise CaptureRefused(f"torch.Tensor.{patched[0]} was replaced")
     for _, value in read:
         if isinstance(value, functools._lru_cache_wrapper):
             _refuse_impure_cache(value)
+        if isinstance(value, random.Random) and value is not random._inst:
+            raise CaptureRefused("the loss draws from a random.Random of your own; draw outside of it and pass it in the batch")
         if isinstance(value, deque) and value.maxlen is not None and mentioned & {"append", "appendleft", "extend"}:
             raise CaptureRefused("a deque with maxlen is appended to, of which Dynamo does not drop the oldest; use a list")
         if value is subject.optimizer and value is not None and "state" in mentioned:
