@@ -75,7 +75,7 @@ def test_memory_that_runs_out_is_explained(call: Call, command: str, monkeypatch
     def full(*args: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
-    monkeypatch.setattr(Variant, "run", full)
+    monkeypatch.setattr(Variant, "micro", full)
     done = call(command, MODEL, "--backend", "interpret", "--steps", "2")
     assert done.code == 1 and "Traceback" not in done.err
     assert "the step needs" in done.err and "largest at the peak:" in done.err and "what would help:" in done.err

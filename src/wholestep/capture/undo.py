@@ -25,6 +25,7 @@ _ATOMS = (
     int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, types.CodeType,
     types.BuiltinFunctionType, types.MethodDescriptorType, torch.Tensor, torch.optim.Optimizer, range, slice,
 )  # fmt: skip
+_DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _MOST = 200_000
 _MOST_ENTRIES = 20_000
 _LIBRARIES = (os.path.dirname(os.__file__), "site-packages", "dist-packages")
@@ -82,6 +83,8 @@ class Undo:
     def _keep(self, value: Any) -> Iterator[Any]:
         """Note how to put `value` back; yields what it refers to."""
         if isinstance(value, dict):
+            if type(value) not in _DICTS and _installed(getattr(sys.modules.get(type(value).__module__), "__file__", None)):
+                return  # a mapping of a library's, which may load what it is asked for
             self._puts.append(functools.partial(_put_dict, value, dict(value)))
             if len(value) <= _MOST_ENTRIES:
                 yield from value.values()

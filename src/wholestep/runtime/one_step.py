@@ -79,7 +79,6 @@ class OneStep:
         self.step.front(self.batch, self._only_capture)
 
     def _only_capture(self, graph: LossGraph, args: tuple) -> tuple:
-        self.step.make_room(None)
         self.step.variant_of(graph, args, self.batch)
         raise OnlyCaptured
 

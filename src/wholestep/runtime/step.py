@@ -63,7 +63,7 @@ class Step:
         self.notes: list[str] = []
         self.front = Front(subject, dynamic=True if settings.dynamic is True else None, note=self._note)
         self.making = Making(
-            subject, settings.capture, settings.lower, settings.backend, settings.dynamic, self._note
+            subject, settings.capture, settings.lower, settings.backend, settings.dynamic, self._note, self.make_room
         )
         self.unchecked = False
         """Whether a variant has not been compared with eager PyTorch yet."""

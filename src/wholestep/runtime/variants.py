@@ -48,6 +48,8 @@ class Making:
     backend: str
     dynamic: bool | None
     note: Callable[[str], None]
+    make_room: Callable[[Any], None] = lambda variant: None
+    """Called before a variant is made."""
     seconds: dict[str, float] = dataclasses.field(default_factory=lambda: {"capture": 0.0, "lower": 0.0})
     captures: int = 0
     compilations: int = 0
@@ -168,6 +170,7 @@ class Variants:
         provisional = self.seen[0] != shapes and making.dynamic is not False
         if self.refused is not None:
             raise self.refused
+        making.make_room(None)
         try:
             capture = making.captured(reading, batch)
         except CaptureRefused as refused:

@@ -107,7 +107,8 @@ def live_reference(
     Those, and the buffers, are as before when it returns; Python state is as the user's code leaves it.
     """
     sites = Sites(list(keys_for(seed, step, micro, num_sites + SPARE_KEYS).to(subject.device).unbind()))
-    kept = [(t, t.detach().clone()) for t in (*subject.buffers.values(), *written)]
+    held: dict[str, torch.Tensor] = dict(subject.buffers)
+    kept = [(t, t.detach().clone()) for t in (*held.values(), *written)]
     trained = subject.trained
     try:
         with torch.enable_grad(), set_aside(subject), seeded_generator(subject.device, seed, step, micro):
@@ -122,8 +123,8 @@ def live_reference(
             if scale is not None:
                 gradients = {n: g / scale for n, g in gradients.items()}
         # one that was replaced is Python's to hold, not the step's to write
-        now = dict(subject.root.named_buffers())
-        buffers = {n: b.detach().clone() for n, b in subject.buffers.items() if now.get(n) is b}
+        now: dict[str, torch.Tensor] = dict(subject.root.named_buffers())
+        buffers = {n: b.detach().clone() for n, b in held.items() if now.get(n) is b}
     finally:
         with torch.no_grad():
             for tensor, value in kept:

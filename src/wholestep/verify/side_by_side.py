@@ -262,7 +262,7 @@ class SideBySide:
         rows += self._rows(batch, truth, "loss", {"loss": loss}, lambda r: {"loss": r.loss})
         rows += self._rows(batch, truth, "aux", aux, lambda r: r.aux)
         rows += self._rows(batch, truth, "gradient", gradients, lambda r: r.gradients)
-        rows += self._rows(batch, truth, "buffer", subject.buffers, lambda r: r.buffers)
+        rows += self._rows(batch, truth, "buffer", dict(subject.root.named_buffers()), lambda r: r.buffers)
         if variant.capture.plans:
             strict = backend == "interpret" and subject.device.type == "cpu"
             rows += optimizer_rows(subject, before, gradients, batch.label, exact=strict)

@@ -11,7 +11,7 @@ import functools
 import os
 import random
 import types
-from collections import ChainMap, OrderedDict, deque
+from collections import ChainMap, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any
@@ -55,7 +55,7 @@ class Unguarded:
         self.kinds = list(map(type, self.modules))
         self.found = list(_found_classes(read))
         self.tuples = [(value, _content(value)) for value in objects if type(value) is tuple and _holds_mutable(value)]
-        self.orders = [(value, list(value)) for value in objects if isinstance(value, OrderedDict) and len(value) > 1]
+        self.orders = [(value, list(value)) for value in objects if type(value) is OrderedDict and len(value) > 1]
         looks = _looks_for_absence(codes) or any(isinstance(value, ChainMap) for value in objects)
         self.members = list(_members(objects)) if looks else []
         self.environment = dict(os.environ) if _reads_environment(codes) else None
@@ -147,7 +147,7 @@ def _members(objects: Iterable[Any]) -> Iterator[tuple[Any, set]]:
     """Mappings and instances with the names that they hold."""
     seen: set[int] = set()
     for value in objects:
-        table = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+        table = value if type(value) in (dict, OrderedDict, defaultdict) else getattr(value, "__dict__", None)
         if isinstance(table, dict) and id(table) not in seen and len(table) <= 1024:
             seen.add(id(table))
             yield table, set(table)
@@ -215,7 +215,8 @@ def refuse_unguardable(subject: Subject, read: Sequence[tuple[str, Any]], codes:
     mentioned = {name for code in codes if _is_users(code) for name in code.co_names}
     if "backward" in mentioned:
         raise CaptureRefused("backward() is called inside of the loss, which fills p.grad; return the sum of the losses")
-    patched = [n for n, value in vars(torch.Tensor).items() if n in _TENSOR and _TENSOR[n] is not value and callable(value)]
+    called = {name for code in codes for name in code.co_names}
+    patched = [n for n, value in vars(torch.Tensor).items() if n in called and n in _TENSOR and _TENSOR[n] is not value]
     if patched:
         raise CaptureRefused(f"torch.Tensor.{patched[0]} was replaced")
     for _, value in read:

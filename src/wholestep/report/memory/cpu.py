@@ -44,7 +44,8 @@ def measure_step(
     calls: list[Made] = []
     with contextlib.ExitStack() as stack:
         recording = stack.enter_context(record(device))
-        stack.enter_context(phases_marked(model, optimizer, gradients))
+        torchs = variant is None or not variant.capture.plans  # hooks would make a captured update another one
+        stack.enter_context(phases_marked(model, optimizer if torchs else None, gradients))
         if variant is not None:
             stack.enter_context(calls_marked(variant, calls))
         elif system != "compile":
