@@ -140,7 +140,8 @@ def compile(
     first = _first_check(clip_scope, budget) if check == "first" else None
     settings = Settings(stages.capture, stages.lower, backend, dynamic, first, stages.room, guards)
     step = Step(subject, settings, seed=seed)
-    step.prepare(_example_micro_batch(step, example_batch))
+    with compat.no_collection():
+        step.prepare(_example_micro_batch(step, example_batch))
     if step.graph is None and budget is not None:
         text = f"memory={budget.said} is not honoured: the step was not captured, so it cannot be planned"
         warnings.warn(text, WholestepWarning, stacklevel=2)

@@ -150,6 +150,21 @@ def shape_guards(mode: FakeTensorMode) -> list[Any]:
     return [] if env is None else [guard.expr for guard in env.guards]
 
 
+def mend_lstm() -> None:
+    """torch 2.11 leaves a dimension of one in the last states of an LSTM that it takes apart over time (mended in 2.13)."""
+    from torch._decomp import decompositions
+
+    broken = decompositions.one_layer_lstm
+
+    @functools.wraps(broken)
+    def one_layer_lstm(*args: Any, **kwargs: Any) -> Any:
+        out, states = broken(*args, **kwargs)
+        return out, tuple(state.squeeze(0) if state.dim() == 3 else state for state in states)
+
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        decompositions.one_layer_lstm = one_layer_lstm
+
+
 @contextlib.contextmanager
 def without_onednn() -> Iterator[None]:
     """oneDNN off; torch.backends.mkldnn.flags would also touch TF32 settings, and warn about them."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from wholestep import compat
 from wholestep.capture.front import LossGraph
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT
 from wholestep.runtime.compiled import LowerRung
@@ -108,7 +109,18 @@ class OneStep:
             variant.begin(args)
             self._clear_gradients(variant)
             self.variants.append(variant)
-        check = step.settings.check if variant.uses == 1 and not variant.checked else None
+        if not variant.checked:
+            with compat.no_collection():
+                return self._first(variant, args, numbers)
+        named, gradients, self.norm = variant.micro(args, numbers, step.seed, step.count, index)
+        if gradients:
+            variant.hand_over(gradients)
+        return named
+
+    def _first(self, variant: Variant, args: Sequence[Any], numbers: Sequence[Any]) -> dict[str, Any]:
+        """The first run of a variant."""
+        step, index = self.step, len(self.results)
+        check = step.settings.check
         afterwards = None if check is None else check(self, variant, args, numbers)
         named, gradients, norm = variant.micro(args, numbers, step.seed, step.count, index)
         self.norm = norm

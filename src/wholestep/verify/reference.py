@@ -124,7 +124,7 @@ def live_reference(
                 gradients = {n: g / scale for n, g in gradients.items()}
         # one that was replaced is Python's to hold, not the step's to write
         now: dict[str, torch.Tensor] = dict(subject.root.named_buffers())
-        buffers = {n: b.detach().clone() for n, b in held.items() if now.get(n) is b}
+        buffers = {n: b.detach().clone() for n, b in held.items() if n in now and now[n] is b}
     finally:
         with torch.no_grad():
             for tensor, value in kept:

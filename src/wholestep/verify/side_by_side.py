@@ -248,11 +248,12 @@ class SideBySide:
 
     def step(self, made: Made, batch: Batch, truth: Truth, before: StateCopy, backend: str) -> list[Row]:
         """Run the captured step on the live state; `before` is a copy of that state."""
-        subject, variant = self.subject, made.variant
+        subject = self.subject
         for parameter in subject.trained.values():
             parameter.grad = None
         scale = None if subject.loss_scale is None else subject.loss_scale.on(subject.device)[0].clone()
-        loss, aux = self._run(made, batch)
+        (loss, aux), made = self._run(made, batch)
+        variant = made.variant
         gradients = self._gradients(made)
         if scale is not None:
             gradients = {n: g / scale for n, g in gradients.items()}
@@ -268,12 +269,12 @@ class SideBySide:
             rows += optimizer_rows(subject, before, gradients, batch.label, exact=strict)
         return rows
 
-    def _run(self, made: Made, batch: Batch) -> Any:
-        """The captured step on the live state, micro-batch by micro-batch, and its update; (loss, aux)."""
-        variant, subject = made.variant, self.subject
-        for gradient in variant.binding.gradients.values():
+    def _run(self, made: Made, batch: Batch) -> tuple[Any, Made]:
+        """The captured step on the live state, micro-batch by micro-batch, and its update; (loss, aux), and what ran."""
+        subject = self.subject
+        for gradient in made.variant.binding.gradients.values():
             gradient.zero_()
-        results, norms, handed = [], [], []
+        results, norms, handed, ran = [], [], [], []
         for index, micro in enumerate(batch.micro):
 
             def run(graph: LossGraph, args: tuple, index: int = index, micro: Any = micro) -> tuple:
@@ -283,10 +284,12 @@ class SideBySide:
                 named, gradients, norm = used.variant.micro(args, numbers, self.seed, batch.count, index)
                 norms.append(norm)
                 handed.append(gradients)
-                made.args, made.numbers = args, numbers
+                used.args, used.numbers = args, numbers
+                ran.append(used)
                 return graph.results(named, returned)
 
             results.append(self.front(_own(micro), run))
+        variant = ran[-1].variant
         if handed[-1]:
             variant.hand_over(handed[-1])
         if subject.accumulate == 1:
@@ -297,7 +300,7 @@ class SideBySide:
             variant.hand_over(dict(variant.binding.gradients))
             if subject.optimizer is not None:
                 variant.finish(None)
-        return combine(results)
+        return combine(results), ran[-1]
 
     def _gradients(self, made: Made) -> dict[str, torch.Tensor]:
         """What reached the optimizer, or `p.grad`."""

@@ -28,6 +28,7 @@ from torch._dynamo.guards import _get_closure_vars
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._guards import TracingContext
 
+from wholestep import compat
 from wholestep.capture.front.growing import growing
 
 SAFE = {
@@ -59,6 +60,8 @@ SPECIALISED = {"specialize_float": True, "specialize_int": True}
 _LOCK = threading.RLock()
 """Settings of torch's are process-wide: one capture at a time."""
 _names = itertools.count()
+_compile = torch.compile
+"""torch's own, whatever a program puts in its place later."""
 
 
 class Stopped(Exception):
@@ -212,7 +215,7 @@ def capture_call(
         return run
 
     known = {id(entry.code) for entry in _debug_get_cache_entry_list(function.__code__)}
-    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
+    compiled = _compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
     with settings(loggers, lists, **more), contextlib.suppress(Stopped):
         compiled(**arguments)
     fresh = [entry for entry in _debug_get_cache_entry_list(function.__code__) if id(entry.code) not in known]
@@ -274,4 +277,5 @@ def _scalar_draw(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 TorchInGraphFunctionVariable._get_handlers()[torch.rand] = _scalar_draw
+compat.mend_lstm()
 

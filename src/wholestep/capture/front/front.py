@@ -138,7 +138,8 @@ class Front:
 
         more = private.SPECIALISED if self.specialised else {}
         try:
-            with compat.no_collection():
+            # oneDNN's whole-layer LSTM has other shapes, on tensors without data, than it has (torch 2.11)
+            with compat.no_collection(), compat.without_onednn():
                 frame = private.capture_call(
                     self._function, arguments, take, dynamic=self.dynamic, loggers=self._loggers, lists=self.lists, **more
                 )

@@ -71,10 +71,11 @@ def traced(loss_fn: Any, model: Any, batch: Any, hooked: tuple, autocast: tuple 
     if hooked:
         objective = loss * share if "weight" not in aux or share == 1.0 else loss * aux["weight"].detach().reshape(())
         after = []
-        for (_, hooks), gradient in zip(hooked, gradients(objective, *[p for p, _ in hooked])):
+        found = gradients(objective, *[p for p, _ in hooked])
+        for (_, hooks), gradient in zip(hooked[::-1], found[::-1]):  # the last layers first, as a backward pass does
             for hook in hooks:
                 changed = hook(gradient)
                 gradient = gradient if changed is None else changed
             after.append(gradient)
-        told = told + mark_gradients(*after)
+        told = told + mark_gradients(*after[::-1])
     return told, marked
