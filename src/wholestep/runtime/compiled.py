@@ -37,6 +37,9 @@ class CompiledLoss:
         self.read: list[Any] = []
         self.codes: list[types.CodeType] = []
         self.unguarded: Unguarded | None = None
+        # a frame that cannot be compiled runs in eager, as does one that is compiled again and again
+        lenient: dict[str, Any] = {"suppress_errors": True, "fail_on_recompile_limit_hit": False, "recompile_limit": 8}
+        self.settings = private.QuickSettings(self.loggers, **lenient)
         function = private.copied(_loss, private.fresh_name())
         self.function = torch.compile(function, backend=self._backend, options={"guard_filter_fn": self._keep})
 
@@ -59,9 +62,7 @@ class CompiledLoss:
         return None if self.unguarded is None else self.unguarded.changed()
 
     def __call__(self, model: Any, batch: Any) -> Any:
-        # a frame that cannot be compiled runs in eager, as does one that is compiled again and again
-        lenient: dict[str, Any] = {"suppress_errors": True, "fail_on_recompile_limit_hit": False, "recompile_limit": 8}
-        with private.settings(self.loggers, **lenient):
+        with self.settings:
             result = self.function(self.subject.loss_fn, model, batch)
         if self.unguarded is None:
             self.unguarded = Unguarded(self.subject, self.read, self.codes)

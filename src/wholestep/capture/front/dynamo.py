@@ -8,6 +8,7 @@ a miss can be named and counted, and no setting of torch's is touched while a st
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import itertools
 import logging
@@ -136,6 +137,39 @@ def settings(loggers: Any, lists: Iterable[str] = (), **more: Any) -> Iterator[N
             yield
         finally:
             growing.on, growing.lists = False, frozenset()
+
+
+class QuickSettings:
+    """The same for a function that is called at every step: values are put in place without torch's ceremony (1.5 ms)."""
+
+    def __init__(self, loggers: Any, **more: Any) -> None:
+        wanted = {
+            **SAFE, **TRACING, "ignore_logging_functions": loggers, "reorderable_logging_functions": {print, warnings.warn}, **more,
+        }  # fmt: skip
+        entries = dynamo.config._config
+        self.entries = [(entries[name], value) for name, value in wanted.items() if name in entries and entries[name].alias is None]
+
+    def __enter__(self) -> None:
+        _LOCK.acquire()
+        self.kept = [_put(entry, value) for entry, value in self.entries]
+        growing.on = True
+
+    def __exit__(self, *exc: object) -> None:
+        growing.on = False
+        for (entry, _), value in zip(self.entries, self.kept, strict=True):
+            _put(entry, value)
+        _LOCK.release()
+
+
+def _put(entry: Any, value: Any) -> Any:
+    """Set what overrides a setting, and return what did before; torch 2.13 keeps it per thread, older ones do not."""
+    held = entry.user_override
+    if isinstance(held, contextvars.ContextVar):
+        before = held.get()
+        held.set(value)
+        return before
+    entry.user_override = value
+    return held
 
 
 @contextlib.contextmanager
