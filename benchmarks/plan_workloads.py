@@ -22,7 +22,7 @@ from wholestep import compat
 from wholestep.bench.results import load
 from wholestep.bench.workload import Workload
 from wholestep.bench.workloads import WORKLOADS
-from wholestep.capture.dry import dry_capture, no_collection
+from wholestep.capture.dry import dry_capture
 from wholestep.cost import find_device
 from wholestep.passes.pipeline import default_pipeline
 from wholestep.plan.frontier import Study
@@ -35,7 +35,7 @@ def predicted(workload: Workload) -> dict[str, Any]:
     training = workload.build(workload.gpu, torch.device("cpu"), 0)
     device, points = find_device("h200"), []
     for part in training.parts:
-        with no_collection(), compat.no_python_code():
+        with compat.no_collection(), compat.no_python_code():
             capture = dry_capture(
                 part.model, part.loss_fn, part.optimizer, part.example_batch, precision=training.precision, clip_norm=part.clip_norm
             )

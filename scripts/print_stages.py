@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from wholestep.capture.batch import flatten
+from wholestep.capture.dry import capture_example
 from wholestep.capture.subject import make_subject
-from wholestep.capture.trace import capture
 from wholestep.graph.printer import to_python
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.lower import lower_interpret
@@ -54,7 +53,7 @@ def captured() -> TrainingGraph:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch = {"x": torch.randn(4, 8), "y": torch.randn(4, 8)}
     subject = make_subject(model, mean_square, optimizer, clip_norm=1.0)
-    return capture(subject, *flatten(batch)).graph
+    return capture_example(subject, batch).graph
 
 
 def source_of(*things: object) -> str:
