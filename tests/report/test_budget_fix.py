@@ -10,6 +10,7 @@ import torch
 from tests.passes.test_recompute import Small, batches, loss_fn
 
 import wholestep
+from wholestep.graph.bytes import parse_bytes
 from wholestep.report.memory import explain_oom, predict_profile, ranked_fixes
 from wholestep.report.memory.budget_fix import asked_for, budget_fix
 

@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from wholestep.kernels import adamw, attention, clip, dropout, linear_cross_entropy, random_bits, recurrent, sgd
+from wholestep.kernels import (
+    adamw,
+    attention,
+    clip,
+    dropout,
+    grouped_mm,
+    linear_cross_entropy,
+    random_bits,
+    recurrent,
+    sgd,
+)
 from wholestep.kernels.attention import decomposition
 
 IN_PLACE: dict[OpOverload, Callable[..., None]] = {
@@ -27,10 +37,13 @@ DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.ws.normal.default: random_bits.normal,
 }
 
-UNCOMPILED: frozenset[OpOverload] = frozenset({torch.ops.ws.recurrent.default, torch.ops.ws.recurrent_backward.default})
-"""The sizes of some results are the library's secret: Inductor would check them against the guess."""
+UNCOMPILED: frozenset[OpOverload] = frozenset({
+    torch.ops.ws.recurrent.default, torch.ops.ws.recurrent_backward.default,
+    torch.ops.ws.grouped_mm.default, torch.ops.ws.grouped_mm_backward.default,
+})  # fmt: skip
+"""The sizes of some results are known only to cuDNN, and Inductor would check them against the guess; or a value is read."""
 
 __all__ = [
-    "DECOMPOSITIONS", "IN_PLACE", "UNCOMPILED", "adamw", "attention", "clip", "dropout", "linear_cross_entropy", "random_bits",
-    "recurrent", "sgd",
+    "DECOMPOSITIONS", "IN_PLACE", "UNCOMPILED", "adamw", "attention", "clip", "dropout", "grouped_mm", "linear_cross_entropy",
+    "random_bits", "recurrent", "sgd",
 ]  # fmt: skip

@@ -235,6 +235,8 @@ class _Replay(fx.Interpreter):
             self.gradients = list(args)
         elif target in _ASSERTIONS:
             return None
+        elif str(target).startswith("transformers.grouped_mm_fallback"):
+            return torch.ops.ws.grouped_mm(*args, *kwargs.values())
         elif _target_name(target) == "tag_activation_checkpoint":
             return args[0](*args[1:])
         elif target is torch.scalar_tensor and isinstance(args[0], torch.Tensor):
@@ -294,6 +296,7 @@ _NUMBERS: dict[Any, Callable[..., Any]] = {
     torch.sym_float: lambda a: a.to(torch.float64),
     torch.sym_int: lambda a: a.to(torch.int64),
     torch.sym_not: lambda a: a.logical_not(),
+    torch.sym_ite: torch.where,
     operator.truediv: _quotient,
 }
 """Arithmetic on Python numbers, where the number is a value of the graph."""
