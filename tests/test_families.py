@@ -24,29 +24,20 @@ AT_LEAST, WHOLE_SHARE = 80, 0.85
 SIX = ("mixtral", "llava", "longformer", "wav2vec2", "detr", "deberta_v2")
 """Experts, an image in a text, sliding windows, CTC, queries, relative positions."""
 
-_VALUE_READ = "data-dependent"
-_EXPERTS = "Expected inputs of BF16 type"
-_UNKNOWN_COUNT = "PendingUnbackedSymbolNotFound"
-_NUMPY = "numpy.random.permutation"
-
-# To be updated: what the table says is what the runner says today.
 NOT_WHOLE: dict[str, str] = {
     **dict.fromkeys(
-        ("mixtral", "granitemoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "olmoe", "phimoe", "jamba"),
-        _EXPERTS,
+        ("detr", "conditional_detr", "wav2vec2", "hubert", "wavlm", "unispeech", "data2vec_audio", "wav2vec2_conformer", "sew_d",
+         "reformer"),
+        "Data-dependent branching",
     ),
     **dict.fromkeys(
-        ("deberta", "deberta_v2_classifier", "xlm", "longformer", "led", "reformer", "prophetnet", "beit", "detr",
-         "conditional_detr", "wav2vec2", "hubert", "wavlm", "unispeech", "data2vec_audio", "wav2vec2_conformer", "sew_d", "vilt",
-         "time_series_transformer", "informer", "autoformer"),
-        _VALUE_READ,
+        ("deberta_v2_classifier", "longformer", "led", "switch_transformers", "vilt", "autoformer"), "data-dependent expression"
     ),
-    **dict.fromkeys(("llava", "paligemma", "beit_masked"), _UNKNOWN_COUNT),
-    **dict.fromkeys(("big_bird", "bigbird_pegasus"), _NUMPY),
-    "deberta_v2": "depends on Python state",
-    "switch_transformers": "Couldn't swap Linear.weight",
-    "segformer": "shapes cannot be multiplied",
-    "dpt": "FirstStepDiffers",
+    **dict.fromkeys(("big_bird", "bigbird_pegasus"), "non-Tensor"),
+    "ctrl": "python_type",
+    "yoso": "duplicate tensor input",
+    "sew": "requires_grad",
+    "paligemma": "FirstStepDiffers",
 }  # fmt: skip
 """Family -> words of the reason why its whole step was left."""
 
