@@ -50,8 +50,9 @@ def test_six_kinds_of_models_take_a_step(name: str) -> None:
         built.model, built.loss_fn, built.make_optimizer("sgd"), built.batches[0], backend="interpret", check="first",
         cache=False,
     )  # fmt: skip
-    loss = step(built.batches[1])
-    assert loss.isfinite() and not loss.requires_grad
+    for batch in built.batches[:2]:  # some are captured after one real eager step
+        loss = step(batch)
+        assert loss.isfinite() and not loss.requires_grad
     assert any(not torch.equal(old, new) for old, new in zip(before, built.model.parameters()))
     assert (step.rung == WHOLE) == (name not in NOT_WHOLE), step.explain()
 

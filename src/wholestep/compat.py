@@ -10,6 +10,7 @@ import functools
 import gc
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,6 +40,8 @@ def untested_version() -> str | None:
     return f"torch {torch.__version__} is newer than the tested {TESTED_TORCH[-1]}; wholestep.verify tells whether all is well"
 
 FakeMode = FakeTensorMode
+ONE_AT_A_TIME = threading.RLock()
+"""fx and Dynamo keep flags and settings for the whole process: two threads that capture would spoil them for each other."""
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -90,6 +93,7 @@ def trace(
     """One make_fx pass. `functional` removes mutations (legal only where no autograd is left inside)."""
     traced = torch.func.functionalize(function, remove="mutations") if functional else function
     with (
+        ONE_AT_A_TIME,
         mode,
         tracing(TracingContext(mode)),
         enable_python_dispatcher(),

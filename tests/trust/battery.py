@@ -32,6 +32,7 @@ FILES = (
 )  # fmt: skip
 
 LOUD: dict[str, str] = {
+    "functional_patched": "replaced",
     "step_patched_on_the_instance": "step",
     "optimizer_of_ones_own": "Sign",
     "subclass_that_looks_ahead": "Lookahead",

@@ -61,7 +61,8 @@ class Making:
     def captured(self, reading: Reading | None, batch: Any, dims: Any = None) -> Capture:
         began = time.perf_counter()
         try:
-            made = self.capture(self.subject, reading, batch, dynamic=dims)
+            with compat.ONE_AT_A_TIME:
+                made = self.capture(self.subject, reading, batch, dynamic=dims)
         finally:
             self.captures += 1
             self.seconds["capture"] += time.perf_counter() - began
@@ -71,9 +72,10 @@ class Making:
 
     def lowered(self, capture: Capture, reading: Reading | None, backend: str, provisional: bool = False) -> Variant:
         began = time.perf_counter()
-        variant = Variant(
-            self.subject, capture, reading, lambda graph: self.lower(graph, backend), provisional, self.gradients
-        )
+        with compat.ONE_AT_A_TIME:
+            variant = Variant(
+                self.subject, capture, reading, lambda graph: self.lower(graph, backend), provisional, self.gradients
+            )
         self.compilations += 0 if provisional else 1
         self.seconds["lower"] += time.perf_counter() - began
         return variant

@@ -13,7 +13,6 @@ import dataclasses
 import itertools
 import logging
 import sys
-import threading
 import types
 import warnings
 import weakref
@@ -58,8 +57,6 @@ TRACING = {
 SPECIALISED = {"specialize_float": True, "specialize_int": True}
 """Every value of a Python number is a capture of its own: for operators that take numbers only."""
 
-_LOCK = threading.RLock()
-"""Settings of torch's are process-wide: one capture at a time."""
 _names = itertools.count()
 _compile = torch.compile
 """torch's own, whatever a program puts in its place later."""
@@ -131,7 +128,7 @@ def settings(loggers: Any, lists: Iterable[str] = (), **more: Any) -> Iterator[N
         **SAFE, **TRACING, "ignore_logging_functions": loggers, "reorderable_logging_functions": {print, warnings.warn}, **more,
     }  # fmt: skip
     known = {name: value for name, value in wanted.items() if hasattr(dynamo.config, name)}
-    with _LOCK, dynamo.config.patch(**known), _quiet():
+    with compat.ONE_AT_A_TIME, dynamo.config.patch(**known), _quiet():
         growing.on, growing.lists = True, frozenset(lists)
         try:
             yield
@@ -150,7 +147,7 @@ class QuickSettings:
         self.entries = [(entries[name], value) for name, value in wanted.items() if name in entries and entries[name].alias is None]
 
     def __enter__(self) -> None:
-        _LOCK.acquire()
+        compat.ONE_AT_A_TIME.acquire()
         self.kept = [_put(entry, value) for entry, value in self.entries]
         growing.on = True
 
@@ -158,7 +155,7 @@ class QuickSettings:
         growing.on = False
         for (entry, _), value in zip(self.entries, self.kept, strict=True):
             _put(entry, value)
-        _LOCK.release()
+        compat.ONE_AT_A_TIME.release()
 
 
 def _put(entry: Any, value: Any) -> Any:

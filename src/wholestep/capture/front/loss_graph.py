@@ -13,6 +13,7 @@ import hashlib
 import operator
 import os
 import re
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -66,6 +67,7 @@ class LossGraph:
         _check_marks(self.module)
         _check_asserts(self.module)
         _check_backward(self.module)
+        _check_replaced(self.module)
         self.host: HostPart = split_numbers(self.module, self.arguments)
         self.returned = _returned(self.module, self.host)
         self.copied_in: set[int] = set()
@@ -415,6 +417,16 @@ def _check_marks(module: fx.GraphModule) -> None:
             raise BadLoss(f"the loss has shape {tuple(value.shape)}", hint="reduce it to a scalar, for example with .mean()")
         if not value.is_floating_point():
             raise BadLoss(f"the loss has dtype {value.dtype}", hint="a loss must be a floating-point scalar")
+
+
+def _check_replaced(module: fx.GraphModule) -> None:
+    """A function of torch's that somebody put another in the place of: torch itself would call that one from inside."""
+    for node in module.graph.nodes:
+        function = node.target
+        if node.op == "call_function" and isinstance(function, types.FunctionType) and function.__module__.startswith("torch."):
+            here = getattr(sys.modules.get(function.__module__), function.__name__, function)
+            if here is not function:
+                raise CaptureRefused(f"{function.__module__}.{function.__name__} was replaced", where=_where(node))
 
 
 def _check_backward(module: fx.GraphModule) -> None:
