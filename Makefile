@@ -12,7 +12,7 @@ TORCH   := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint unit train zoo loop bench-cpu bench-smoke sz clean distclean
+.PHONY: help install test lint unit train zoo trust loop bench-cpu bench-smoke sz clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ train: $(STAMP)  ## train a small model, with a report in runs/ (ARGS="gpt-10m -
 
 zoo: $(STAMP)  ## capture and check every model of the zoo, slow ones included
 	@$(BIN)/python -m pytest -q -n $(WORKERS) -m zoo $(ARGS)
+
+trust: $(STAMP)  ## 584 trainings that change between two steps against eager: both backends, with and without the first check
+	@$(BIN)/python -m pytest -q -n $(WORKERS) tests/trust -m 'slow or not slow' $(ARGS)
 
 loop: $(STAMP)  ## a whole training script and 200 random lengths against eager, compiled
 	@$(BIN)/python -m pytest -q tests/test_real_loop.py -m 'slow or not slow' $(ARGS)

@@ -16,12 +16,11 @@ from torch.optim import Optimizer
 
 from wholestep import compat
 from wholestep.capture.batch import flatten, unflatten
-from wholestep.capture.front import Front, LossGraph
+from wholestep.capture.front import Front
 from wholestep.capture.ladder import capture_whole
 from wholestep.capture.reading import read
 from wholestep.capture.subject import Subject, make_subject
 from wholestep.capture.trace import Capture
-from wholestep.capture.undo import RandomStates
 from wholestep.errors import CaptureRefused, UnsupportedModel, WholestepError
 
 
@@ -58,26 +57,10 @@ def dry_capture(
         ) from error
 
 
-class _Made(Exception):
-    """Carries a capture out of the call that would have run it."""
-
-
 def capture_example(subject: Subject, example: Any) -> Capture:
     """The whole step for one batch, through Dynamo, not run: neither the graph nor what the Python does beside it."""
-    found: list[Capture] = []
-
-    def run(graph: LossGraph, args: tuple) -> tuple:
-        reading = read(subject, graph, args, batch)
-        found.append(capture_whole(subject, reading))
-        raise _Made
-
-    randomness = RandomStates()
-    with _standing_in(subject, example) as batch, contextlib.suppress(_Made):
-        try:
-            Front(subject)(batch, run)
-        finally:
-            randomness.restore()
-    return found[0]
+    with _standing_in(subject, example) as batch:
+        return Front(subject).look(batch, lambda graph, args: capture_whole(subject, read(subject, graph, args, batch)))
 
 
 @contextlib.contextmanager

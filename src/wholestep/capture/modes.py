@@ -45,6 +45,11 @@ def is_user_file(name: str) -> bool:
     return not name.startswith((_TORCH_FOLDER, *_OURS, "<")) and not name.endswith("contextlib.py")
 
 
+def is_own_file(name: str) -> bool:
+    """Written by the user, not an installed library's."""
+    return is_user_file(name) and "site-packages" not in name
+
+
 def user_source() -> str | None:
     """`file.py:line` of the innermost frame of the user's code (or of the library that holds the model)."""
     frame = sys._getframe(1)

@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from wholestep.runtime.step import Step
 
 
-class OnlyCaptured(Exception):
-    """Raised in place of running a step that was to be captured only."""
-
-
 class EagerDid(Exception):
     """The user's own code ran, with all its effects: what it returned is the result."""
 
@@ -72,16 +68,12 @@ class OneStep:
         return self.norm
 
     def capture_only(self) -> None:
-        """Raises OnlyCaptured once the variant for the first micro-batch is there."""
-        self.batch = self.micro[0]
+        """Make the variant for the first micro-batch."""
+        batch = self.micro[0]
         if self.step.settings.guards == "off":
-            self.step.unguarded_variant(self.batch)
-            raise OnlyCaptured
-        self.step.front(self.batch, self._only_capture)
-
-    def _only_capture(self, graph: LossGraph, args: tuple) -> tuple:
-        self.step.variant_of(graph, args, self.batch)
-        raise OnlyCaptured
+            self.step.unguarded_variant(batch)
+        else:
+            self.step.front.look(batch, lambda graph, args: self.step.variant_of(graph, args, batch))
 
     def _graph_called(self, graph: LossGraph, args: tuple) -> tuple:
         numbers, returned = graph.host(args)

@@ -19,13 +19,12 @@ from wholestep.capture.ladder import WHOLE, Fall
 from wholestep.capture.preflight import notes_on
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
-from wholestep.capture.undo import RandomStates
 from wholestep.errors import BadBatch, CaptureRefused, WholestepError, WholestepWarning
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.runtime.binding import StateMoved
 from wholestep.runtime.compiled import LowerRung
-from wholestep.runtime.one_step import OneStep, OnlyCaptured
+from wholestep.runtime.one_step import OneStep
 from wholestep.runtime.variant import Variant
 from wholestep.runtime.variants import Making, TooManyShapes, Variants
 
@@ -177,11 +176,8 @@ class Step:
     def prepare(self, batch: Any) -> None:
         """Capture for an example batch. Nothing runs, and nothing of the user's is touched."""
         self._structure = self._structure or _structure_of(batch)
-        randomness = RandomStates()
         try:
             OneStep(self, [batch]).capture_only()
-        except OnlyCaptured:
-            pass
         except CaptureRefused as refused:
             if self._retries(refused):
                 return self.prepare(batch)
@@ -190,8 +186,6 @@ class Step:
                 self._note(f"not captured yet; one step in eager PyTorch comes first, then it is tried again: {refused}")
             else:
                 self._fall(refused)
-        finally:
-            randomness.restore()
         return None
 
     def variant_for(self, batch: Any) -> Variant | None:

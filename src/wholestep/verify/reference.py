@@ -73,10 +73,10 @@ def reference_gradients(
         subject = dataclasses.replace(subject, precision="fp32")
     leaves = _leaves(subject, given, dtype)
     buffers = {n: _copied(given.get(n, b), dtype) for n, b in subject.buffers.items()}
-    own_batch = _own_batch(batch, dtype)
+    copied = own_batch(batch, dtype)
     sites = Sites(list(keys_for(seed, step, micro, num_sites + SPARE_KEYS).to(subject.device).unbind()))
     with _untouched(subject, constants), seeded_generator(subject.device, seed, step, micro):
-        run = run_loss(subject, {**leaves, **buffers}, own_batch, sites)
+        run = run_loss(subject, {**leaves, **buffers}, copied, sites)
         outputs = {n: t.detach() for n, t in run.outputs.items()}
         rms = _median_rms(outputs.values())
         run.outputs.clear()  # kept alive any longer they would hold every activation through the backward
@@ -133,7 +133,7 @@ def live_reference(
     return Reference(run.loss.detach(), aux, gradients, buffers, {}, sites.used, rms)
 
 
-def _own_batch(batch: Any, dtype: torch.dtype | None) -> Any:
+def own_batch(batch: Any, dtype: torch.dtype | None = None) -> Any:
     """The batch with tensors of its own; a structure that only the user's code knows is copied as a whole."""
     try:
         flat, spec = flatten(batch)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.batch import flatten, unflatten
 from wholestep.capture.front import Front, LossGraph
 from wholestep.capture.ladder import WHOLE, Fall, capture_whole
 from wholestep.capture.loss_scale import BACKOFF, LEAST
@@ -23,7 +22,7 @@ from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT
 from wholestep.capture.undo import RandomStates
-from wholestep.errors import BadBatch, CaptureRefused, CompilerMissing
+from wholestep.errors import CaptureRefused, CompilerMissing
 from wholestep.graph.copies import copy_graph, without_updates
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
@@ -35,7 +34,7 @@ from wholestep.runtime.variant import Variant
 from wholestep.verify.blame import departing_boundary, departure, guilty_pass
 from wholestep.verify.compare import Yardstick, compute_dtype, yardstick
 from wholestep.verify.optimizer_check import optimizer_rows
-from wholestep.verify.reference import Reference, float64_reference, reference_gradients
+from wholestep.verify.reference import Reference, float64_reference, own_batch, reference_gradients
 from wholestep.verify.report import Departure, Report, Row
 from wholestep.verify.state import StateCopy
 
@@ -70,10 +69,6 @@ class Made:
     args: Sequence[Any] = ()
     numbers: Sequence[Any] = ()
     """Of the latest run."""
-
-
-class _Found(Exception):
-    """Carries a captured step out of the call that would have run it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,32 +119,17 @@ class SideBySide:
 
     def make(self, batch: Batch) -> Made | None:
         """Capture for this batch, nothing runs; None when only lower rungs are left."""
+        micro = batch.micro[0]
         for attempt in range(2):
             try:
-                return self._captured(batch.micro[0])
+                return self.front.look(micro, lambda graph, args: self._made(graph, args, micro))
             except CaptureRefused as refused:
                 if refused.curable and attempt == 0:  # as `compile` does: one real run of the loss, then again
-                    self._run_eagerly(batch.micro[0])
+                    self._run_eagerly(micro)
                     continue
                 fall = Fall(WHOLE, refused.reason, refused.where)
                 self.report.falls += () if fall in self.report.falls else (fall,)
         return None
-
-    def _captured(self, micro: Any) -> Made:
-        found: list[Made] = []
-
-        def take(graph: LossGraph, args: tuple) -> tuple:
-            found.append(self._made(graph, args, micro))
-            raise _Found
-
-        randomness = RandomStates()
-        try:
-            self.front(micro, take)
-        except _Found:
-            pass
-        finally:
-            randomness.restore()
-        return found[0]
 
     def _run_eagerly(self, micro: Any) -> None:
         randomness = RandomStates()
@@ -288,7 +268,7 @@ class SideBySide:
                 ran.append(used)
                 return graph.results(named, returned)
 
-            results.append(self.front(_own(micro), run))
+            results.append(self.front(own_batch(micro), run))  # a step may write to it
         variant = ran[-1].variant
         if handed[-1]:
             variant.hand_over(handed[-1])
@@ -362,15 +342,6 @@ class SideBySide:
         with seeded_generator(self.subject.device, self.seed, batch.count, 0):
             runner(inputs)
         return departing_boundary(runner.values, truth.eager, truth.exact, truth.rule, BOUNDARY_SLACK[self.backend])
-
-
-def _own(batch: Any) -> Any:
-    """The batch with tensors of its own: a step may write to them."""
-    try:
-        tensors, spec = flatten(batch)
-    except BadBatch:
-        return batch
-    return unflatten([t.detach().clone().requires_grad_(t.requires_grad) for t in tensors], spec)
 
 
 def _accumulated(parts: list[Reference]) -> Reference:

@@ -16,7 +16,7 @@ from tests.runtime.twins import Side, Twins, class_batches, classify, interprete
 from torch import nn
 
 from wholestep.capture.cache import capture_key
-from wholestep.capture.front.loss_graph import as_number, user_line
+from wholestep.capture.front.replay import as_number, user_line
 from wholestep.errors import WholestepWarning
 from wholestep.graph.training_graph import OutputKind, Role
 

@@ -109,8 +109,7 @@ def fresh_name() -> str:
 
 def copied(function: Callable[..., Any], name: str) -> types.FunctionType:
     """The function with a code object, and so a cache of Dynamo's, of its own, and with globals of its own."""
-    made = types.FunctionType(function.__code__.replace(co_name=name), dict(function.__globals__), name)
-    return made
+    return types.FunctionType(function.__code__.replace(co_name=name), dict(function.__globals__), name)
 
 
 def switched_off() -> str | None:
@@ -124,11 +123,7 @@ def switched_off() -> str | None:
 @contextlib.contextmanager
 def settings(loggers: Any, lists: Iterable[str] = (), **more: Any) -> Iterator[None]:
     """Dynamo's settings as a faithful capture needs them, for this process, while the context is open."""
-    wanted = {
-        **SAFE, **TRACING, "ignore_logging_functions": loggers, "reorderable_logging_functions": {print, warnings.warn}, **more,
-    }  # fmt: skip
-    known = {name: value for name, value in wanted.items() if hasattr(dynamo.config, name)}
-    with compat.ONE_AT_A_TIME, dynamo.config.patch(**known), _quiet():
+    with compat.ONE_AT_A_TIME, dynamo.config.patch(**_wanted(loggers, more)), _quiet():
         growing.on, growing.lists = True, frozenset(lists)
         try:
             yield
@@ -136,15 +131,19 @@ def settings(loggers: Any, lists: Iterable[str] = (), **more: Any) -> Iterator[N
             growing.on, growing.lists = False, frozenset()
 
 
+def _wanted(loggers: Any, more: dict[str, Any]) -> dict[str, Any]:
+    """Every setting that this torch knows."""
+    logs = {"ignore_logging_functions": loggers, "reorderable_logging_functions": {print, warnings.warn}}
+    wanted = {**SAFE, **TRACING, **logs, **more}
+    return {name: value for name, value in wanted.items() if hasattr(dynamo.config, name)}
+
+
 class QuickSettings:
     """The same for a function that is called at every step: values are put in place without torch's ceremony (1.5 ms)."""
 
     def __init__(self, loggers: Any, **more: Any) -> None:
-        wanted = {
-            **SAFE, **TRACING, "ignore_logging_functions": loggers, "reorderable_logging_functions": {print, warnings.warn}, **more,
-        }  # fmt: skip
         entries = dynamo.config._config
-        self.entries = [(entries[name], value) for name, value in wanted.items() if name in entries and entries[name].alias is None]
+        self.entries = [(entries[name], value) for name, value in _wanted(loggers, more).items() if entries[name].alias is None]
 
     def __enter__(self) -> None:
         compat.ONE_AT_A_TIME.acquire()

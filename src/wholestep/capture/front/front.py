@@ -7,6 +7,7 @@ happens while a graph is only captured.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import time
@@ -21,10 +22,12 @@ from torch import fx
 
 from wholestep import compat
 from wholestep.capture.front import dynamo as private
-from wholestep.capture.front.loss_graph import LossGraph, user_line
+from wholestep.capture.front.loss_graph import LossGraph
+from wholestep.capture.front.replay import user_line
 from wholestep.capture.front.traced import traced
 from wholestep.capture.front.unguarded import Unguarded
 from wholestep.capture.subject import Subject, model_loss, no_loss
+from wholestep.capture.undo import RandomStates
 from wholestep.errors import BadLoss, CaptureRefused, WholestepError
 
 SAME_GUARD = 4
@@ -85,6 +88,22 @@ class Front:
             return entry.frame.function(**arguments)
         finally:
             self._run = kept
+
+    def look(self, batch: Any, take: Callable[[LossGraph, tuple], Any]) -> Any:
+        """What `take` makes of the graph for a batch. Neither it nor what the Python does beside it runs; no generator moves."""
+        found: list[Any] = []
+
+        def run(graph: LossGraph, args: tuple) -> tuple:
+            found.append(take(graph, args))
+            raise private.Stopped
+
+        randomness = RandomStates()
+        with contextlib.suppress(private.Stopped):
+            try:
+                self(batch, run)
+            finally:
+                randomness.restore()
+        return found[0]
 
     def _arguments(self, batch: Any) -> dict[str, Any]:
         subject = self.subject

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from wholestep.capture import optimizers
-from wholestep.capture.modes import is_user_file
+from wholestep.capture.modes import is_own_file
 from wholestep.capture.subject import Subject
 from wholestep.errors import CaptureRefused
 
@@ -234,7 +234,7 @@ _TENSOR = {**vars(torch._C.TensorBase), **vars(torch.Tensor)}
 
 
 def _is_users(code: types.CodeType) -> bool:
-    return is_user_file(code.co_filename) and "site-packages" not in code.co_filename
+    return is_own_file(code.co_filename)
 
 
 def _refuse_impure_cache(value: Any) -> None:
@@ -251,7 +251,7 @@ def _refuse_impure_cache(value: Any) -> None:
 def _what_it_reads(function: Any) -> str | None:
     """A variable of its surroundings that is neither a function, a class, a module nor a plain constant."""
     code = getattr(function, "__code__", None)
-    if code is None or "site-packages" in code.co_filename or not is_user_file(code.co_filename):
+    if code is None or not _is_users(code):
         return None
     if code.co_freevars:
         return code.co_freevars[0]

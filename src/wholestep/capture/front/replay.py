@@ -1,0 +1,224 @@
+"""Dynamo's graph run again, node by node, on other tensors: fakes, while a step is traced.
+
+Every operation is annotated with its module and its line of the user's code. The marks tell which value is the loss; Python
+numbers that are values of the graph (`loss.item()`, or an input that varies) are tensors of no dimensions, which promote types
+as numbers do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map
+
+from wholestep import compat
+from wholestep.capture.front import traced as marks
+from wholestep.capture.modes import is_user_file
+from wholestep.capture.sites import TooFewKeys
+from wholestep.errors import CaptureRefused, WholestepError
+
+
+class Replay(fx.Interpreter):
+    """Runs the graph node by node; every operation is annotated with its module and source line."""
+
+    def __init__(self, module: fx.GraphModule, paths: Mapping[int, str]) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.paths = paths
+        self.loss: torch.Tensor | None = None
+        self.aux: dict[str, torch.Tensor] = {}
+        self.gradients: list[torch.Tensor] | None = None
+        self.sources: dict[str, str | None] = {}
+        self.calls: dict[str, fx.Node] = {}
+        self.numbers: dict[int, torch.Tensor] = {}
+        """Values that stand for Python numbers, by id."""
+
+    @contextlib.contextmanager
+    def _set_current_node(self, node: fx.Node) -> Iterator[None]:
+        """fx would put the node's own facts in place of ours."""
+        yield
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op not in ("call_function", "call_method", "call_module"):
+            return super().run_node(n)
+        stack = n.meta.get("nn_module_stack") or {}
+        path = self._path(stack)
+        source = self._source(n.meta.get("stack_trace"))
+        facts = {k: v for k, v in (("module", path), ("source", source)) if v}
+        with compat.annotate(**facts) if facts else contextlib.nullcontext():
+            try:
+                value = super().run_node(n)
+            except (WholestepError, CaptureRefused, TooFewKeys):
+                raise
+            except Exception as error:
+                lines = str(error).strip().splitlines() or [""]
+                raise CaptureRefused(f"{type(error).__name__}: {lines[0][:200]}", where=source) from error
+        for key in stack:
+            inner = self.paths.get(_module_id(key))
+            if inner:
+                self.calls[inner + _call_suffix(key)] = n
+        return value
+
+    def _path(self, stack: Mapping[str, Any]) -> str:
+        for key in reversed(list(stack)):
+            path = self.paths.get(_module_id(key))
+            if path is not None:
+                return path
+        return ""
+
+    def _source(self, trace: str | None) -> str | None:
+        if not trace:
+            return None
+        if trace not in self.sources:
+            self.sources[trace] = user_line(trace)
+        return self.sources[trace]
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        if self.numbers:
+            args, kwargs, only = self._operands(args, kwargs)
+            if only:
+                return self._number(self._function(target, args, kwargs))
+        return self._function(target, args, kwargs)
+
+    def _operands(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
+        """Numbers beside tensors promote types as Python's do; the last says whether there are numbers alone."""
+        tensors = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+        numbers = [t for t in tensors if id(t) in self.numbers]
+        others = [t for t in tensors if id(t) not in self.numbers]
+        if not numbers or not others:
+            return args, kwargs, bool(numbers)
+
+        def as_operand(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or id(value) not in self.numbers or not value.is_floating_point():
+                return value
+            floating = [t for t in others if t.is_floating_point() or t.is_complex()]
+            if not floating:
+                return value.to(torch.get_default_dtype())
+            if any(t.dim() > 0 for t in floating):  # a tensor of no dimensions gives way to it
+                return value
+            dtype = functools.reduce(torch.promote_types, [t.dtype for t in floating])
+            return value.to(dtype)
+
+        args, kwargs = tree_map(as_operand, (args, kwargs))
+        return args, kwargs, False
+
+    def _number(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim() == 0:
+            self.numbers[id(value)] = value
+        return value
+
+    def placeholder(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        value = super().placeholder(target, args, kwargs)
+        return self._number(value) if str(target).startswith("number") else value
+
+    def _function(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        if target is marks.mark_loss:
+            self.loss = args[0].reshape(())
+        elif target is marks.mark_aux:
+            self.aux[args[0]] = args[1]
+        elif target is marks.mark_gradients:
+            self.gradients = list(args)
+        elif target in _ASSERTIONS:
+            return None
+        elif str(target).startswith("transformers.grouped_mm_fallback"):
+            return torch.ops.ws.grouped_mm(*args, *kwargs.values())
+        elif target_name(target) == "tag_activation_checkpoint":
+            return args[0](*args[1:])
+        elif target is torch.scalar_tensor and isinstance(args[0], torch.Tensor):
+            # a result that Python reads as a number: not one that promotes types any more
+            return args[0].detach().to(kwargs.get("dtype") or torch.get_default_dtype()).clone()
+        elif target in _NUMBERS and any(isinstance(a, torch.Tensor) for a in args):
+            return _NUMBERS[target](*args)
+        return super().call_function(target, args, kwargs)
+
+    def call_method(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        if target == "item":
+            return self._number(as_number(args[0]))
+        if self.numbers:
+            args, kwargs, only = self._operands(args, kwargs)
+            if only:
+                return self._number(super().call_method(target, args, kwargs))
+        return super().call_method(target, args, kwargs)
+
+    def boundaries(self) -> dict[str, torch.Tensor]:
+        """Module path (`path#2` at its second call) -> the last value it made, in order of completion."""
+        order = {n: i for i, n in enumerate(self.module.graph.nodes)}
+        found: dict[str, torch.Tensor] = {}
+        for path, node in sorted(self.calls.items(), key=lambda entry: order[entry[1]]):
+            value = self.env.get(node)
+            if isinstance(value, torch.Tensor):
+                found[path] = value
+        return found
+
+
+def as_number(tensor: torch.Tensor) -> torch.Tensor:
+    """What stands for `tensor.item()` in a graph: a tensor of no dimensions, which promotes types as a number does."""
+    value = tensor.detach().reshape(())
+    if value.is_floating_point():
+        return value.to(torch.float64)
+    return value if value.dtype == torch.bool else value.to(torch.int64)
+
+
+def _pair(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    like = a if isinstance(a, torch.Tensor) else b
+    number = [v if isinstance(v, torch.Tensor) else torch.full((), v, dtype=torch.float64, device=like.device) for v in (a, b)]
+    dtype = torch.promote_types(number[0].dtype, number[1].dtype)
+    return number[0].to(dtype), number[1].to(dtype)
+
+
+def _quotient(a: Any, b: Any) -> torch.Tensor:
+    """Of two numbers: Python divides whole ones to a double; a tensor with dimensions divides as ever."""
+    whole = [isinstance(v, int) or (isinstance(v, torch.Tensor) and v.dim() == 0 and not v.is_floating_point()) for v in (a, b)]
+    if all(whole):
+        a, b = _pair(a, b)
+        return a.to(torch.float64) / b.to(torch.float64)
+    return a / b
+
+
+_NUMBERS: dict[Any, Callable[..., Any]] = {
+    torch.sym_min: lambda a, b: torch.minimum(*_pair(a, b)),
+    torch.sym_max: lambda a, b: torch.maximum(*_pair(a, b)),
+    torch.sym_float: lambda a: a.to(torch.float64),
+    torch.sym_int: lambda a: a.to(torch.int64),
+    torch.sym_not: lambda a: a.logical_not(),
+    torch.sym_ite: torch.where,
+    operator.truediv: _quotient,
+}
+"""Arithmetic on Python numbers, where the number is a value of the graph."""
+
+_ASSERTIONS = {
+    torch._check, torch._check_is_size, torch._check_value, torch._check_type, torch._check_index,
+    torch._assert, torch._assert_async, torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default,
+    torch.ops.aten._assert_scalar.default,
+}  # fmt: skip
+"""Assertions about data, which libraries make where they are traced; the user's own are refused (`_check_asserts`)."""
+
+
+def user_line(trace: str) -> str | None:
+    """`file.py:line` of the innermost frame of the user's code in a stack trace."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    for name, line in reversed(frames):
+        if is_user_file(name):
+            return f"{os.path.basename(name)}:{line}"
+    return None
+
+
+def _module_id(key: str) -> int:
+    head = key.split("@")[0]
+    return int(head) if head.isdigit() else -1
+
+
+def _call_suffix(key: str) -> str:
+    call = key.partition("@")[2]
+    return f"#{int(call) + 1}" if call.isdigit() else ""
+
+
+def target_name(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
