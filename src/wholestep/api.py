@@ -128,8 +128,6 @@ def compile(
     if compat.untested_version() is not None:
         warnings.warn(str(compat.untested_version()), WholestepWarning, stacklevel=2)
     progress = Progress(verbose)
-    if backend == "inductor":
-        warm_up(subject.device.type)
     _warn_about_optimizer(optimizer, clip_norm)
     pipeline = _pipeline(passes, plan, precision, clip_scope, early_update)
     budget = None if memory is None else make_budget(memory, subject, flatten(example_batch)[0])
@@ -179,8 +177,14 @@ class _Stages:
     def capture(self, subject: Subject, reading: Reading | None, batch: Any, *, dynamic: Any = None) -> Capture:
         with self.progress.stage("capturing the step"), compat.no_collection():
             return cached_capture(
-                subject, reading, batch, self._finish, finished_by=self._finished_by(), dynamic=dynamic, enabled=self.cache
-            )
+                subject, reading, batch, self._finish, finished_by=self._finished_by(), missed=self._warm_up, dynamic=dynamic,
+                enabled=self.cache,
+            )  # fmt: skip
+
+    def _warm_up(self) -> None:
+        """A graph that is not known yet has code that is not compiled yet; else not even Inductor need be imported."""
+        if self.backend == "inductor":
+            warm_up(self.subject.device.type)
 
     def _finish(self, made: Capture) -> None:
         """The passes, and a plan for them."""

@@ -22,6 +22,7 @@ from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preser
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn.utils import stateless
@@ -40,6 +41,8 @@ def untested_version() -> str | None:
     return f"torch {torch.__version__} is newer than the tested {TESTED_TORCH[-1]}; wholestep.verify tells whether all is well"
 
 FakeMode = FakeTensorMode
+GraphModule = _LazyGraphModule
+"""Writes its Python code when somebody calls or prints it: most graphs are neither called nor printed."""
 ONE_AT_A_TIME = threading.RLock()
 """fx and Dynamo keep flags and settings for the whole process: two threads that capture would spoil them for each other."""
 
@@ -100,19 +103,9 @@ def trace(
         fx_traceback.preserve_node_meta(),
         torch.autograd.set_multithreading_enabled(False),
         torch.no_grad() if functional else contextlib.nullcontext(),
+        _use_lazy_graph_module(True),
     ):
         return make_fx(traced, record_module_stack=False)(*arguments)
-
-
-@contextlib.contextmanager
-def no_python_code() -> Iterator[None]:
-    """Graph modules made inside get no Python code, which is a third of the time to make one; they must not be called."""
-    kept = fx.GraphModule.recompile
-    fx.GraphModule.recompile = lambda self: None
-    try:
-        yield
-    finally:
-        fx.GraphModule.recompile = kept
 
 
 @contextlib.contextmanager

@@ -44,6 +44,7 @@ LOUD: dict[str, str] = {
     "hook_after_the_update": "hook",
     "post_accumulate_hook_clips": "hook",
     "post_accumulate_hook_added_later": "hook",
+    "parameter_with_a_late_hook_takes_the_place_of_another": "hook",
     "optimizer_in_the_backward": "hook",
     "backward_inside_the_loss": "backward",
     "part_that_disables_compilers": "disable",

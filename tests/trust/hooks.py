@@ -399,3 +399,46 @@ def saved_on_the_cpu() -> Made:
             return mse(m, b)
 
     return train(loss)
+
+
+# ---- parameters that bring their hooks with them ----
+
+
+def _shrink(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.1)
+
+
+def _hooked(parameter: nn.Parameter, *, late: bool = False) -> nn.Parameter:
+    new = nn.Parameter(parameter.detach().clone())
+    if late:
+        new.register_post_accumulate_grad_hook(_shrink)
+    else:
+        new.register_hook(lambda gradient: gradient * 0.1)
+    return new
+
+
+@case
+def parameter_with_a_hook_takes_the_place_of_another() -> Made:
+    model = Net()
+    optimizer, prepared = sgd(model.parameters()), _hooked(model.a.weight)
+
+    def change(i: int) -> None:
+        if i == 3:
+            prepared.data.copy_(model.a.weight)
+            model.a.weight = optimizer.param_groups[0]["params"][0] = prepared
+
+    return train(model=model, change=change, optimizer=optimizer)
+
+
+@case
+def parameter_with_a_late_hook_takes_the_place_of_another() -> Made:
+    model = Net()
+    optimizer, prepared = sgd(model.parameters()), _hooked(model.a.weight, late=True)
+
+    def change(i: int) -> None:
+        if i == 3:
+            prepared.data.copy_(model.a.weight)
+            model.a.weight = optimizer.param_groups[0]["params"][0] = prepared
+
+    return train(model=model, change=change, optimizer=optimizer)

@@ -40,14 +40,17 @@ def cached_capture(
     finish: Callable[[Capture], None],
     *,
     finished_by: str | None = None,
+    missed: Callable[[], None] = lambda: None,
     dynamic: Sequence[dict[int, str]] | None = None,
     enabled: bool = True,
 ) -> Capture:
     """`capture_whole`, then `finish` (passes and a plan), or their result from an earlier process.
 
-    `finished_by` names all that `finish` depends on; without it only what was captured is kept.
+    `finished_by` names all that `finish` depends on; without it only what was captured is kept. `missed` is called before
+    anything is traced.
     """
     if not enabled or dynamic is not None or reading is None:
+        missed()
         made = capture_whole(subject, reading, batch, dynamic=dynamic)
         finish(made)
         return made
@@ -56,6 +59,7 @@ def cached_capture(
     path = cache_folder("captures") / f"{key}.graph"
     found = _load(path, reading)
     if found is None:
+        missed()
         found = capture_whole(subject, reading)
         found.key = key
         keeps = len(found.constants) == len(reading.tensors(Role.CONSTANT))  # none of the graph's own

@@ -86,7 +86,7 @@ _STRUCTURE = ("amsgrad", "maximize", "nesterov", "fused", "foreach", "decoupled_
 def structure(optimizer: Optimizer) -> list[Any]:
     """What a captured update has fixed: members and flags of the groups, and that the step is torch's own."""
     groups = [
-        ([id(p) for p in g["params"]], [g.get(key) for key in _STRUCTURE], bool(g.get("momentum")))
+        ([*map(id, g["params"])], [g.get(key) for key in _STRUCTURE], bool(g.get("momentum")))
         for g in optimizer.param_groups
     ]
     return [groups, supported(optimizer)]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from wholestep.capture import optimizers
 from wholestep.capture.loss_scale import LossScale
@@ -20,6 +22,9 @@ from wholestep.errors import BadLoss, BadOption, NotBuiltYet, UnsupportedModel, 
 
 NONFINITE = ("allow", "skip")
 """What becomes of an update whose gradients are not finite: it is made, as torch does, or left out."""
+
+
+_HOOKS, _LATE_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 
 class Bundle(nn.Module):
@@ -55,9 +60,22 @@ class Subject:
     """Where the trained parameters live."""
     loss_scale: LossScale | None = None
     """With precision "fp16"; its steps are skipped, and its buffers kept, where gradients are not finite."""
+    hookless: int | None = None
+    """The number that torch's next hook had when no parameter had one."""
+
+    def gradient_hooks(self) -> list[Any]:
+        """Hooks of the parameters, before and behind the sum in p.grad. Looked for only where torch has given a hook a number
+        since there was none: looking at every parameter costs more than all of Dynamo's guards."""
+        number = RemovableHandle.next_id
+        if number == self.hookless:
+            return []
+        tables = [table for get in (_HOOKS, _LATE_HOOKS) for table in map(get, self.parameters.values()) if table]
+        self.hookless = None if tables else number
+        return [hook for table in tables for hook in table.values()]
 
     def refresh(self) -> None:
         """Look all tensors up again (a module may have been changed by the user)."""
+        self.hookless = None
         self.parameters = dict(self.root.named_parameters())
         self.buffers = dict(self.root.named_buffers())
         first = {id(t): n for n, t in [*self.parameters.items(), *self.buffers.items()]}

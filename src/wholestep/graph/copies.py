@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx
 
+from wholestep import compat
 from wholestep.graph.training_graph import OutputKind, TrainingGraph
 
 
@@ -55,7 +56,7 @@ def _assembled(
 ) -> TrainingGraph:
     names = {old.name: copy.name for old, copy in nodes.items()}
     return TrainingGraph(
-        fx.GraphModule(graph.module, new),
+        compat.GraphModule(graph.module, new),
         graph.inputs,
         outputs,
         {p: names[n] for p, n in graph.gradients.items()},

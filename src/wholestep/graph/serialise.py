@@ -30,6 +30,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from wholestep import compat
 from wholestep.graph.training_graph import Input, Output, OutputKind, Role, TrainingGraph
 
 FORMAT = "wholestep.graph"
@@ -168,7 +169,7 @@ def _module_from_plain(body: dict[str, Any], fake_mode: FakeTensorMode) -> fx.Gr
             node.meta["custom"] = reader.custom(custom)
         reader.nodes.append(node)
     constants = {name: _constant_from_plain(entry) for name, entry in body["constants"].items()}
-    return fx.GraphModule(constants, graph)
+    return compat.GraphModule(constants, graph)
 
 
 def _constants_to_plain(module: fx.GraphModule) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from wholestep import compat
 from wholestep.graph.layers import Part, layers_of, part_of
 from wholestep.graph.training_graph import phase_of
 from wholestep.graph.views import is_cheap_view
@@ -67,7 +68,7 @@ class Region:
         for node, copy in new.items():
             copy.meta["val"] = node.meta.get("val")
         graph.output(tuple(new[node] for node in self.defines))
-        return fx.GraphModule(self.owner, graph)
+        return compat.GraphModule(self.owner, graph)
 
 
 Piece: TypeAlias = Region | fx.Node

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -79,12 +80,12 @@ class _Lives:
         found = storages(graph)
         readers: dict[int, list[fx.Node]] = {}
         for node in graph.graph.nodes:
-            for number in flat_numbers([found.get(entry) for entry in node.all_input_nodes]):
+            for number in _numbers_read(node, found):
                 readers.setdefault(number, []).append(node)
         return cls(found, storage_bytes(graph, found), readers, parts_of(graph.graph.nodes))
 
     def read(self, node: fx.Node) -> set[int]:
-        return set(flat_numbers([self.found.get(entry) for entry in node.all_input_nodes]))
+        return set(_numbers_read(node, self.found))
 
     def bytes_read_last(self, node: fx.Node, until: fx.Node) -> int:
         """Of what the node reads, the bytes that nobody else reads after `until`."""
@@ -96,6 +97,13 @@ class _Lives:
         if neighbour not in self.parts or phase_of(neighbour) == "update":
             return False
         return self.parts[node][1] == self.parts[neighbour][1]
+
+
+def _numbers_read(node: fx.Node, found: Mapping[fx.Node, Storages]) -> list[int]:
+    """The storages that a node reads; who takes one of an operator's results reads that one."""
+    if node.target is operator.getitem:
+        return flat_numbers(found.get(node))
+    return flat_numbers([found.get(entry) for entry in node.all_input_nodes])
 
 
 def _sink(node: fx.Node, lives: _Lives) -> bool:

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
-from wholestep import compat
 from wholestep.cost import Device
 from wholestep.errors import BudgetTooSmall
 from wholestep.graph.bytes import show_bytes
@@ -97,10 +96,9 @@ class Study:
     def __init__(self, graph: TrainingGraph, device: Device, apply: Apply) -> None:
         self.graph, self.apply, self.clock = graph, apply, Clock(device)
         self.workspace = WORKSPACE if device.link_bandwidth else 0  # a CPU's libraries hold none
-        with compat.no_python_code():  # none of these graphs will run
-            planned = apply(copy_graph(graph), Plan())
-            whole = timeline(planned, workspace=self.workspace)
-            self.problem = make_problem(planned, whole, self.clock)
+        planned = apply(copy_graph(graph), Plan())
+        whole = timeline(planned, workspace=self.workspace)
+        self.problem = make_problem(planned, whole, self.clock)
         self.planner = MemoryPlanner(self.problem)
         self.kept = self._point(whole, Plan())
         """Everything kept."""
@@ -127,9 +125,8 @@ class Study:
 
     def carried_out(self, decision: Decision) -> Point:
         """A plan as it really becomes: its graph, event by event."""
-        with compat.no_python_code():
-            plan = self._plan(decision)
-            return self._point(timeline(self.apply(copy_graph(self.graph), plan), workspace=self.workspace), plan)
+        plan = self._plan(decision)
+        return self._point(timeline(self.apply(copy_graph(self.graph), plan), workspace=self.workspace), plan)
 
     def summed_up(self, decision: Decision) -> Point:
         """A plan by how the planner's sums for it differ from those for the fastest; what fills the memory only for the leanest."""

@@ -120,7 +120,7 @@ def will_it_fit(
         tell: is told what is being done.
     """
     began = time.perf_counter()
-    with compat.no_python_code(), compat.no_collection():
+    with compat.no_collection():
         step = step or captured_step(question, passes=passes, tell=tell)
         tell("planning")
         planned = _planned(question, step)
@@ -181,7 +181,7 @@ def captured_step(
     built = time.perf_counter()
     tell(f"capturing the step{f' at batch {batch}' if batch else ''}, without data")
     passes = passes or default_pipeline()
-    with compat.no_python_code(), compat.no_collection():
+    with compat.no_collection():
         captured = dry_capture(
             job.model, job.loss_fn, job.optimizer, job.example, device="cuda" if on_gpu else "cpu", **job.compile_options
         )

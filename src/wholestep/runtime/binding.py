@@ -49,6 +49,7 @@ class Binding:
         self.feed = Feed(subject.device, capture.num_sites, sizes)
         self.kinds = _kinds(subject)
         """Of parameters and buffers, as they were captured."""
+        self.hooks = subject.gradient_hooks()
         self.gradients: dict[str, torch.Tensor] = {} if gradients is None else gradients
         self.owners: Columns = ([], [], [])
         self.pointers: list[int] = []
@@ -100,6 +101,9 @@ class Binding:
         subject.refresh()
         if _kinds(subject) != self.kinds:
             raise StateMoved("parameters or buffers changed their shape, dtype or device")
+        hooks = subject.gradient_hooks()
+        if len(hooks) != len(self.hooks) or not all(map(is_, hooks, self.hooks)):
+            raise StateMoved("parameters with other hooks took the place of others")
         named = [*subject.parameters.items(), *subject.buffers.items()]
         owners = [_owner(subject.root, name) for name, _ in named]
         self.owners = [table for table, _ in owners], [key for _, key in owners], [tensor for _, tensor in named]

@@ -188,10 +188,11 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-class IgnoredLoggers:
+class IgnoredLoggers(set):
     """Stands for the set of logging methods that are left out of a capture; remembers which were."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.names: set[str] = set()
 
     def __contains__(self, method: Any) -> bool:
@@ -200,9 +201,6 @@ class IgnoredLoggers:
             return False
         self.names.add(owner.name)
         return True
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
 
 
 _LOGGED = {

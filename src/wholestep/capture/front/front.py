@@ -13,7 +13,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -81,6 +80,9 @@ class Front:
         if entry is None:
             if known_only:
                 raise CaptureRefused("no captured graph holds")
+            if self.subject.dry is None:
+                self.subject.refresh()  # parameters may have been put in the place of others
+                arguments = self._arguments(batch)
             entry = self._capture(arguments)
         self.current = entry
         kept, self._run = self._run, run
@@ -217,12 +219,9 @@ class Front:
             self._loggers.names.clear()
 
 
-_HOOKS = attrgetter("_backward_hooks")
-
-
 def hooked_parameters(subject: Subject) -> tuple:
     """(parameter, its hooks) of all trained parameters, where one of them has a hook."""
-    if not any(map(_HOOKS, subject.parameters.values())):
+    if not subject.gradient_hooks():
         return ()
     trained = subject.trained.values()
     return tuple((p, tuple((p._backward_hooks or {}).values())) for p in trained)

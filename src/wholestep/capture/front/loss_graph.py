@@ -56,8 +56,7 @@ class LossGraph:
     """One graph of Dynamo's, independent of Dynamo from here on."""
 
     def __init__(self, module: fx.GraphModule) -> None:
-        with compat.no_python_code():  # it is interpreted, node by node
-            self.module = _copied(module)  # Dynamo reads its own graph again after the backend
+        self.module = _copied(module)  # Dynamo reads its own graph again after the backend
         placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         self.arguments = _arguments(placeholders)
         _check_marks(self.module)
@@ -159,7 +158,7 @@ def _copied(module: fx.GraphModule) -> fx.GraphModule:
     copies: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    return fx.GraphModule(module, graph)
+    return compat.GraphModule(module, graph)
 
 
 def _arguments(placeholders: Sequence[fx.Node]) -> list[Argument]:
