@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -48,6 +52,65 @@ def test_forward_and_gradients(ends: list[int], dtype: torch.dtype) -> None:
 def test_the_operator_is_well_made() -> None:
     torch.library.opcheck(torch.ops.ws.grouped_mm, operands([2, 2, 9]))
     assert grouped_mm.reference(*operands([9])).shape == (9, 3)
+
+
+INTERPRETED = """
+import torch
+from wholestep.kernels import grouped_mm, grouped_mm_triton as kernels
+
+kernels.ROWS = kernels.COLUMNS = 16
+kernels._depth = lambda x: 16
+for ends in ([2, 5, 9], [0, 4, 4, 9, 9], [9], [3, 6], [1], [0], [20, 20, 37]):
+    for transposed in (False, True):
+        torch.manual_seed(0)
+        x, w, grad = torch.randn(max(9, ends[-1]), 21), torch.randn(len(ends), 21, 18), torch.randn(max(9, ends[-1]), 18)
+        if transposed:
+            x, w = x.T.contiguous().T, w.transpose(1, 2).contiguous().transpose(1, 2)
+        last = torch.tensor(ends, dtype=torch.int32 if transposed else torch.int64)
+        grad_x, grad_w = grouped_mm.reference_backward(grad, x, w, last)
+        pairs = [(kernels.rows_product(x, w, last), grouped_mm.reference(x, w, last)),
+                 (kernels.rows_product(grad, w.transpose(1, 2), last), grad_x),
+                 (kernels.weights_product(grad, x, w, last), grad_w)]
+        for got, want in pairs:
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+            assert got.stride() == want.stride()
+print("equal")
+"""
+
+
+def test_triton_bodies_under_their_interpreter() -> None:
+    """In a process of its own: Triton decides when it is imported whether it interprets."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.strip() == "equal", done.stderr[-2000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ends", [[700, 700, 1531], [0, 3, 2048], [128, 256, 1000]], ids=str)
+def test_cuda(ends: list[int], dtype: torch.dtype, precision: str) -> None:
+    """Against one product per group in float64: within twice the error of torch's own products."""
+    kept = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        source = torch.Generator("cuda").manual_seed(0)
+        x = torch.randn(2048, 200, generator=source, device="cuda", dtype=dtype)
+        w = torch.randn(3, 136, 200, generator=source, device="cuda", dtype=dtype).transpose(1, 2)
+        grad, last = torch.randn(2048, 136, generator=source, device="cuda", dtype=dtype), torch.tensor(ends, device="cuda")
+        ours = [torch.ops.ws.grouped_mm(x, w, last), *torch.ops.ws.grouped_mm_backward(grad, x, w, last)]
+        torchs = [grouped_mm.reference(x, w, last), *grouped_mm.reference_backward(grad, x, w, last)]
+        wide = [t.double() for t in (grad, x, w)]
+        exact = [grouped_mm.reference(*wide[1:], last), *grouped_mm.reference_backward(*wide, last)]
+    finally:
+        torch.set_float32_matmul_precision(kept)
+    for mine, theirs, truth in zip(ours, torchs, exact, strict=True):
+        allowed = 2 * (theirs - truth).abs().max() + 1e-6 * truth.abs().max()
+        assert mine.stride() == theirs.stride() and (mine - truth).abs().max() <= allowed
 
 
 class Experts(nn.Module):

@@ -55,7 +55,8 @@ def supported(optimizer: Optimizer) -> str | None:
         if group.get("differentiable"):
             return "a group has differentiable=True"
         for key, value in group.items():
-            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            # asking whether something is a tensor is slow in torch, and this is asked before every step
+            if type(value) not in _PLAIN and isinstance(value, torch.Tensor) and value.device.type != "cpu":
                 return f"{key} is a tensor on {value.device}; make it a number or a CPU tensor"
     return None
 
@@ -79,6 +80,7 @@ def _is_torchs(function: Any) -> bool:
     return code is not None and code.co_filename.startswith(_TORCH_OPTIM)
 
 
+_PLAIN = frozenset((int, float, bool, str, tuple, list, type(None)))
 _TORCH_OPTIM = os.path.dirname(torch.optim.__file__)
 _STRUCTURE = ("amsgrad", "maximize", "nesterov", "fused", "foreach", "decoupled_weight_decay", "capturable", "differentiable")
 

@@ -4,13 +4,15 @@ x (S, I) sorted by group, w (G, I, O), ends (G,): where each group of rows ends;
 operator of its own where torch's grouped product cannot be compiled (anything but bf16), and the backward of that one
 reads `ends` in Python, so no whole step can be traced through it. Here both directions are operators.
 
-Reading `ends` waits for the device; so it is in the fallback that this stands for.
+On a GPU one Triton kernel takes all groups (`grouped_mm_triton.py`); elsewhere `ends` is read and every group is a product.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from wholestep.kernels.multi_tensor import triton_reason
 
 
 def reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -25,7 +27,7 @@ def reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 def reference_backward(grad: Tensor, x: Tensor, w: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and w; rows of no group, and groups of no row, get zeros."""
-    grad_x, grad_w = torch.zeros_like(x), torch.zeros_like(w)
+    grad_x, grad_w = x.new_zeros(x.shape), torch.zeros_like(w)
     start = 0
     for group, end in enumerate(ends.tolist()):
         grad_x[start:end] = grad[start:end] @ w[group].T
@@ -34,11 +36,34 @@ def reference_backward(grad: Tensor, x: Tensor, w: Tensor, ends: Tensor) -> tupl
     return grad_x, grad_w
 
 
+def _product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    if not _in_triton(x, w):
+        return reference(x, w, ends)
+    from wholestep.kernels.grouped_mm_triton import rows_product
+
+    return rows_product(x, w, ends)
+
+
+def _product_backward(grad: Tensor, x: Tensor, w: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    if not _in_triton(grad, x, w):
+        return reference_backward(grad, x, w, ends)
+    from wholestep.kernels.grouped_mm_triton import rows_product, weights_product
+
+    grad_x = rows_product(grad, w.transpose(1, 2), ends)
+    return grad_x, weights_product(grad, x, w, ends)
+
+
+def _in_triton(*tensors: Tensor) -> bool:
+    """Whether the kernels know these operands, and Triton is there."""
+    known = {torch.float32, torch.bfloat16, torch.float16}
+    return all(t.is_cuda and t.dtype in known for t in tensors) and triton_reason() is None
+
+
 _forward = torch.library.custom_op(
-    "ws::grouped_mm", reference, mutates_args=(), schema="(Tensor x, Tensor w, Tensor ends) -> Tensor"
+    "ws::grouped_mm", _product, mutates_args=(), schema="(Tensor x, Tensor w, Tensor ends) -> Tensor"
 )
 _backward = torch.library.custom_op(
-    "ws::grouped_mm_backward", reference_backward, mutates_args=(),
+    "ws::grouped_mm_backward", _product_backward, mutates_args=(),
     schema="(Tensor grad, Tensor x, Tensor w, Tensor ends) -> (Tensor, Tensor)",
 )  # fmt: skip
 
@@ -50,7 +75,7 @@ def _(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 @_backward.register_fake
 def _(grad: Tensor, x: Tensor, w: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(w)
+    return x.new_empty(x.shape), torch.empty_like(w)
 
 
 def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor) -> None:

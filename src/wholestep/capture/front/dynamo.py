@@ -202,6 +202,10 @@ class IgnoredLoggers(set):
         self.names.add(owner.name)
         return True
 
+    def __deepcopy__(self, memo: Any) -> set:
+        """For torch, which writes its settings into a log as JSON."""
+        return set()
+
 
 _LOGGED = {
     "debug", "info", "warning", "error", "critical", "exception", "log", "warn", "warning_once", "info_once", "warning_advice",

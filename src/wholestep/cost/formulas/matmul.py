@@ -67,6 +67,16 @@ def grouped_matrices(call: Call) -> Amount:
     return 2 * groups * left[-2] * left[-1] * right[-1]
 
 
+@flops_of("ws::grouped_mm", kind="matmul")
+def rows_by_their_matrix(call: Call) -> Amount:
+    return 2 * numel(call.outputs[0]) * call.shape("x")[-1]
+
+
+@flops_of("ws::grouped_mm_backward", kind="matmul")
+def rows_by_their_matrix_backward(call: Call) -> Amount:
+    return 4 * product(call.shape("grad")) * call.shape("x")[-1]
+
+
 # ---- recurrent layers as one operator: every weight matrix multiplies the vector of every time step of every row ----
 
 

@@ -1,0 +1,121 @@
+"""The Triton bodies of grouped_mm: no value is read on the host, so a step with experts is recorded as a CUDA graph.
+
+Rows are cut into tiles group by group: a program finds its group from the ends, which all programs read. Rows of no group
+form one more group, whose product is zero. Sums are in float32 and in a fixed order. Import only where Triton exists.
+"""
+
+# Kernel bodies are Triton's language, whose arguments carry no Python types.
+# mypy: disallow-untyped-defs=False
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS, COLUMNS, NUM_WARPS, NUM_STAGES = 128, 128, 8, 3
+
+
+@triton.jit
+def _group_of(ends, tile, rows, GROUPS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr):
+    """Which group a tile of rows belongs to, its first row, and where the group ends; past the last one for spare tiles."""
+    slots = tl.arange(0, SLOTS)
+    end = tl.load(ends + slots, mask=slots < GROUPS, other=0).to(tl.int32)
+    end = tl.where(slots < GROUPS, end, rows)  # the rows of no group
+    start = tl.load(ends + slots - 1, mask=(slots > 0) & (slots <= GROUPS), other=0).to(tl.int32)
+    start = tl.where(slots <= GROUPS, start, rows)
+    tiles = (tl.maximum(end - start, 0) + ROWS - 1) // ROWS
+    behind = tl.cumsum(tiles, 0)
+    group = tl.sum((behind <= tile).to(tl.int32), 0)
+    here = slots == group
+    first = tl.sum(tl.where(here, start + (tile - behind + tiles) * ROWS, 0), 0)
+    last = tl.sum(tl.where(here, end, 0), 0)
+    return group, first, last
+
+
+@triton.jit
+def _rows_kernel(
+    x, w, out, ends, rows, inner, columns, x_row, x_inner, w_group, w_inner, w_column, out_row,
+    GROUPS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[rows of g] = x[rows of g] @ w[g]."""
+    group, first, last = _group_of(ends, tl.program_id(1), rows, GROUPS, SLOTS, ROWS)
+    if group > GROUPS:
+        return
+    row = first + tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    step = tl.arange(0, INNER)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if group < GROUPS:
+        left = x + row.to(tl.int64)[:, None] * x_row + step[None, :] * x_inner
+        right = w + group.to(tl.int64) * w_group + step[:, None] * w_inner + column[None, :] * w_column
+        for done in range(0, inner, INNER):
+            inside = step < inner - done
+            a = tl.load(left, mask=(row < last)[:, None] & inside[None, :], other=0.0)
+            b = tl.load(right, mask=inside[:, None] & (column < columns)[None, :], other=0.0)
+            total = tl.dot(a, b, total, input_precision=PRECISION)
+            left += INNER * x_inner
+            right += INNER * w_inner
+    place = out + row.to(tl.int64)[:, None] * out_row + column[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=(row < last)[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def _weights_kernel(
+    x, grad, out, ends, inner, columns, x_row, x_inner, grad_row, grad_column, out_group, out_inner, out_column,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[g] = x[rows of g].T @ grad[rows of g]."""
+    group = tl.program_id(2)
+    last = tl.load(ends + group).to(tl.int32)
+    first = tl.load(ends + group - 1, mask=group > 0, other=0).to(tl.int32)
+    entry = tl.program_id(1) * INNER + tl.arange(0, INNER)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((INNER, COLUMNS), tl.float32)
+    for start in range(first, last, ROWS):
+        row = start + tl.arange(0, ROWS)
+        left = x + entry[:, None] * x_inner + row.to(tl.int64)[None, :] * x_row
+        right = grad + row.to(tl.int64)[:, None] * grad_row + column[None, :] * grad_column
+        a = tl.load(left, mask=(entry < inner)[:, None] & (row < last)[None, :], other=0.0)
+        b = tl.load(right, mask=(row < last)[:, None] & (column < columns)[None, :], other=0.0)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    place = out + group.to(tl.int64) * out_group + entry.to(tl.int64)[:, None] * out_inner + column[None, :] * out_column
+    tl.store(place, total.to(out.dtype.element_ty), mask=(entry < inner)[:, None] & (column < columns)[None, :])
+
+
+def rows_product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """As `grouped_mm.reference`."""
+    (rows, inner), (groups, _, columns) = x.shape, w.shape
+    out = x.new_empty(rows, columns)
+    if out.numel() == 0:
+        return out
+    tiles = triton.cdiv(rows, ROWS) + groups + 1
+    _rows_kernel[(triton.cdiv(columns, COLUMNS), tiles)](
+        x, w, out, ends, rows, inner, columns, *x.stride(), *w.stride(), out.stride(0),
+        GROUPS=groups, SLOTS=triton.next_power_of_2(groups + 2), ROWS=ROWS, COLUMNS=COLUMNS, INNER=_depth(x),
+        PRECISION=_precision(x), num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+    )  # fmt: skip
+    return out
+
+
+def weights_product(grad: Tensor, x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """The gradient of w."""
+    groups, inner, columns = w.shape
+    out = torch.empty_like(w)
+    if out.numel() == 0:
+        return out
+    _weights_kernel[(triton.cdiv(columns, COLUMNS), triton.cdiv(inner, ROWS), groups)](
+        x, grad, out, ends, inner, columns, *x.stride(), *grad.stride(), *out.stride(),
+        ROWS=_depth(x), COLUMNS=COLUMNS, INNER=ROWS, PRECISION=_precision(x), num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+    )  # fmt: skip
+    return out
+
+
+def _depth(x: Tensor) -> int:
+    """Entries summed at a time: what three stages of two tiles leave of an SM's memory."""
+    return 64 if x.element_size() == 2 else 32
+
+
+def _precision(x: Tensor) -> str:
+    """As torch's own products: exact float32 unless the user allows tf32."""
+    return "tf32" if torch.get_float32_matmul_precision() != "highest" else "ieee"
