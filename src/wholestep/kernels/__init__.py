@@ -20,6 +20,7 @@ from wholestep.kernels import (
     linear_cross_entropy,
     random_bits,
     recurrent,
+    scatter_shared,
     sgd,
 )
 from wholestep.kernels.attention import decomposition
@@ -45,5 +46,5 @@ UNCOMPILED: frozenset[OpOverload] = frozenset({
 
 __all__ = [
     "DECOMPOSITIONS", "IN_PLACE", "UNCOMPILED", "adamw", "attention", "clip", "dropout", "grouped_mm", "linear_cross_entropy",
-    "random_bits", "recurrent", "sgd",
+    "random_bits", "recurrent", "scatter_shared", "sgd",
 ]  # fmt: skip
