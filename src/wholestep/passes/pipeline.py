@@ -52,6 +52,7 @@ TABLE: tuple[Row, ...] = (
     Row("fold_views", "prepare", "before fold_casts: a view between two casts hides that they cancel"),
     Row("fold_casts", "prepare", "before share_equal: a shorter chain is more often equal to another"),
     Row("share_equal", "prepare", "after all folds: equal values are then written in equal ways"),
+    Row("bound_counts", "prepare", "after the folds, so that fewer views lie between a choice and its count"),
     Row("share_scatters", "prepare", "after the folds, which leave one expansion of an index and plain zeros"),
     Row("lean_gradients", "prepare", "before gradients are weighed: it halves them"),
     Row("channels_last", "prepare", "after lean_gradients and the folds, which look for casts that keep the layout"),
