@@ -222,6 +222,19 @@ def test_a_full_disk_while_training_names_the_last_good_checkpoint(call: Call, m
     assert len(done.err.splitlines()) == 1
 
 
+def test_one_of_several_processes_trains_nothing(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = call(*OWN, "--steps", "2", "--out", "a")
+    assert done.code == 2 and not Path("a").exists() and done.out == ""
+    assert done.err == (
+        "wholestep: this process is one of 2 (WORLD_SIZE=2, and torch.distributed is not initialised): a captured step would train "
+        "each replica alone. the distributed engine is not built yet; start one process, use torch's own loop, or optimizer=None "
+        "and reduce p.grad yourself.\n"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert call(*OWN, "--steps", "2", "--out", "a").code == 0
+
+
 # ---- signals and kills ----
 
 

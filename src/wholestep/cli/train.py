@@ -98,8 +98,10 @@ def run(
     given: dict[str, Any], *, out: Path | None, resume: bool, dump: str | None, quiet: bool, to_stderr: bool
 ) -> tuple[Outcome, dict[str, Any]]:
     """Train what was asked for; the outcome, and the request as it was completed."""
+    from wholestep.capture.preflight import refuse_world
     from wholestep.train.run_folder import new_run_is_possible
 
+    refuse_world()  # before each of them makes a folder
     folder = _run_to_resume(given, out) if resume else None
     if folder is None and out is not None:
         new_run_is_possible(out)  # before a model is built
@@ -149,14 +151,17 @@ def _job(request: dict[str, Any], given: dict[str, Any], folder: RunFolder | Non
 def _asked(name: str, given: dict[str, Any], folder: RunFolder | None) -> Any:
     """What is given now; else, on resume, what the run was started with. A `--set` replaces that of the same key only."""
     before: Any = None if folder is None else (folder.facts.get("request") or {}).get(name)
-    if before is not None and not isinstance(before, KINDS.get(name, str)):
+    kind: Any = KINDS.get(name, str)
+    if before is not None and not isinstance(before, kind):
         assert folder is not None
         raise BadOption(f"{folder.path / 'run.json'} is damaged: {name} was {before!r}", hint="mend it, or start a new run")
     now = given.get(name)
-    if name == "sets":
-        texts = [*(before or ()), *(now or ())]
-        return list({text.partition("=")[0].strip(): text for text in texts}.values()) or None
-    return before if now is None else now
+    return _merged(before, now) if name == "sets" else before if now is None else now
+
+
+def _merged(before: list[str] | None, now: list[str] | None) -> list[str] | None:
+    """`key=value` texts, the last of every key."""
+    return list({text.partition("=")[0].strip(): text for text in (*(before or ()), *(now or ()))}.values()) or None
 
 
 def _run_to_resume(given: dict[str, Any], out: Path | None) -> RunFolder:
