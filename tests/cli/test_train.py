@@ -222,16 +222,12 @@ def test_a_full_disk_while_training_names_the_last_good_checkpoint(call: Call, m
     assert len(done.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("narrow", "RuntimeError: mat1 and mat2 shapes cannot be multiplied (5x3 and 4x8) (at own_training.py:13)"),
-        ("misfit", "IndexError: too many indices for tensor of dimension 2 (at own_training.py:35)"),
-    ],
-)
-def test_an_error_of_the_users_code_is_one_line_with_its_place(call: Call, name: str, said: str) -> None:
-    done = call("train", f"own_training:{name}", "--backend", "interpret", "--steps", "2", "--out", "a")
-    assert done.code == 2 and done.err == f"wholestep: {said}\n" and not Path("a").exists()
+def test_an_error_of_the_users_code_is_one_line_with_its_place(call: Call) -> None:
+    done = call("train", "own_training:narrow", "--backend", "interpret", "--steps", "2", "--out", "a")
+    assert done.code == 2 and not Path("a").exists()
+    assert done.err == (
+        "wholestep: RuntimeError: mat1 and mat2 shapes cannot be multiplied (5x3 and 4x8) (at own_training.py:13)\n"
+    )
 
 
 def test_one_of_several_processes_trains_nothing(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
