@@ -128,7 +128,7 @@ class OneStep:
         if isinstance(error, unasked) or self.subject.device.type != "cpu":
             return error
         randomness, buffers = RandomStates(), Kept()
-        buffers.keep(list(self.subject.buffers.values()))
+        buffers.keep([tensor for tensor in self.subject.buffers.values() if not tensor.is_inference()])
         if self.python_random is not None:
             random.setstate(self.python_random[0])
             np.random.set_state(self.python_random[1])

@@ -89,7 +89,7 @@ class Variant:
         """The graph on one micro-batch: its outputs by name, gradients that were not used up, the norm of all of them."""
         self.feed(seed, step, micro, numbers)
         inputs = self.inputs(args)
-        if self.written and not self.before.live:
+        if self.written and not self.before.holds:
             self.before.keep([inputs[i] for i in self.written])
         with seeded_generator(self.subject.device, seed, step, micro), without_autocast(self.subject.device):
             values = self.runner(inputs)
