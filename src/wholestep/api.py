@@ -40,6 +40,7 @@ from wholestep.lower import (
 from wholestep.passes.amp import amp
 from wholestep.passes.pipeline import Pipeline, default_pipeline
 from wholestep.passes.update_early import update_early
+from wholestep.report.memory.host import fits_beside, refuse_what_cannot_fit
 from wholestep.runtime.one_step import OneStep
 from wholestep.runtime.progress import Progress
 from wholestep.runtime.step import Settings, Step
@@ -208,6 +209,8 @@ class _Stages:
         return f"{self.backend}, {card}"
 
     def lower(self, graph: TrainingGraph, backend: str) -> Any:
+        if self.subject.device.type == "cpu":
+            refuse_what_cannot_fit(graph, self.subject.optimizer, backend)
         began = time.perf_counter()
         runner = self._compiled(graph) if backend == "inductor" else lower_interpret(graph)
         if self.dump is not None:
@@ -247,6 +250,8 @@ class _Stages:
             return lower_interpret(graph)
         if self.subject.device.type != "cpu" or self.budget is not None:  # what was planned for is what runs
             return runner
+        if not fits_beside(graph):
+            return runner.with_facts(measured="not measured against interpreted code: that would not fit into memory")
         return faster_of(graph, runner, lower_interpret(graph))
 
 
@@ -324,10 +329,22 @@ def _check_options(
 
 def _first_check(clip_scope: str, budget: Budget | None) -> Any:
     """The comparison of the first live step with eager PyTorch, as far as the options leave it."""
-    check: Any = check_first_step
+    check: Any = _where_it_fits(check_first_step)
     if clip_scope != "global":
         check = _before_only(check, f"clip_scope={clip_scope!r} is not torch's clipping: gradients were compared, updates were not")
     return check if budget is None else check_within(budget, check)
+
+
+def _where_it_fits(check: Callable[..., Any]) -> Callable[..., Any]:
+    """The first step's check, left out where a CPU has no memory for it: it takes an eager step beside copies of the state."""
+
+    def checked(run: OneStep, variant: Any, *rest: Any) -> Any:
+        if variant.subject.device.type == "cpu" and not fits_beside(variant.capture.graph):
+            run.step._note("the first step was not checked against eager: that would not fit into memory")
+            return None
+        return check(run, variant, *rest)
+
+    return checked
 
 
 def _before_only(check: Callable[..., Any], reason: str) -> Callable[..., Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 
 def cache_folder(kind: str) -> Path:
@@ -32,3 +34,11 @@ def read_bytes(path: Path) -> bytes | None:
         return path.read_bytes()
     except OSError:
         return None
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file; OSError or ValueError, whatever bytes it holds."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None

@@ -46,6 +46,10 @@ class BudgetTooSmall(WholestepError):
         super().__init__(what, where=where, hint=hint)
 
 
+class NotEnoughMemory(WholestepError):
+    """The step would not fit into what this machine has left."""
+
+
 class NotBuiltYet(WholestepError):
     """A documented request whose stage is not part of this version."""
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.runtime.twins import Side, Twins, class_batches, classify, eager_update, interpreted, mlp_side, small_mlp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import wholestep
+from wholestep.capture.optimizers import needs_closure
 from wholestep.errors import BadLoss, BadOption, UnsupportedModel, UnsupportedOptimizer, WholestepWarning
 
 BATCHES = class_batches()
@@ -91,6 +98,96 @@ def test_several_processes_are_refused(lone_process: None, monkeypatch: pytest.M
     assert interpreted(side, BATCHES[0]).rung == "whole step", "what the message advises must work"
 
 
+def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UnsupportedModel) as caught:
+        interpreted(mlp_side(), BATCHES[0])
+    assert str(caught.value) == (
+        "this process is one of 2 (WORLD_SIZE=2, and torch.distributed is not initialised): a captured step would train each "
+        "replica alone. the distributed engine is not built yet; start one process, use torch's own loop, or optimizer=None and "
+        "reduce p.grad yourself."
+    )
+
+
+@pytest.mark.parametrize("said", ["1", "0", "", "many"])
+def test_a_world_of_one_is_no_obstacle(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", said)
+    assert interpreted(mlp_side(), BATCHES[0]).rung == "whole step"
+
+
+TWO_PROCESSES = """
+import sys, torch, wholestep
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if "group" in sys.argv:
+    torch.distributed.init_process_group("gloo")
+try:
+    wholestep.compile(model, lambda m, b: m(b).sum(), optimizer, torch.ones(3, 2), backend="interpret")
+except wholestep.WholestepError as error:
+    sys.stdout.write(f"refused: {error}\\n")
+"""
+
+
+@pytest.mark.parametrize("group", ["", pytest.param("group", marks=pytest.mark.slow)])
+def test_two_true_processes_are_refused(group: str, tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(TWO_PROCESSES)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "two.py", group]
+    found = subprocess.run(command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert found.stdout.count("refused: this process is one of 2 ") == 2, found.stderr
+    assert found.stdout.count("is initialised" if group else "is not initialised") == 2
+
+
+@pytest.mark.parametrize(
+    "criterion", [nn.CrossEntropyLoss(), nn.MSELoss(), F.cross_entropy, F.binary_cross_entropy_with_logits, F.mse_loss]
+)
+def test_a_criterion_in_place_of_a_loss_is_told_how_to_wrap_it(criterion: Any) -> None:
+    name = type(criterion).__name__ if isinstance(criterion, nn.Module) else criterion.__name__
+    side = mlp_side()
+    side.loss_fn = criterion
+    with pytest.raises(BadLoss) as caught:
+        interpreted(side, BATCHES[0])
+    assert str(caught.value) == (
+        f"loss_fn is {name}, a criterion: it would be called as {name}(model, batch). "
+        "wrap it: loss_fn=lambda model, batch: criterion(model(batch[0]), batch[1])."
+    )
+
+
+def test_what_the_message_about_a_criterion_advises_works() -> None:
+    side, criterion = mlp_side(), nn.CrossEntropyLoss()
+    side.loss_fn = lambda model, batch: criterion(model(batch[0]), batch[1])
+    pair = torch.randn(5, 4), torch.randint(0, 3, (5,))
+    assert interpreted(side, pair)(pair).isfinite()
+
+
+def test_a_criterion_of_ones_own_is_known_by_its_parameters() -> None:
+    class Focal(nn.Module):
+        def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return logits.sum()
+
+    def error(y_pred: torch.Tensor, y_true: torch.Tensor) -> torch.Tensor:
+        return (y_pred - y_true).square().mean()
+
+    side = mlp_side()
+    for side.loss_fn, name in ((Focal(), "Focal"), (error, "error")):
+        with pytest.raises(BadLoss, match=f"loss_fn is {name}, a criterion"):
+            interpreted(side, BATCHES[0])
+
+
+@pytest.mark.parametrize("kind", ["function", "module", "partial", "method"])
+def test_a_loss_with_names_of_its_own_is_no_criterion(kind: str) -> None:
+    class Loss(nn.Module):
+        def forward(self, net: nn.Module, targets: Any) -> torch.Tensor:
+            return classify(net, targets)
+
+    def loss(net: nn.Module, inputs: Any, scale: float = 1.0) -> torch.Tensor:
+        return classify(net, inputs) * scale
+
+    side = mlp_side()
+    twice = functools.partial(loss, scale=2.0)
+    side.loss_fn = {"function": loss, "module": Loss(), "partial": twice, "method": Loss().forward}[kind]
+    assert interpreted(side, BATCHES[0]).rung == "whole step"
+
+
 def test_a_grad_scaler_in_the_loss_is_refused() -> None:
     scaler = torch.amp.GradScaler("cpu")
     side = mlp_side()
@@ -103,6 +200,100 @@ def test_lbfgs_is_refused() -> None:
     model = small_mlp()
     with pytest.raises(UnsupportedOptimizer, match=r"LBFGS.*closure.*optimizer=None"):
         interpreted(Side(model, torch.optim.LBFGS(model.parameters()), classify), BATCHES[0])
+
+
+class SAM(torch.optim.SGD):
+    """As it is written for PyTorch: two halves of a step, and a closure between them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "SAM requires closure, but it was not provided"
+        closure = torch.enable_grad()(closure)
+        closure()
+        return super().step()
+
+
+class TwoHalves(torch.optim.SGD):
+    def first_step(self) -> None: ...
+
+    def second_step(self) -> None: ...
+
+
+class Requires(torch.optim.SGD):
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        closure()
+
+
+class Raises(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        if closure is None:
+            raise ValueError("no closure")
+        return super().step(closure)
+
+
+class Calls(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("kind", [SAM, TwoHalves, Requires, Raises, Calls])
+def test_an_optimizer_that_needs_a_closure_is_refused(kind: type[torch.optim.SGD]) -> None:
+    model = small_mlp()
+    with pytest.raises(UnsupportedOptimizer) as caught:
+        interpreted(Side(model, kind(model.parameters(), lr=0.1), classify), BATCHES[0])
+    assert str(caught.value) == (
+        f"{kind.__name__} re-evaluates the loss through a closure inside its step. "
+        "use optimizer=None: Wholestep fills p.grad, and your closure calls the step."
+    )
+
+
+class Asks(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        super().step()
+        return loss
+
+
+class AsksInPassing(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        super().step()
+        return loss
+
+
+class TakesNone(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            raise ValueError("closures are not for this one")
+        assert closure is None
+        return super().step()
+
+
+class ReturnsEarly(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        if not closure:
+            return super().step()
+        return closure()
+
+
+@pytest.mark.filterwarnings("ignore:forward and backward are captured:wholestep.WholestepWarning")
+@pytest.mark.parametrize("kind", [Asks, AsksInPassing, TakesNone, ReturnsEarly])
+def test_an_optimizer_that_may_have_a_closure_is_not_refused(kind: type[torch.optim.SGD]) -> None:
+    model = small_mlp()
+    assert interpreted(Side(model, kind(model.parameters(), lr=0.1), classify), BATCHES[0])(BATCHES[0]).isfinite()
+
+
+def test_every_optimizer_of_torch_but_lbfgs_steps_without_a_closure() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    every = [c for c in vars(torch.optim).values() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)]
+    made = [c([weight], lr=0.1) for c in every if c is not torch.optim.Optimizer]  # type: ignore[call-arg]
+    assert [type(o).__name__ for o in made if needs_closure(o)] == ["LBFGS"] and len(made) > 10
 
 
 def test_lazy_and_meta_parameters_are_refused() -> None:

@@ -39,6 +39,10 @@ def wrong():
 def raises():
     raise RuntimeError("the disk is\\non fire")
 
+def narrow():
+    model, loss, optimizer, loader = setup()
+    return model, loss, optimizer, torch.ones(5, 3)
+
 def misfit():
     model, loss, optimizer, loader = setup()
     return model, lambda m, b: m(b["x"]).mean(), optimizer, torch.ones(3, 4)

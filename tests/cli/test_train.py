@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shlex
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from tests.cli.calls import Call, program
 
+from wholestep.train.checkpoint_hashes import write_hashes
 from wholestep.train.metrics import read_rows
 from wholestep.train.run_folder import open_run
 
@@ -134,6 +136,7 @@ def damage(path: Path, how: str) -> None:
     else:
         change: dict[str, Any] = {"version": 99} if how == "newer" else {"format": "somebody else's"}
         facts.write_text(json.dumps(json.loads(facts.read_text()) | change))
+        write_hashes(path, [p.name for p in path.iterdir() if p.name != "checkpoint.sha256"])
 
 
 @pytest.mark.parametrize(
@@ -145,6 +148,46 @@ def test_a_checkpoint_that_cannot_be_used_is_told(call: Call, how: str, said: st
     damage(Path("a/checkpoints/step-000002"), how)
     done = call("train", "--resume", "--out", "a", "--steps", "4")
     assert done.code == 2 and said in done.err and "Traceback" not in done.err
+
+
+def test_a_checkpoint_with_eight_other_bytes_is_not_trained_on(call: Call) -> None:
+    assert call(*OWN, "--steps", "4", "--out", "a", "--save-every", "2").code == 0
+    weights = Path("a/checkpoints/step-000004/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-8] + b"8 others")
+    done = call("train", "--resume", "--out", "a", "--steps", "6")
+    assert done.code == 2 and "step-000004 is damaged: model.safetensors is not what was saved" in done.err
+    assert len(done.err.splitlines()) == 1 and not Path("a/checkpoints/step-000006").exists()
+    taken = re.search("`(wholestep .*)`", done.err)
+    assert taken is not None
+    done = call(*shlex.split(taken[1])[1:], "--steps", "6")
+    assert done.code == 0 and "resumed after step 2" in done.out and done.err == "", done.err
+    assert call(*OWN, "--steps", "6", "--out", "whole").code == 0
+    assert same(state("a", 6), state("whole", 6))
+
+
+def test_one_damaged_run_is_passed_over_by_resume_and_told_by_explain(call: Call) -> None:
+    for name in ("first", "second"):
+        assert call(*OWN, "--steps", "2", "--out", f"runs/{name}").code == 0
+    Path("runs/second/run.json").write_bytes(b"[" * 100_000)
+    done = call("train", "--resume", "--steps", "4")
+    assert done.code == 0 and "resumed after step 2" in done.out
+    said = "runs/second/run.json cannot be read: its values are nested too deeply"
+    assert done.err == f"wholestep: note: {said}; this run is passed over\n"
+    for again in (("explain", "runs/second"), ("train", "--resume", "--out", "runs/second")):
+        done = call(*again)
+        assert done.code == 2 and done.err == f"wholestep: {said}. there are runs/first.\n"
+
+
+@pytest.mark.parametrize("entry", ["settings", "request", "compile", "result", "device", "versions"])
+@pytest.mark.parametrize("value", [3, {}, {"model": [], "family": 7, "sets": 5, "data": {}, "falls": 3, "seconds": "x"}])
+def test_a_run_whose_entries_are_of_other_kinds_is_at_most_one_line(call: Call, entry: str, value: Any) -> None:
+    assert call(*OWN, "--steps", "1", "--out", "a").code == 0
+    facts = json.loads(Path("a/run.json").read_text())
+    Path("a/run.json").write_text(json.dumps(facts | {entry: value}))
+    for command in (("explain", "a"), ("explain", "a", "--json"), ("train", "--resume", "--out", "a", "--steps", "1")):
+        done = call(*command)
+        assert done.code in (0, 2) and len(done.err.splitlines()) == (done.code == 2), done.err
+        assert "of Wholestep's own" not in done.err
 
 
 # ---- trouble ----
@@ -177,6 +220,27 @@ def test_a_full_disk_while_training_names_the_last_good_checkpoint(call: Call, m
     done = call(*OWN, "--steps", "6", "--out", "a", "--save-every", "2", "--quiet")
     assert done.code == 2 and "No space left on device" in done.err and "step-000002 is complete and kept" in done.err
     assert len(done.err.splitlines()) == 1
+
+
+def test_an_error_of_the_users_code_is_one_line_with_its_place(call: Call) -> None:
+    done = call("train", "own_training:narrow", "--backend", "interpret", "--steps", "2", "--out", "a")
+    assert done.code == 2 and not Path("a").exists()
+    assert done.err == (
+        "wholestep: RuntimeError: mat1 and mat2 shapes cannot be multiplied (5x3 and 4x8) (at own_training.py:13)\n"
+    )
+
+
+def test_one_of_several_processes_trains_nothing(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = call(*OWN, "--steps", "2", "--out", "a")
+    assert done.code == 2 and not Path("a").exists() and done.out == ""
+    assert done.err == (
+        "wholestep: this process is one of 2 (WORLD_SIZE=2, and torch.distributed is not initialised): a captured step would train "
+        "each replica alone. the distributed engine is not built yet; start one process, use torch's own loop, or optimizer=None "
+        "and reduce p.grad yourself.\n"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert call(*OWN, "--steps", "2", "--out", "a").code == 0
 
 
 # ---- signals and kills ----
@@ -225,8 +289,8 @@ def test_killed_thirty_times_at_any_moment_it_always_resumes_bit_for_bit(call: C
         run = in_folder / f"killed-{rounds}"
         rounds += 1
         while True:
-            again = ("train", "--resume") if run.exists() else (*OWN, "--steps", str(steps))
-            process = start(in_folder, *again, "--out", run.name, "--save-every", "7", "--quiet")
+            again = ("train", "--resume") if run.exists() else (*OWN, "--steps", str(steps), "--save-every", "7")
+            process = start(in_folder, *again, "--out", run.name, "--quiet")
             try:
                 out, err = process.communicate(timeout=chance.uniform(0.5, 9.0) if kills < 30 else None)
                 assert process.returncode == 0, out + err

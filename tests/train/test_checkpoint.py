@@ -20,6 +20,7 @@ from torch import nn
 import wholestep
 from wholestep.errors import BadCheckpoint, BadOption, WholestepWarning
 from wholestep.train import checkpoint, checkpoint_files, encoding
+from wholestep.train.checkpoint_hashes import write_hashes
 
 SCHEDULE_WARNING = "ignore:Detected call of `lr_scheduler.step:UserWarning"
 pytestmark = pytest.mark.filterwarnings(SCHEDULE_WARNING)
@@ -281,7 +282,9 @@ def test_no_pickle_is_written_or_read(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(f"pickle.{name}", refuse)
     path = save_small(tmp_path)
     wholestep.load(tmp_path, model=nn.Linear(2, 3))
-    assert sorted(p.name for p in path.iterdir()) == ["checkpoint.json", "model.safetensors", "rng.safetensors"]
+    assert sorted(p.name for p in path.iterdir()) == [
+        "checkpoint.json", "checkpoint.sha256", "model.safetensors", "rng.safetensors"
+    ]  # fmt: skip
 
 
 # ---- the folder ----
@@ -405,28 +408,49 @@ def test_no_folder_no_checkpoint_foreign_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "rng.safetensors", "checkpoint.json"])
 @pytest.mark.parametrize("harm", ["truncated", "missing", "overwritten"])
-def test_a_damaged_checkpoint_is_passed_over(name: str, harm: str, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_written_without_hashes(name: str, harm: str, tmp_path: Path) -> None:
+    """Sizes and headers are compared all the same."""
     save_small(tmp_path, 1)
     path = save_small(tmp_path, 2) / name
+    without_hashes(path.parent)
     content = path.read_bytes()
     if harm == "missing":
         path.unlink()
     else:
         path.write_bytes(content[: len(content) // 2] if harm == "truncated" else b"\xff" * len(content))
-    with pytest.warns(WholestepWarning, match=f"step-000002 is damaged and passed over: {name}"):
-        assert wholestep.load(tmp_path, model=nn.Linear(2, 3)).number == 1
     why = " has .* bytes instead of " if harm == "truncated" and name != "checkpoint.json" else ""
-    with pytest.raises(BadCheckpoint, match=f"step-000002 is no complete checkpoint: {name}{why}"):
-        wholestep.load(path.parent, model=nn.Linear(2, 3))
+    for asked in (tmp_path, path.parent):
+        with pytest.raises(BadCheckpoint, match=f"step-000002 is damaged: {name}{why}.*step-000001 is good: take it with `load"):
+            wholestep.load(asked, model=nn.Linear(2, 3))
+    assert wholestep.load(tmp_path / "step-000001", model=nn.Linear(2, 3)).number == 1
     (tmp_path / "step-000001" / "checkpoint.json").unlink()
-    with pytest.warns(WholestepWarning), pytest.raises(BadCheckpoint, match="none of the 2 checkpoints"):
+    with pytest.raises(BadCheckpoint, match="no other checkpoint beside it is good"):
         wholestep.load(tmp_path, model=nn.Linear(2, 3))
+
+
+def without_hashes(path: Path) -> None:
+    """As an older Wholestep wrote it."""
+    (path / "checkpoint.sha256").unlink()
+    facts = json.loads((path / "checkpoint.json").read_text())
+    del facts["hashes"]
+    (path / "checkpoint.json").write_text(json.dumps(facts))
+
+
+def test_an_old_checkpoint_without_hashes_is_loaded_and_said(tmp_path: Path) -> None:
+    path = save_small(tmp_path, 2, data="mine")
+    without_hashes(path)
+    with pytest.warns(WholestepWarning) as told:
+        assert wholestep.load(tmp_path, model=nn.Linear(2, 3)).data == "mine"
+    assert [str(warning.message) for warning in told] == [
+        f"{path} was saved without hashes, by an older Wholestep: bytes that changed in it since would not be noticed"
+    ]
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     save_small(tmp_path, 1)
     path = save_small(tmp_path, 2) / "checkpoint.json"
     path.write_text(path.read_text().replace('"version": 1', '"version": 99'))
+    write_hashes(path.parent, [p.name for p in path.parent.iterdir() if p.name != "checkpoint.sha256"])
     with pytest.raises(BadCheckpoint, match=r"format version 99, this Wholestep reads up to 1\. update Wholestep"):
         wholestep.load(tmp_path, model=nn.Linear(2, 3))
 

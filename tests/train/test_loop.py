@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 import wholestep
 from wholestep.errors import BadBatch, BadCheckpoint, BadLoss, BadOption, WholestepError
 from wholestep.train import checkpoint_files, running
+from wholestep.train.checkpoint_hashes import write_hashes
 from wholestep.train.loop import Outcome, train
 from wholestep.train.metrics import read_rows
 from wholestep.train.run_folder import all_runs, new_run, newest_run, open_run
@@ -297,26 +299,79 @@ def test_checkpoints_that_cannot_be_used_are_told(tmp_path: Path) -> None:
     run(tmp_path / "a", steps=2)
     facts = tmp_path / "a" / "checkpoints" / "step-000002" / "checkpoint.json"
     kept = facts.read_text()
+    files = [path.name for path in facts.parent.iterdir() if path.name != "checkpoint.sha256"]
     for changes, said in (({"version": 99}, "format version 99"), ({"format": "other"}, "not written by wholestep.save")):
         edit(facts, **changes)
+        write_hashes(facts.parent, files)
         with pytest.raises(BadCheckpoint, match=said):
             run(tmp_path / "a", steps=4, resume=True)
         facts.write_text(kept)
+    write_hashes(facts.parent, files)
     weights = facts.with_name("model.safetensors")
     weights.write_bytes(weights.read_bytes()[:100])
-    with (
-        pytest.raises(BadCheckpoint, match=r"model.safetensors has 100 bytes instead of"),
-        pytest.warns(wholestep.WholestepWarning, match="step-000002 is damaged"),
-    ):
+    with pytest.raises(BadCheckpoint, match=r"step-000002 is damaged: model.safetensors has 100 bytes instead of"):
         run(tmp_path / "a", steps=4, resume=True)
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:
+def test_a_damaged_newest_checkpoint_is_refused_and_the_good_one_can_be_taken(tmp_path: Path) -> None:
+    run(tmp_path / "whole", steps=8)
     run(tmp_path / "a", steps=6, options={"save_every": 2})
-    (tmp_path / "a" / "checkpoints" / "step-000006" / "model.safetensors").write_bytes(b"x")
-    with pytest.warns(wholestep.WholestepWarning, match="step-000006 is damaged and passed over"):
-        outcome = run(tmp_path / "a", steps=8, resume=True)
-    assert outcome.steps_now == 4
+    held = tmp_path / "a" / "checkpoints"
+    weights = held / "step-000006" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8] + b"8 others")
+    before = (tmp_path / "a" / "run.json").read_text()
+    with pytest.raises(BadCheckpoint) as caught:
+        run(tmp_path / "a", steps=8, resume=True)
+    good = f"step-000004 is good: take it with `wholestep train --resume --out {held / 'step-000004'}`."
+    assert "step-000006 is damaged: model.safetensors is not what was saved" in str(caught.value)
+    assert str(caught.value).endswith(good) and (tmp_path / "a" / "run.json").read_text() == before
+    notes = TalksTo(lambda row: None)
+    outcome = run(held / "step-000004", steps=8, resume=True, options={"display": notes})
+    assert outcome.steps_now == 4 and same(state(tmp_path / "a", 8), state(tmp_path / "whole", 8))
+    assert notes.notes == ["a checkpoint after step-000004 was there; it is kept as set-aside-step-000006"]
+    assert (held / "set-aside-step-000006").is_dir() and not (held / "step-000006").exists()
+    assert run(tmp_path / "a", steps=8, resume=True).steps_now == 0, "what was set aside is not the newest"
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    run(tmp_path / "a", steps=4)
+    run(tmp_path / "b", steps=4, lr=0.1)
+    place = tmp_path / "a" / "checkpoints" / "step-000004"
+    shutil.rmtree(place)
+    shutil.copytree(tmp_path / "b" / "checkpoints" / "step-000004", place)
+    with pytest.raises(BadCheckpoint, match=r"is of another run: it was trained with lr=0.1, this run has lr=0.05\. put the run's"):
+        run(tmp_path / "a", steps=6, resume=True)
+
+
+HARMED: dict[str, bytes | None] = {
+    "deeply nested": b"[" * 100_000, "nested in an entry": b'{"format": "wholestep run", "settings": ' + b"[" * 100_000,
+    "truncated": b'{"format": "wholestep run", "ver', "empty": b"", "binary": bytes(range(256)), "a list": b"[1, 2]",
+    "another file": b'{"epoch": 3}', "a folder": None,
+    "settings as a list": b'{"format": "wholestep run", "version": 1, "settings": [3]}',
+    "request as a text": b'{"format": "wholestep run", "version": 1, "request": "train"}',
+    "steps as a text": b'{"format": "wholestep run", "version": 1, "steps": "many"}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("harm", HARMED)
+def test_a_damaged_run_breaks_no_other(harm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    new_run(None, "sound", {"name": "sound"})
+    new_run(None, "harmed", {"name": "harmed"})
+    path = Path("runs/harmed/run.json")
+    path.unlink()
+    if HARMED[harm] is None:
+        path.mkdir()
+    else:
+        path.write_bytes(HARMED[harm] or b"")
+    with pytest.warns(wholestep.WholestepWarning) as told:
+        assert newest_run(None, None).path == Path("runs/sound")
+    (line,) = [str(warning.message) for warning in told]
+    assert line.startswith("runs/harmed/run.json ") and line.endswith("; this run is passed over") and "\n" not in line
+    with pytest.raises(BadOption) as caught, warnings.catch_warnings(record=True) as quiet:
+        open_run(Path("runs/harmed"))
+    assert str(caught.value).startswith("runs/harmed") and str(caught.value).endswith("there are runs/sound.") and not quiet
+    assert new_run(None, "harmed", {}).path == Path("runs/harmed-2")
 
 
 def test_not_a_run_is_one_line(tmp_path: Path) -> None:

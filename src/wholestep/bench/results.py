@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from wholestep.bench.losses import departure
-from wholestep.disk import write_atomically
+from wholestep.disk import read_json, write_atomically
 from wholestep.errors import BadOption
 
 FORMAT = "wholestep-bench-1"
@@ -25,7 +25,7 @@ def key_of(row: Mapping[str, Any]) -> tuple[str, str]:
 def load(path: Path) -> list[Row]:
     """The rows of a file; an error when it is not one of ours."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path)
     except OSError as error:
         raise BadOption(f"{path}: {error.strerror or error}", hint="name a file that `wholestep bench` wrote") from error
     except ValueError as error:

@@ -7,8 +7,11 @@ flags are fixed. Every number (lr, betas, momentum, the step count) stays out of
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,6 +62,46 @@ def supported(optimizer: Optimizer) -> str | None:
             if type(value) not in _PLAIN and isinstance(value, torch.Tensor) and value.device.type != "cpu":
                 return f"{key} is a tensor on {value.device}; make it a number or a CPU tensor"
     return None
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether `optimizer.step()` cannot be called without one: LBFGS, SAM and what is written like them."""
+    if all(callable(getattr(optimizer, name, None)) for name in ("first_step", "second_step")):  # SAM's two halves
+        return True
+    step = inspect.unwrap(getattr(optimizer.step, "__func__", optimizer.step))
+    try:
+        parameter = inspect.signature(step).parameters.get("closure")
+        written = ast.parse(textwrap.dedent(inspect.getsource(step))).body[0]
+    except (TypeError, ValueError, OSError, SyntaxError):  # no source at hand
+        return False
+    if parameter is None or not isinstance(written, ast.FunctionDef):
+        return False
+    return parameter.default is parameter.empty or _insists(written.body)
+
+
+def _insists(statements: Sequence[ast.stmt]) -> bool:
+    """Whether these call `closure`, or raise for want of it, other than behind a question whether there is one."""
+    for statement in statements:
+        if isinstance(statement, ast.If | ast.Assert) and _mentions(statement.test):
+            missing = isinstance(statement.test, ast.UnaryOp) or any(isinstance(n, ast.Is) for n in ast.walk(statement.test))
+            if isinstance(statement, ast.Assert):
+                return not missing
+            if missing:  # what comes after it is for those who gave one
+                return any(isinstance(inner, ast.Raise) for inner in statement.body)
+            continue
+        inside = [inner for name in ("body", "orelse", "finalbody") for inner in getattr(statement, name, ())]
+        if inside:
+            if _insists(inside):
+                return True
+        elif any(isinstance(n, ast.BoolOp | ast.IfExp) and _mentions(n) for n in ast.walk(statement)):
+            return False  # it asks in passing: `closure = closure or ...`
+        elif any(isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "closure" for n in ast.walk(statement)):
+            return True
+    return False
+
+
+def _mentions(node: ast.AST) -> bool:
+    return any(isinstance(inner, ast.Name) and inner.id == "closure" for inner in ast.walk(node))
 
 
 def genuine_step(optimizer: Optimizer) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from wholestep.capture.gpu_autocast import gpu_autocast
+from wholestep.capture.optimizers import needs_closure
 from wholestep.capture.subject import Subject
 from wholestep.errors import BadLoss, CaptureRefused, UnsupportedModel, UnsupportedOptimizer
 
@@ -35,10 +37,10 @@ def refuse_unsupported(subject: Subject) -> None:
     for name, p in [*subject.parameters.items(), *subject.buffers.items()]:
         _refuse_tensor(name, p, dry=subject.dry is not None)
     if subject.optimizer is not None:  # without one, the caller reduces p.grad before the update
-        _refuse_world()
-    if isinstance(subject.optimizer, torch.optim.LBFGS):
+        refuse_world()
+    if subject.optimizer is not None and needs_closure(subject.optimizer):
         raise UnsupportedOptimizer(
-            "LBFGS re-evaluates the loss through a closure inside its step",
+            f"{type(subject.optimizer).__name__} re-evaluates the loss through a closure inside its step",
             hint="use optimizer=None: Wholestep fills p.grad, and your closure calls the step",
         )
     _refuse_scaler(subject.loss_fn)
@@ -78,13 +80,18 @@ def _refuse_tensor(name: str, tensor: torch.Tensor, *, dry: bool) -> None:
         raise UnsupportedModel(f"{name} is on the meta device", hint="materialise it with to_empty() and initialise it")
 
 
-def _refuse_world() -> None:
+def refuse_world() -> None:
+    """An error where this process is one of several, whether they know of each other yet or not."""
     distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+    initialised = distributed.is_available() and distributed.is_initialized()
+    said = os.environ.get("WORLD_SIZE", "")  # set by torchrun and its like; a single process may be told of a world of one
+    size = distributed.get_world_size() if initialised else int(said) if said.isdecimal() else 1
+    if size > 1:
+        why = "torch.distributed is initialised" if initialised else f"WORLD_SIZE={said}, and torch.distributed is not initialised"
         raise UnsupportedModel(
-            f"this process is one of {distributed.get_world_size()} (torch.distributed is initialised): "
-            "a captured step would train each replica alone",
-            hint="the distributed engine is not built yet; use torch's own loop, or optimizer=None and reduce p.grad yourself",
+            f"this process is one of {size} ({why}): a captured step would train each replica alone",
+            hint="the distributed engine is not built yet; start one process, use torch's own loop, or optimizer=None and "
+            "reduce p.grad yourself",
         )
 
 

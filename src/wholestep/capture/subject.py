@@ -7,6 +7,7 @@ parameter and buffer has one name; tied ones have one name and several aliases.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
@@ -126,6 +127,7 @@ def make_subject(
             f"loss_fn is a {type(loss_fn).__name__}, not a function of (model, batch)",
             hint="pass loss_fn(model, batch) -> loss, or None for model(**batch).loss",
         )
+    _refuse_criterion(loss_fn)
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise UnsupportedOptimizer(
             f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer",
@@ -150,6 +152,28 @@ def make_subject(
         _check_fp16(subject)
         subject.loss_scale = LossScale()
     return subject
+
+
+def _refuse_criterion(loss_fn: Any) -> None:
+    """`nn.CrossEntropyLoss()`, `F.cross_entropy` and functions like them take predictions, and would be handed the model."""
+    function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    torchs = isinstance(loss_fn, nn.modules.loss._Loss) or getattr(loss_fn, "__module__", None) == "torch.nn.functional"
+    try:
+        first, second = list(inspect.signature(function).parameters)[:2]
+    except (TypeError, ValueError):  # no signature to be had, or fewer than two parameters
+        first = second = ""
+    if not torchs and not (first in _PREDICTIONS and second in _TARGETS):
+        return
+    name = type(loss_fn).__name__ if isinstance(loss_fn, nn.Module) else getattr(loss_fn, "__name__", "loss_fn")
+    raise BadLoss(
+        f"loss_fn is {name}, a criterion: it would be called as {name}(model, batch)",
+        hint="wrap it: loss_fn=lambda model, batch: criterion(model(batch[0]), batch[1])",
+    )
+
+
+_PREDICTIONS = {"input", "inputs", "logits", "pred", "preds", "prediction", "predictions", "output", "outputs", "y_pred", "y_hat"}
+_TARGETS = {"target", "targets", "label", "labels", "y_true", "truth"}
+"""What criteria call their first and their second parameter."""
 
 
 def _check_fp16(subject: Subject) -> None:

@@ -46,7 +46,14 @@ def command(
     from wholestep.train.run_folder import open_run
 
     found = open_run(run)
-    typer.echo(json_text.dumps(as_facts(found), indent=1) if json else "\n".join(lines_of(found)))
+    try:
+        text = json_text.dumps(as_facts(found), indent=1) if json else "\n".join(lines_of(found))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:  # only files were read: one of them is not as written
+        from wholestep.errors import BadOption
+
+        what = f"{found.path} is damaged: run.json or metrics.jsonl holds what no run writes ({type(error).__name__}: {error})"
+        raise BadOption(what, hint="its checkpoints may still be good") from error
+    typer.echo(text)
 
 
 def _plan_lines(path: Path, plan: Plan) -> list[str]:
@@ -151,10 +158,11 @@ def _alone(path: Path) -> dict[str, Any] | None:
     stored = path / "checkpoint.json"
     if not stored.is_file() or (path.parent.parent / FACTS).is_file():
         return None
+    from wholestep.disk import read_json
     from wholestep.errors import BadOption
 
     try:
-        facts = json_text.loads(stored.read_text(encoding="utf-8"))
+        facts = read_json(stored)
         return {name: facts[name] for name in ("format", "version", "number", "files", "torch", "data", "config")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadOption(f"{stored} is no complete checkpoint: {error}", hint="give one that wholestep.save wrote") from error

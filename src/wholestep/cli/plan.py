@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from wholestep.cli import options
+from wholestep.disk import read_json
 from wholestep.errors import BadOption, NotBuiltYet
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def read_peers(path: Path | None, model: str) -> list[Peer]:
     if path is None:
         return []
     try:
-        held = json_text.loads(path.read_text(encoding="utf-8"))
+        held = read_json(path)
         rows = held["rows"] if isinstance(held, dict) else held
         found: dict[str, Peer] = {}
         for row in rows:

@@ -16,8 +16,17 @@ if TYPE_CHECKING:
     from wholestep.train.run_folder import RunFolder
     from wholestep.train.running import Outcome
 
-ASKED = ("model", "sets", "data", "batch", "seq", "precision", "steps", "seed", "init", "backend", "disable", "memory", "plan")
+ASKED = (
+    "model", "sets", "data", "batch", "seq", "precision", "steps", "seed", "init", "backend", "disable", "memory", "plan",
+    "nonfinite", "save_every",
+)  # fmt: skip
 """Kept in run.json and taken from there by --resume, unless it is given again."""
+KINDS: dict[str, type] = {"sets": list, "disable": list, "init": bool} | dict.fromkeys(
+    ("batch", "seq", "steps", "seed", "save_every"), int
+)
+"""What they are in run.json; the others are texts."""
+OF_THIS_CALL = ("out", "resume", "recipe", "dump", "quiet", "json")
+"""The rest: where the run is, and what is shown or written of it besides."""
 MADE_OF = ("sets", "data", "batch", "seq", "precision", "steps", "init")
 """Those that `make_job` takes by the same name."""
 
@@ -34,12 +43,14 @@ def command(
         Path | None, typer.Option(metavar="DIR", help="The folder of the run; runs/MODEL-DATA when not given, never overwritten.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint: of --out, or of the newest run.")
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint of --out, or of the newest run. "
+                           "--out may also be one checkpoint. What is not given again is as it was.")
     ] = False,
     init: Annotated[bool, typer.Option("--init", help="Start from the weights that lie in the folder MODEL.")] = False,
     nonfinite: Annotated[
-        str, typer.Option(metavar="stop|skip", help="What to do about a loss or gradient that is not finite.")
-    ] = "stop",
+        str | None,
+        typer.Option(metavar="stop|skip", help="What to do about a loss or gradient that is not finite; stop when not given."),
+    ] = None,
     save_every: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Steps between checkpoints; about ten over a run when not given.")
     ] = None,
@@ -76,29 +87,21 @@ def command(
     given = {
         "model": model, "sets": sets or None, "data": data, "batch": batch, "seq": seq, "precision": precision, "steps": steps,
         "seed": seed, "init": init or None, "backend": backend, "disable": disable or None,
-        "memory": memory, "plan": None if plan is None else str(plan.absolute()),
+        "memory": memory, "plan": None if plan is None else str(plan.absolute()), "nonfinite": nonfinite, "save_every": save_every,
     }  # fmt: skip
-    outcome, request = run(
-        given, out=out, resume=resume, nonfinite=nonfinite, save_every=save_every, dump=dump, quiet=quiet, to_stderr=json
-    )
+    outcome, request = run(given, out=out, resume=resume, dump=dump, quiet=quiet, to_stderr=json)
     report(outcome, request, quiet=quiet, json=json)
     raise typer.Exit(outcome.exit_code)
 
 
 def run(
-    given: dict[str, Any],
-    *,
-    out: Path | None,
-    resume: bool,
-    nonfinite: str,
-    save_every: int | None,
-    dump: str | None,
-    quiet: bool,
-    to_stderr: bool,
+    given: dict[str, Any], *, out: Path | None, resume: bool, dump: str | None, quiet: bool, to_stderr: bool
 ) -> tuple[Outcome, dict[str, Any]]:
     """Train what was asked for; the outcome, and the request as it was completed."""
+    from wholestep.capture.preflight import refuse_world
     from wholestep.train.run_folder import new_run_is_possible
 
+    refuse_world()  # before each of them makes a folder
     folder = _run_to_resume(given, out) if resume else None
     if folder is None and out is not None:
         new_run_is_possible(out)  # before a model is built
@@ -120,9 +123,9 @@ def run(
     if not quiet:
         display.say(f"{job.name}: {_parameters(job.model):,} parameters; data {job.batches.describe()}")
     outcome = train(
-        job, compile_step=compile_step, out=out if folder is None else folder.path, resume=resume, nonfinite=nonfinite,  # type: ignore[arg-type]
-        save_every=save_every, backend=request["backend"] or "inductor", dump=where, display=display, request=request,
-        compile_options=extra,
+        job, compile_step=compile_step, out=out if out is not None or folder is None else folder.path, resume=resume,
+        nonfinite=request["nonfinite"] or "stop", save_every=request["save_every"], backend=request["backend"] or "inductor",
+        dump=where, display=display, request=request, compile_options=extra,
     )  # fmt: skip
     return outcome, request
 
@@ -133,17 +136,32 @@ def _job(request: dict[str, Any], given: dict[str, Any], folder: RunFolder | Non
 
     changed = [name for name in ("model", "seed", *MADE_OF) if name != "steps" and given.get(name) is not None]
     if folder is not None and not changed and folder.facts.get("settings"):
-        return make_job_again(folder.facts["settings"], steps=given["steps"])
+        try:
+            return make_job_again(folder.facts["settings"], steps=given["steps"])
+        except (KeyError, TypeError, AttributeError) as error:
+            if folder.facts["settings"].get("family") is None:  # the user's own function: its errors are told as they are
+                raise
+            what = f"{folder.path / 'run.json'} is damaged: its settings make no job ({type(error).__name__}: {error})"
+            raise BadOption(what, hint="mend it, or start a new run") from error
     arguments = {name: request[name] for name in MADE_OF}
     arguments |= {"sets": tuple(request["sets"] or ()), "init": bool(request["init"]), "seed": request["seed"] or 0}
     return make_job(request["model"], **arguments)
 
 
 def _asked(name: str, given: dict[str, Any], folder: RunFolder | None) -> Any:
-    """What is given now; else, on resume, what the run was started with."""
-    if given.get(name) is not None or folder is None:
-        return given.get(name)
-    return (folder.facts.get("request") or {}).get(name)
+    """What is given now; else, on resume, what the run was started with. A `--set` replaces that of the same key only."""
+    before: Any = None if folder is None else (folder.facts.get("request") or {}).get(name)
+    kind: Any = KINDS.get(name, str)
+    if before is not None and not isinstance(before, kind):
+        assert folder is not None
+        raise BadOption(f"{folder.path / 'run.json'} is damaged: {name} was {before!r}", hint="mend it, or start a new run")
+    now = given.get(name)
+    return _merged(before, now) if name == "sets" else before if now is None else now
+
+
+def _merged(before: list[str] | None, now: list[str] | None) -> list[str] | None:
+    """`key=value` texts, the last of every key."""
+    return list({text.partition("=")[0].strip(): text for text in (*(before or ()), *(now or ()))}.values()) or None
 
 
 def _run_to_resume(given: dict[str, Any], out: Path | None) -> RunFolder:

@@ -16,9 +16,14 @@ import torch
 
 from wholestep import compat
 from wholestep.capture.front import LossGraph
+from wholestep.capture.preflight import autocast_for
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT
+from wholestep.capture.undo import RandomStates
+from wholestep.errors import CaptureRefused, WholestepError
+from wholestep.runtime.binding import StateMoved
 from wholestep.runtime.compiled import LowerRung
 from wholestep.runtime.eager import Result, clear_gradients, combine, update_in_torch
+from wholestep.runtime.kept import Kept
 from wholestep.runtime.variant import Variant
 
 if TYPE_CHECKING:
@@ -104,17 +109,51 @@ class OneStep:
         if not variant.checked:
             with compat.no_collection():
                 return self._first(variant, args, numbers)
-        named, gradients, self.norm = variant.micro(args, numbers, step.seed, step.count, index)
+        try:
+            named, gradients, self.norm = variant.micro(args, numbers, step.seed, step.count, index)
+        except Exception as error:
+            raise self._in_users_words(error) from None
         if gradients:
             variant.hand_over(gradients)
         return named
+
+    def _in_users_words(self, error: Exception) -> Exception:
+        """What the user's own code says about a batch that compiled code failed on; the same error where it says nothing.
+
+        An index that is out of range is told by eager with its type, its words and its line; compiled code names a kernel.
+        """
+        for variant in self.variants:
+            variant.before.put_back()
+        unasked = (WholestepError, CaptureRefused, StateMoved, MemoryError, torch.OutOfMemoryError)
+        if isinstance(error, unasked) or self.subject.device.type != "cpu":
+            return error
+        randomness, buffers = RandomStates(), Kept()
+        buffers.keep([tensor for tensor in self.subject.buffers.values() if not tensor.is_inference()])
+        if self.python_random is not None:
+            random.setstate(self.python_random[0])
+            np.random.set_state(self.python_random[1])
+        try:
+            with torch.enable_grad(), autocast_for(self.subject):
+                self.subject.loss_fn(self.subject.model, self.batch)
+        except Exception as told:
+            return told
+        finally:
+            randomness.restore()
+            buffers.put_back()
+        return error
 
     def _first(self, variant: Variant, args: Sequence[Any], numbers: Sequence[Any]) -> dict[str, Any]:
         """The first run of a variant."""
         step, index = self.step, len(self.results)
         check = step.settings.check
         afterwards = None if check is None else check(self, variant, args, numbers)
-        named, gradients, norm = variant.micro(args, numbers, step.seed, step.count, index)
+        try:
+            named, gradients, norm = variant.micro(args, numbers, step.seed, step.count, index)
+        except Exception as error:
+            if afterwards is None:
+                raise self._in_users_words(error) from None
+            variant.before.put_back()
+            raise
         self.norm = norm
         if gradients:
             variant.hand_over(gradients)

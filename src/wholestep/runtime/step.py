@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from wholestep.capture.batch import BatchSpec, flatten, split_batch
 from wholestep.capture.front import Front, LossGraph
 from wholestep.capture.ladder import WHOLE, Fall
+from wholestep.capture.modes import is_user_file
 from wholestep.capture.preflight import notes_on
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
@@ -84,11 +86,18 @@ class Step:
 
     def __call__(self, batch: Any) -> Any:
         micro = self._micro_batches(batch)
+        optimizer = self.subject.optimizer
+        num_states = 0 if optimizer is None else len(optimizer.state)
         try:
             (loss, aux), self.grad_norm = self._run(micro)
         except Exception as error:
+            if optimizer is not None:
+                for parameter in list(optimizer.state)[num_states:]:
+                    del optimizer.state[parameter]  # made for this step, which has not been taken
+            if isinstance(error, WholestepError):
+                raise
             self._blame_structure(micro[0], error)
-            raise
+            raise error.with_traceback(_users_part(error.__traceback__)) from error.__cause__
         self.count += 1
         return (loss, aux) if aux else loss
 
@@ -98,17 +107,18 @@ class Step:
             self._eager_first, self._refusals = False, 1
             return result
         for _ in range(2):
-            run = OneStep(self, micro)
+            run, refused = OneStep(self, micro), None
             try:
                 return run.whole(known_only=self._lower is not None)
-            except CaptureRefused as refused:
-                if self._retries(refused):
-                    continue
-                return self._below(run, refused)
+            except CaptureRefused as found:
+                refused = found
             except StateMoved as moved:
                 if run.results:
                     raise
                 self._forget(str(moved))
+            # outside of the handlers: an error of the user's own code is no consequence of what Dynamo could not do
+            if refused is not None and not self._retries(refused):
+                return self._below(run, refused)
         return self._below(OneStep(self, micro), CaptureRefused("parameters, buffers or optimizer state keep moving"))
 
     def _retries(self, refused: CaptureRefused) -> bool:
@@ -144,7 +154,7 @@ class Step:
     def _blame_structure(self, batch: Any, error: Exception) -> None:
         """A batch of another structure than the example, with which the user's own code fails: say how it differs."""
         first = self._structure
-        if first is None or isinstance(error, WholestepError):
+        if first is None:
             return
         try:
             spec = flatten(batch)[1]
@@ -329,6 +339,14 @@ def _both(kind: type[WholestepError], error: Exception) -> type[WholestepError]:
         return type(type(error).__name__, (kind, type(error)), {"__str__": kind.__str__})
     except TypeError:  # exceptions with fields of their own cannot be combined
         return kind
+
+
+def _users_part(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback from the first line of the user's code on; all of it where it has none."""
+    inner = trace
+    while inner is not None and not is_user_file(inner.tb_frame.f_code.co_filename):
+        inner = inner.tb_next
+    return inner or trace
 
 
 def _structure_of(batch: Any) -> BatchSpec | None:

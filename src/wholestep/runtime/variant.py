@@ -15,6 +15,7 @@ from wholestep.capture.tracer import ACCUMULATED_WEIGHT
 from wholestep.graph.training_graph import OutputKind, Role, TrainingGraph
 from wholestep.runtime.binding import Binding
 from wholestep.runtime.eager import update_in_torch
+from wholestep.runtime.kept import Kept
 from wholestep.runtime.random import keys_for, seeded_generator
 
 
@@ -54,6 +55,12 @@ class Variant:
         kinds = [o for o in capture.graph.outputs if o.kind is not OutputKind.UPDATE]
         self.kinds = [o.kind for o in kinds]
         self.names = [o.name for o in kinds]
+        written = [o.target for o in capture.graph.outputs if o.target is not None]
+        beside = (Role.BUFFER, Role.CONSTANT, Role.BATCH)
+        # on a GPU nothing that a batch holds can end a step that has begun, but for an assertion that ends the process
+        self.written = [i for i in written if capture.graph.inputs[i].role in beside] if subject.device.type == "cpu" else []
+        """Inputs that the graph writes beside parameters and their state."""
+        self.before = Kept()
         self.uses = 0
         self.checked = False
         """Whether its first run is behind it, compared with eager PyTorch or not."""
@@ -73,6 +80,7 @@ class Variant:
                 if runner is not None and hasattr(runner, "invalidate"):
                     runner.invalidate()
         self.uses += 1
+        self.before.forget()
         self.numbers = self.binding.numbers()
 
     def micro(
@@ -80,8 +88,11 @@ class Variant:
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor], torch.Tensor | None]:
         """The graph on one micro-batch: its outputs by name, gradients that were not used up, the norm of all of them."""
         self.feed(seed, step, micro, numbers)
+        inputs = self.inputs(args)
+        if self.written and not self.before.holds:
+            self.before.keep([inputs[i] for i in self.written])
         with seeded_generator(self.subject.device, seed, step, micro), without_autocast(self.subject.device):
-            values = self.runner(self.inputs(args))
+            values = self.runner(inputs)
         named: dict[str, Any] = {}
         gradients: dict[str, torch.Tensor] = {}
         norm = None

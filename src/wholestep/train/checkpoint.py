@@ -5,7 +5,8 @@ Out: `folder/step-000123/`, which holds
     model.safetensors      model.state_dict(); tied tensors once, their other names in the metadata under "aliases"
     optimizer.safetensors  the tensors of optimizer.state_dict()
     rng.safetensors        torch's generators
-    checkpoint.json        all that is no tensor, and the size of each file; written last
+    checkpoint.json        all that is no tensor, and the size of each file
+    checkpoint.sha256      a hash of each file; written last, compared on loading
 Nothing is pickled: safetensors and JSON can be read from anywhere, and reading them runs no code.
 
 A folder has one writer. It is written under a temporary name, synced and renamed, so a run killed at any moment leaves the
@@ -106,12 +107,18 @@ def load(
     scheduler: Any = None,
     step: Step | None = None,
 ) -> Loaded:
-    """Restore the newest complete checkpoint below `folder`, or the one that `folder` is.
+    """Restore the newest checkpoint below `folder`, or the one that `folder` is.
 
     Model, optimizer, scheduler and step are changed in place, and the random generators of torch, Python and numpy are set;
-    nothing is changed when the checkpoint does not fit. A damaged checkpoint is passed over, with a warning that names it.
+    nothing is changed when the checkpoint does not fit or is damaged. The error then names the newest that is good.
     """
-    stored = open_stored(Path(folder))
+    return restore(open_stored(Path(folder)), model=model, optimizer=optimizer, scheduler=scheduler, step=step)
+
+
+def restore(
+    stored: Stored, *, model: Any, optimizer: Optimizer | None = None, scheduler: Any = None, step: Step | None = None
+) -> Loaded:
+    """`load`, of a checkpoint that was opened and so found sound."""
     plan = _plan_model(stored, model)
     plan_optimizer = None if optimizer is None else _plan_optimizer(stored, optimizer)
     scheduler_state = None if scheduler is None else stored.part("scheduler")
@@ -123,7 +130,7 @@ def load(
         scheduler.load_state_dict(scheduler_state)
     if plan.cast:
         text = f"{stored.path.name} is converted on loading, {plan.cast[0]}: training goes on, but not bit for bit"
-        warnings.warn(text, WholestepWarning, stacklevel=2)
+        warnings.warn(text, WholestepWarning, stacklevel=3)
     if step is not None:
         _restore_step(stored, step)
     _restore_generators(stored)
@@ -329,4 +336,4 @@ def _restore_generators(stored: Stored) -> None:
     np.random.set_state(stored.facts["rng"]["numpy"])
 
 
-__all__ = ["Loaded", "load", "save"]
+__all__ = ["Loaded", "load", "restore", "save"]

@@ -1,13 +1,15 @@
 """Checkpoints as folders on disk: written whole, found again, checked, removed.
 
-In: tensors by file and facts that are no tensors. Out: `folder/step-000123/`, or the newest one there whose files are complete.
-What the files hold is the matter of `checkpoint.py`.
+In: tensors by file and facts that are no tensors. Out: `folder/step-000123/`, or the newest one there, once every file in it has
+been found to be the one that was saved. A damaged checkpoint is an error that names the file and the newest one that is good:
+an older one would be another training than asked for. What the files hold is the matter of `checkpoint.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -22,7 +24,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from wholestep.disk import read_json
 from wholestep.errors import BadCheckpoint, WholestepWarning
+from wholestep.train.checkpoint_hashes import HASHES, difference, read_hashes, write_hashes
 from wholestep.train.encoding import decode
 
 FORMAT = "wholestep checkpoint"
@@ -31,6 +35,7 @@ VERSION = 1
 FACTS = "checkpoint.json"
 _NAME = re.compile(r"step-(\d{6,})(\.replaced)?")
 _UNFINISHED = (".saving-", ".removing-")
+_ASIDE = "set-aside-"
 
 
 def folder_name(number: int) -> str:
@@ -46,9 +51,10 @@ def write(root: Path, number: int, files: Mapping[str, tuple[dict[str, Tensor], 
             save_file(tensors, temporary / name, metadata)
             _sync(temporary / name)
         sizes = {name: (temporary / name).stat().st_size for name in files}
-        head = {"format": FORMAT, "version": VERSION, "number": number, "files": sizes}
+        head = {"format": FORMAT, "version": VERSION, "number": number, "files": sizes, "hashes": HASHES}
         (temporary / FACTS).write_text(json.dumps(head | facts, indent=1) + "\n", encoding="utf-8")
         _sync(temporary / FACTS)
+        _sync(write_hashes(temporary, [*files, FACTS]))
         _sync(temporary)
         replaced = final.with_name(final.name + ".replaced")
         if final.exists():  # a folder cannot be renamed over another; `load` also finds it under this name
@@ -89,6 +95,16 @@ def discard(path: Path) -> None:
     with contextlib.suppress(OSError):  # the next save tries again
         os.rename(path, hidden)
         shutil.rmtree(hidden, ignore_errors=True)
+
+
+def set_aside_newer(root: Path, number: int) -> list[Path]:
+    """Rename checkpoints after `number`, so that they are kept and never taken for the newest; their new paths."""
+    found = []
+    for newer, path in checkpoints(root):
+        if newer > number:
+            wanted = (path.with_name(f"{_ASIDE}{'' if i == 1 else f'{i}-'}{path.name}") for i in itertools.count(1))
+            found.append(path.rename(next(other for other in wanted if not other.exists())))
+    return found
 
 
 def clean(root: Path) -> None:
@@ -138,33 +154,34 @@ def checkpoints(root: Path) -> list[tuple[int, Path]]:
     return [(int(match[1]), path) for match, path in ordered]
 
 
-def open_stored(folder: Path) -> Stored:
-    """The checkpoint to load."""
+def open_stored(folder: Path, *, taken_by: str = "load({!r})") -> Stored:
+    """The checkpoint to load: the newest below `folder`, or the one that `folder` is. `taken_by` says how to take another one."""
     if not folder.is_dir():
         raise BadCheckpoint(f"there is no folder {folder}", hint="give the folder that was given to save")
-    found = checkpoints(folder)
-    if (folder / FACTS).exists() or (_NAME.fullmatch(folder.name) and not found):
-        damage = _damage(folder)
-        if damage is not None:
-            raise BadCheckpoint(
-                f"{folder} is no complete checkpoint: {damage}", hint="load its parent folder for an earlier one"
-            )
-        return Stored(folder, _read_facts(folder))
-    if not found:
+    path, beside = folder, checkpoints(folder)
+    if (folder / FACTS).exists() or (_NAME.fullmatch(folder.name) and not beside):
+        beside = checkpoints(folder.parent)
+    elif beside:
+        path = beside[0][1]
+    else:
         raise BadCheckpoint(f"{folder} holds no checkpoint", hint="give the folder that was given to save")
-    for _, path in found:
-        damage = _damage(path)
-        if damage is None:
-            return Stored(path, _read_facts(path))
-        warnings.warn(f"{path.name} is damaged and passed over: {damage}", WholestepWarning, stacklevel=3)
-    raise BadCheckpoint(
-        f"none of the {len(found)} checkpoints in {folder} is complete", hint=f"the newest: {_damage(found[0][1])}"
-    )
+    damage = _damage(path)
+    if damage is not None:
+        good = next((other for _, other in beside if other.name != path.name and _is_complete(other)), None)
+        hint = "no other checkpoint beside it is good" if good is None else (
+            f"{good.name} is good: take it with `{taken_by.format(str(good))}`"
+        )  # fmt: skip
+        raise BadCheckpoint(f"{path} is damaged: {damage}", hint=hint)
+    stored = Stored(path, _read_facts(path))
+    if "hashes" not in stored.facts:
+        text = f"{path} was saved without hashes, by an older Wholestep: bytes that changed in it since would not be noticed"
+        warnings.warn(text, WholestepWarning, stacklevel=3)
+    return stored
 
 
 def _read_facts(path: Path) -> dict[str, Any]:
     """checkpoint.json; ValueError or OSError when damaged, BadCheckpoint when it is none of ours or too new."""
-    facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
+    facts = read_json(path / FACTS)
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise BadCheckpoint(f"{path} was not written by wholestep.save: {FACTS} does not say {FORMAT!r}")
     if not isinstance(facts.get("version"), int) or facts["version"] > VERSION:
@@ -174,21 +191,32 @@ def _read_facts(path: Path) -> dict[str, Any]:
 
 
 def _damage(path: Path) -> str | None:
-    """Why a checkpoint is not complete, or None. Checks the sizes and the headers of all files."""
-    name = FACTS
+    """What is wrong with which file, or None. Reads every byte; without hashes only sizes and headers can be compared."""
+    name = HASHES
     try:
+        hashes = read_hashes(path)
+        name = FACTS
+        if hashes is not None and (wrong := difference(path, FACTS, hashes)):
+            return wrong
         facts = _read_facts(path)
+        if hashes is None and "hashes" in facts:
+            return f"{HASHES} is missing"
+        named = _NAME.fullmatch(path.name)
+        if named and facts["number"] != int(named[1]):
+            return f"{FACTS} is of step {facts['number']!r}"
         for name, size in facts["files"].items():
             found = (path / name).stat().st_size
             if found != size:
                 return f"{name} has {found:,} bytes instead of {size:,}"
+            if hashes is not None and (wrong := difference(path, name, hashes)):
+                return wrong
             with safe_open(path / name, framework="pt"):
                 pass
     except BadCheckpoint:
         raise
     except FileNotFoundError:
         return f"{name} is missing"
-    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         return f"{name} cannot be read ({error})"
     return None
 

@@ -40,6 +40,8 @@ from wholestep.train.presets import (
 from wholestep.train.schedule import make_scheduler
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+_ALWAYS_SET = ("family", "config", "model", "steps", "precision", "clip_norm", "accumulate", "seed")
+"""In the settings of every job."""
 OWN_STEPS = 100
 """Steps of a run over the user's own function, when nothing is said."""
 _FORMS = "a preset, hf:<model_type>, a folder with a config.json, or package.module:callable"
@@ -158,8 +160,9 @@ def make_job_again(settings: Mapping[str, Any], *, steps: int | None = None, dev
     """The Job whose `settings` these are. `steps` may be changed: nothing else depends on it."""
     where = _device(device)
     settings = dict(settings) | ({} if steps is None else {"steps": steps})
-    if "family" not in settings or "config" not in settings:
-        raise BadOption("these are not the settings of a Job", hint="use what Job.settings holds")
+    missing = [name for name in _ALWAYS_SET if name not in settings]
+    if missing:
+        raise BadOption(f"these are not the settings of a Job: {missing[0]} is missing", hint="use what Job.settings holds")
     if settings["family"] is None:
         return own_job(settings, where)
     job = _job(settings, find_family(settings["family"], said=settings["model"]), where)

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from wholestep.errors import BadOption
+from wholestep.errors import BadCheckpoint, BadOption
 from wholestep.graph.bytes import show_bytes
 from wholestep.runtime.step import Step
-from wholestep.train.checkpoint_files import open_stored
+from wholestep.train.checkpoint_files import Stored, open_stored
 from wholestep.train.job import Job
-from wholestep.train.run_folder import RunFolder, new_run, open_run, refuse_changed
+from wholestep.train.run_folder import RunFolder, first_change, new_run, open_run, refuse_changed
 from wholestep.train.running import Outcome, Run
 from wholestep.train.watch import Display, Interrupts, Silent
 
@@ -44,9 +44,10 @@ def train(
     Args:
         job: what to train.
         compile_step: `wholestep.compile`, which comes after this folder.
-        out: the folder; None takes `runs/<name>-<data>`, numbered when that is taken. With `resume` it holds the run.
+        out: the folder; None takes `runs/<name>-<data>`, numbered when that is taken. With `resume` it holds the run, or is
+            one of its checkpoints.
         steps: in all; None takes the job's own.
-        resume: go on from the newest checkpoint in `out`.
+        resume: go on from the newest checkpoint in `out`, or from the one that `out` is; those after it are set aside.
         save_every: steps between checkpoints; None saves about ten times, and every ten minutes.
         keep: how many checkpoints stay; None keeps all.
         nonfinite: "stop" ends the run soon after a loss or gradient that is not finite; "skip" leaves such steps out.
@@ -89,7 +90,7 @@ def _checked(job: Job, steps: int | None, save_every: int | None, nonfinite: str
 
 def _folder(
     job: Job, out: Path | None, resume: bool, steps: int, request: Any, options: Mapping[str, Any]
-) -> tuple[RunFolder, Path | None]:
+) -> tuple[RunFolder, Stored | None]:
     """The run's folder and, on resume, the checkpoint to go on from, found to be of these settings."""
     settings = {**job.settings, "steps": steps}
     if not resume:
@@ -110,11 +111,24 @@ def _folder(
     refuse_changed(folder.facts.get("settings"), settings, folder.path)
     if folder.facts.get("backend") not in (None, options["backend"]):
         refuse_changed({"backend": folder.facts["backend"]}, {"backend": options["backend"]}, folder.path)
-    folder.update(settings=settings, steps=steps)  # also tries the disk, before anything is compiled
-    stored = None
-    if any(folder.checkpoints.glob("step-*")):
-        stored = open_stored(folder.checkpoints).path
-    return folder, stored
+    stored = _checkpoint(folder, out, settings)
+    folder.update(settings=settings, steps=steps, **({} if request is None else {"request": dict(request)}))
+    return folder, stored  # the update has also tried the disk, before anything is compiled
+
+
+def _checkpoint(folder: RunFolder, out: Path, settings: Mapping[str, Any]) -> Stored | None:
+    """The one to go on from: `out`, if it is one, or the newest; found whole, and to be of this run."""
+    chosen = out.parent == folder.checkpoints
+    if not chosen and not any(folder.checkpoints.glob("step-*")):
+        return None
+    stored = open_stored(out if chosen else folder.checkpoints, taken_by="wholestep train --resume --out {}")
+    trained = stored.part("config")
+    change = first_change({**trained, "steps": settings["steps"]}, settings) if isinstance(trained, dict) else None
+    if change is not None:
+        name, before, after, more = change
+        what = f"{stored.path} is of another run: it was trained with {name}={before}, this run has {name}={after}{more}"
+        raise BadCheckpoint(what, hint="put the run's own checkpoint back, or remove this one")
+    return stored
 
 
 def _default_name(job: Job) -> str:

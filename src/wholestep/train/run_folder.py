@@ -22,11 +22,13 @@ import re
 import shutil
 import time
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from wholestep.errors import BadOption, WholestepError
+from wholestep.disk import read_json
+from wholestep.errors import BadOption, WholestepError, WholestepWarning
 
 FORMAT = "wholestep run"
 VERSION = 1
@@ -36,6 +38,11 @@ CHECKPOINTS = "checkpoints"
 EXPLAIN = "explain.txt"
 SAMPLE = "sample.txt"
 PICTURE = "loss.svg"
+KINDS: dict[str, type | tuple[type, ...]] = {
+    "name": str, "status": str, "created": str, "steps": int, "parameters": int, "backend": str, "data": str,
+    "request": dict, "settings": dict, "compile": dict, "result": dict, "versions": dict, "device": dict,
+}  # fmt: skip
+"""What the entries of run.json are, where they are there; null stands for nothing."""
 MOST_RUNS = 10_000
 """Numbers tried for a default name before giving up."""
 
@@ -150,19 +157,32 @@ def open_run(path: Path) -> RunFolder:
             folder = candidate
             break
     try:
-        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        return RunFolder(folder, _read_facts(folder))
     except (FileNotFoundError, NotADirectoryError):
         missing = "does not exist" if not path.exists() else f"is not a run: it holds no {FACTS}"
         raise BadOption(f"{path} {missing}", hint=_known_runs()) from None
+    except BadOption as error:
+        raise BadOption(error.what, hint=error.hint or _known_runs()) from error
+
+
+def _read_facts(folder: Path) -> dict[str, Any]:
+    """run.json, found to be one. Tells of nothing but this file: the hints of an error look at the other runs, damaged or not."""
+    try:
+        facts = read_json(folder / FACTS)
+    except (FileNotFoundError, NotADirectoryError):
+        raise
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise BadOption(f"{folder / FACTS} cannot be read: {why}", hint=_known_runs()) from error
+        raise BadOption(f"{folder / FACTS} cannot be read: {why}") from error
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-        raise BadOption(f"{folder / FACTS} does not describe a run: it does not say {FORMAT!r}", hint=_known_runs())
+        raise BadOption(f"{folder / FACTS} does not describe a run: it does not say {FORMAT!r}")
     if not isinstance(facts.get("version"), int) or facts["version"] > VERSION:
         what = f"{folder} has format version {facts.get('version')!r}, this Wholestep reads up to {VERSION}"
         raise BadOption(what, hint="update Wholestep")
-    return RunFolder(folder, facts)
+    for name, kind in KINDS.items():
+        if facts.get(name) is not None and not isinstance(facts[name], kind):
+            raise BadOption(f"{folder / FACTS} is damaged: its {name!r} is a {type(facts[name]).__name__}")
+    return facts
 
 
 def _belongs(path: Path, run: Path) -> bool:
@@ -171,21 +191,27 @@ def _belongs(path: Path, run: Path) -> bool:
 
 
 def _known_runs() -> str:
-    runs = [run.path for run in all_runs()[:3]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WholestepWarning)  # one line is about to be told, of the run that was named
+        runs = [run.path for run in all_runs()[:3]]
     return f"there are {', '.join(map(str, runs))}" if runs else "give the folder of a run, as `wholestep train` prints it"
 
 
 def all_runs(root: Path | None = None) -> list[RunFolder]:
-    """The runs below `root` (by default runs/), the one that was active last first."""
+    """The runs below `root` (by default runs/), the one that was active last first; what is damaged is passed over and said."""
     found: list[tuple[float, RunFolder]] = []
     with contextlib.suppress(OSError):
         for path in (RUNS if root is None else root).iterdir():
             if path.name.startswith("."):
                 continue
-            with contextlib.suppress(OSError, WholestepError):
-                if (path / FACTS).is_file():
-                    times = [(path / name).stat().st_mtime for name in (FACTS, "metrics.jsonl") if (path / name).exists()]
-                    found.append((max(times), open_run(path)))
+            if not (path / FACTS).exists():
+                continue
+            try:
+                times = [(path / name).stat().st_mtime for name in (FACTS, "metrics.jsonl") if (path / name).exists()]
+                found.append((max(times), RunFolder(path, _read_facts(path))))
+            except (OSError, WholestepError) as error:
+                why = error.what if isinstance(error, WholestepError) else f"{path}: {error.strerror or error}"
+                warnings.warn(f"{why}; this run is passed over", WholestepWarning, stacklevel=2)
     return [run for _, run in sorted(found, key=lambda pair: -pair[0])]
 
 
@@ -212,19 +238,27 @@ NOT_COMPARED = ("device",)
 
 def refuse_changed(stored: Any, now: Any, where: Path) -> None:
     """An error naming the first setting that differs from what the run was started with, and both values."""
+    change = first_change(stored, now)
+    if change is not None:
+        name, before, after, more = change
+        raise BadOption(
+            f"{where} was trained with {name}={before}, asked for now is {name}={after}{more}",
+            hint="leave it as it was, or start a new run without --resume; only --steps may grow",
+        )
+
+
+def first_change(stored: Any, now: Any) -> tuple[str, str, str, str] | None:
+    """The first setting that differs, both values, and how many more do; None when none does."""
     before, after = flat(stored), flat(now)
     changed = [name for name in {**before, **after} if before.get(name) != after.get(name) and name not in NOT_COMPARED]
     for name in [name for name in changed if name in MAY_GROW]:
         old, new = before.get(name), after.get(name)
         if isinstance(old, int) and isinstance(new, int) and new > old:
             changed.remove(name)
-    if changed:
-        name = changed[0]
-        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-        raise BadOption(
-            f"{where} was trained with {name}={_shown(before, name)}, asked for now is {name}={_shown(after, name)}{more}",
-            hint="leave it as it was, or start a new run without --resume; only --steps may grow",
-        )
+    if not changed:
+        return None
+    more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+    return changed[0], _shown(before, changed[0]), _shown(after, changed[0]), more
 
 
 def flat(settings: Any, prefix: str = "") -> dict[str, Any]:

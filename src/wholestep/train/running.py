@@ -17,6 +17,7 @@ import torch
 from wholestep.errors import WholestepError
 from wholestep.runtime.step import Step
 from wholestep.train import checkpoint
+from wholestep.train.checkpoint_files import Stored, set_aside_newer
 from wholestep.train.held_out import evaluating, held_out_loss
 from wholestep.train.job import Job
 from wholestep.train.metrics import (
@@ -113,16 +114,18 @@ class Run:
 
     # ---- the beginning ----
 
-    def begin(self, stored: Path | None) -> None:
+    def begin(self, stored: Stored | None) -> None:
         """Restore the checkpoint, if there is one, and open the files."""
         at = 0
         if stored is not None:
-            found = checkpoint.load(
+            found = checkpoint.restore(
                 stored, model=self.job.model, optimizer=self.job.optimizer, scheduler=self.job.scheduler, step=self.step
             )
-            at, self.saved, self.saved_at = found.number, stored, found.number
-            if (found.data or {}).get("batch") != at:
-                raise WholestepError(f"{stored} does not say where the data stood", hint="it was not saved by this command")
+            at, self.saved, self.saved_at = found.number, stored.path, found.number
+            if not isinstance(found.data, dict) or found.data.get("batch") != at:
+                raise WholestepError(f"{stored.path} does not say where the data stood", hint="it was not saved by this command")
+            for path in set_aside_newer(self.folder.checkpoints, at):
+                self.display.note(f"a checkpoint after {stored.path.name} was there; it is kept as {path.name}")
         self.metrics = MetricsFile(self.folder.path / METRICS, resume_at=at)
         rows = self.metrics.rows
         self.skipped_by_scale = sum(1 for row in rows if row.get("by_loss_scale"))

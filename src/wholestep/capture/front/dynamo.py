@@ -148,10 +148,15 @@ class QuickSettings:
     def __enter__(self) -> None:
         compat.ONE_AT_A_TIME.acquire()
         self.kept = [_put(entry, value) for entry, value in self.entries]
+        self.silenced = [logger for logger in _TALKATIVE if not logger.disabled]
+        for logger in self.silenced:
+            logger.disabled = True
         growing.on = True
 
     def __exit__(self, *exc: object) -> None:
         growing.on = False
+        for logger in self.silenced:
+            logger.disabled = False
         for (entry, _), value in zip(self.entries, self.kept, strict=True):
             _put(entry, value)
         compat.ONE_AT_A_TIME.release()
@@ -168,24 +173,26 @@ def _put(entry: Any, value: Any) -> Any:
     return held
 
 
+_INNER = ("utils", "symbolic_convert", "metrics_context", "convert_frame")
+_OTHERS = ("torch._dynamo", "torch._guards", "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+_TALKATIVE = [logging.getLogger(name) for name in (*(f"torch._dynamo.{name}" for name in _INNER), *_OTHERS)]
+"""A batch of a wrong size has them write hundreds of lines about an error that the user's own code then tells in one."""
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """What Dynamo logs about a capture that it gives up, or cannot count, is told by us."""
-    inner = ("utils", "symbolic_convert", "metrics_context", "convert_frame")
-    loggers = [logging.getLogger(f"torch._dynamo.{name}") for name in inner]
-    others = ("torch._dynamo", "torch._guards", "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
-    loggers += [logging.getLogger(name) for name in others]
-    kept = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
+    kept = [logger.disabled for logger in _TALKATIVE]
+    for logger in _TALKATIVE:
+        logger.disabled = True
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*lru_cache.*")
             warnings.filterwarnings("ignore", message=".*Dynamo detected.*")
             yield
     finally:
-        for logger, level in zip(loggers, kept, strict=True):
-            logger.setLevel(level)
+        for logger, disabled in zip(_TALKATIVE, kept, strict=True):
+            logger.disabled = disabled
 
 
 class IgnoredLoggers(set):
