@@ -74,6 +74,16 @@ for ends in ([2, 5, 9], [0, 4, 4, 9, 9], [9], [3, 6], [1], [0], [20, 20, 37]):
         for got, want in pairs:
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
             assert got.stride() == want.stride()
+torch.set_float32_matmul_precision("high")
+kernels.TILE = 16
+for operand in (torch.randn(37, 21), torch.randn(3, 18, 40).transpose(1, 2), torch.randn(21, 37).T):
+    for summed in (-1, -2):
+        ready = kernels._ready(operand, summed)
+        assert ready.shape == operand.shape and ready.stride(summed) == 1
+        assert (ready.view(torch.int32) & 0x1FFF == 0).all() and ((ready - operand).abs() <= operand.abs() * 2**-11).all()
+odd = torch.tensor([[float("inf"), -float("inf"), float("nan"), -0.0]])
+assert torch.equal(kernels._ready(odd, -1).view(torch.int32)[:, [0, 1, 3]], odd.view(torch.int32)[:, [0, 1, 3]])
+assert kernels._ready(odd, -1)[0, 2].isnan()
 print("equal")
 """
 
@@ -94,7 +104,7 @@ def test_triton_bodies_under_their_interpreter() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ends", [[700, 700, 1531], [0, 3, 2048], [128, 256, 1000]], ids=str)
 def test_cuda(ends: list[int], dtype: torch.dtype, precision: str) -> None:
-    """Against one product per group in float64: within twice the error of torch's own products."""
+    """Against one product per group in float64: the error is that of torch's own products, up to the order of the sums."""
     kept = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
@@ -109,8 +119,8 @@ def test_cuda(ends: list[int], dtype: torch.dtype, precision: str) -> None:
     finally:
         torch.set_float32_matmul_precision(kept)
     for mine, theirs, truth in zip(ours, torchs, exact, strict=True):
-        allowed = 2 * (theirs - truth).abs().max() + 1e-6 * truth.abs().max()
-        assert mine.stride() == theirs.stride() and (mine - truth).abs().max() <= allowed
+        error, torchs_error = ((found - truth).square().mean().sqrt() for found in (mine, theirs))
+        assert mine.stride() == theirs.stride() and error <= 3 * torchs_error + 1e-7 * truth.abs().max()
 
 
 class Experts(nn.Module):
