@@ -193,9 +193,10 @@ def measure(system: str, step: Any, batches: list[Any], losses: list[Any]) -> di
     import torch
 
     on_gpu = torch.cuda.is_available()
+    timed_steps(step, batches, 1, 1, losses)  # some steps are captured only now, after one in eager
     if on_gpu:  # before a CUDA graph takes its memory out of the allocator's sight
         torch.cuda.reset_peak_memory_stats()
-    timed_steps(step, batches, 2, 1, losses)
+    timed_steps(step, batches, 1, 2, losses)
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     timed_steps(step, batches, WARM_UP[system] - 3, 3, losses)
     if on_gpu:  # compilation and checks left blocks in the allocator that training does not need
