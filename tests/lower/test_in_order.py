@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep.graph.training_graph import Output, OutputKind
+from wholestep.kernels import IN_ORDER
 from wholestep.lower import compile_region, lower_inductor, lower_interpret
 
 ROWS = 20_000
@@ -91,10 +94,26 @@ def test_no_compiled_kernel_adds_atomically(functional_trace, forwards) -> None:
             assert torch.equal(ours, again), forward.__name__
 
 
+class Called(TorchDispatchMode):
+    """Which operators run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets: set[Any] = set()
+
+    def __torch_dispatch__(self, target: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.targets.add(target)
+        return target(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("forward", ALL)
 def test_interpreted_operators_repeat_themselves(functional_trace, forward) -> None:
+    """Two threads on a busy machine may never meet, so the operators are looked at as well."""
     tensors = [torch.randn(50, 4), torch.randint(50, (ROWS,))]
     step = functional_trace(gradients(forward), tensors, [Output(OutputKind.AUX, forward.__name__)])
     runner = lower_interpret(step.graph)
-    expected = runner(step.fresh())
+    with Called() as called:
+        expected = runner(step.fresh())
+    assert not called.targets & set(IN_ORDER)
+    assert (torch.ops.ws.add_rows.default in called.targets) == (forward in (indexed, indexed_twice, taken))
     assert all(torch.equal(expected[0], runner(step.fresh())[0]) for _ in range(20))
