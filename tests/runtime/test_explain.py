@@ -79,6 +79,22 @@ def test_on_the_cpu_everything_repeats() -> None:
     assert "repeats" not in step.explain()
 
 
+def test_what_is_not_captured_is_not_promised() -> None:
+    model = Words()
+
+    def unguardable(model: nn.Module, batch: Tensor) -> Tensor:
+        total = loss(model, batch)
+        return total if total.item() > -1 else -total
+
+    step = wholestep.compile(
+        model, unguardable, torch.optim.SGD(model.parameters(), lr=0.1), torch.zeros(2, 8, dtype=torch.int64), backend="interpret"
+    )
+    for _ in range(3):
+        step(torch.zeros(2, 8, dtype=torch.int64))
+    assert step.rung == "eager"
+    assert "repeats    not to the last bit for certain" in step.explain()
+
+
 def test_the_tables_name_operators_that_exist() -> None:
     names = {name for table in (UNORDERED, COMPILED) for group in table.values() for name in group}
     assert not [name for name in names if not hasattr(torch.ops.aten, name) and not hasattr(torch.ops.ws, name)]

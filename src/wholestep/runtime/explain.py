@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from wholestep.capture.ladder import COMPILED, EAGER
 from wholestep.graph.keys import operator_name
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Role, TrainingGraph, module_of, phase_of
@@ -66,6 +67,8 @@ def explain(step: Step) -> str:
         loose = unordered(graph, step.subject.device.type, compiled=facts.get("backend") == "inductor")
         if loose is not None:
             lines.append(f"repeats    {loose}")
+    if step.rung.endswith((COMPILED, EAGER)):
+        lines.append("repeats    not to the last bit for certain: what is not captured whole runs as PyTorch runs it")
     lines += [f"fell       {fall}" for fall in step.falls]
     passes = [note.removeprefix("pass ").split(" nodes")[0] for note in step.notes if note.startswith("pass ")]
     if passes:
