@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import wholestep
 from wholestep.capture.dry import dry_capture
+from wholestep.errors import WholestepWarning
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.kernels.unordered import COMPILED, UNORDERED
 from wholestep.runtime.explain import unordered
@@ -89,8 +90,9 @@ def test_what_is_not_captured_is_not_promised() -> None:
     step = wholestep.compile(
         model, unguardable, torch.optim.SGD(model.parameters(), lr=0.1), torch.zeros(2, 8, dtype=torch.int64), backend="interpret"
     )
-    for _ in range(3):
-        step(torch.zeros(2, 8, dtype=torch.int64))
+    with pytest.warns(WholestepWarning, match="runs in eager PyTorch"):
+        for _ in range(3):
+            step(torch.zeros(2, 8, dtype=torch.int64))
     assert step.rung == "eager"
     assert "repeats    not to the last bit for certain" in step.explain()
 
