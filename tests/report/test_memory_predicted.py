@@ -90,6 +90,20 @@ def test_a_result_that_is_made_after_the_peak_of_its_operator_is_none_of_it() ->
     assert own["workspace"] == 4 * ((1 << 20) + 64 * 32)
 
 
+def test_operators_that_others_stand_for_take_what_those_take() -> None:
+    """The gradient of `x[index]` is `index_put` in the graph, and a sum of rows when it runs (kernels/add_rows.py)."""
+    model = nn.Linear(64, 64, bias=False)
+    batch = {"index": torch.randint(64, (2, 4000))}
+    loss = lambda model, b: model.weight[b["index"][0], b["index"][1]].sin().sum()  # noqa: E731
+    job: Job = (model, loss, torch.optim.SGD(model.parameters(), lr=0.1), batch)
+    step = compiled(job)
+    assert step.graph is not None and any("index_put" in str(node.target) for node in step.graph.operations())
+    measured = memory_profile(step, model=model, optimizer=job[2], batch=batch)
+    predicted = predict_profile(step.graph, scratch=measure_scratch(step.graph))
+    assert measured.step_peak_bytes == predicted.peak_bytes
+    assert measured.at_peak["workspace"] == predicted.at_peak["workspace"] > 0
+
+
 def test_dropout_and_attention_take_scratch() -> None:
     """Their references make whole masks: liveness alone would miss it, at the operator and at the peak."""
     job = gpt(dropout=0.1)

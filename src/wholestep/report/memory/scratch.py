@@ -20,6 +20,7 @@ from torch import fx
 from wholestep.graph.training_graph import TrainingGraph, tensors_in
 from wholestep.graph.views import is_cheap_view
 from wholestep.lower.in_place import write_state_in_place
+from wholestep.lower.interpret import statement_of
 from wholestep.lower.regions import describe_value
 from wholestep.report.memory import cuda
 from wholestep.report.memory.events import Event, mark, record
@@ -150,9 +151,10 @@ class _Count:
 
 
 def prepare_node(node: fx.Node) -> Callable[[], Any]:
-    """The call of a node on stand-ins."""
+    """The call of a node on stand-ins, by the function that the driver calls for it."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), stand_in)
-    return lambda: node.target(*args, **kwargs)  # type: ignore[operator]
+    function = statement_of(node).function
+    return lambda: function(*args, **kwargs)
 
 
 def stand_in(node: fx.Node) -> Any:
