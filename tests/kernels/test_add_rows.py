@@ -46,19 +46,21 @@ CASES: dict[str, Callable[[], tuple[list[Tensor | None], tuple[int, ...]]]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_index_put_has_the_bits_of_torchs_own(case: str, dtype: torch.dtype, transposed: bool) -> None:
+def test_index_put_has_the_bits_and_strides_of_torchs_own(case: str, dtype: torch.dtype, transposed: bool) -> None:
     indices, shape = CASES[case]()
     start = torch.randn(SHAPE[::-1], dtype=dtype).permute(2, 1, 0) if transposed else torch.randn(SHAPE, dtype=dtype)
     values = torch.randn(shape, dtype=dtype)
     kept = start.clone()
-    ours = add_rows.index_put(start, indices, values, accumulate=True)
-    assert torch.equal(ours, aten.index_put(start, indices, values, True))
+    ours, theirs = add_rows.index_put(start, indices, values, accumulate=True), aten.index_put(start, indices, values, True)
+    assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
     assert torch.equal(start, kept)
 
 
 def test_the_others_have_the_bits_of_torchs_own() -> None:
     start, values, index = torch.randn(6, 5), torch.randn(4, 6), torch.randint(-30, 30, (4, 6))
-    assert torch.equal(add_rows.put(start, index, values, True), aten.put(start, index, values, True))
+    for put_into in (start, start.t()):
+        ours, theirs = add_rows.put(put_into, index, values, True), aten.put(put_into, index, values, True)
+        assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
     rows, mask = torch.randint(-20, 20, (9,)), torch.rand(9, 1) < 0.5
     mask &= ((rows >= -6) & (rows < 6))[:, None]
     values = torch.randn(9, 5)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep.graph.strides import inverse
+from wholestep.graph.strides import inverse, laid_out, memory_order
 
 LIBRARY = torch.library.Library("ws", "FRAGMENT")
 LIBRARY.define("add_rows(Tensor rows, Tensor index, Tensor values) -> Tensor")
@@ -59,7 +59,8 @@ def index_put(self: Tensor, indices: Sequence[Tensor | None], values: Tensor, ac
     rows, count, width = math.prod(sizes), places[0].numel(), math.prod(rest)
     index = _one_index(places, sizes).reshape(count)
     added = torch.ops.ws.add_rows(moved.reshape(rows, width), index, values.reshape(count, width))
-    return added.view(moved.shape).permute(inverse(order))
+    # In memory as torch's result, which is a copy of `self`: some kernels that read it later take its strides on trust.
+    return laid_out(added.view(moved.shape).permute(inverse(order)), memory_order(self))
 
 
 def masked_index_put(self: Tensor, mask: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> Any:
@@ -73,7 +74,7 @@ def masked_index_put(self: Tensor, mask: Tensor, indices: Sequence[Tensor | None
 def put(self: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Any:
     """aten.put: as if `self` had one dimension."""
     added = index_put(self.reshape(-1), [index.reshape(-1)], source.reshape(-1), accumulate)
-    return added if added is NotImplemented else added.view(self.shape)
+    return added if added is NotImplemented else laid_out(added.view(self.shape), memory_order(self))
 
 
 def _rounds_on_cpu(tensor: Tensor) -> bool:
