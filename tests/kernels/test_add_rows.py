@@ -68,6 +68,13 @@ def test_the_others_have_the_bits_of_torchs_own() -> None:
     assert torch.equal(ours, aten._unsafe_masked_index_put_accumulate(start, mask, [rows], values))
 
 
+@pytest.mark.parametrize("start", [torch.zeros(()).expand(7, 5), torch.ones(1, 5).expand(7, 5), torch.ones(5, 14)[:, ::2].t()])
+def test_a_start_that_has_no_memory_of_its_own(start: Tensor) -> None:
+    index, values = [torch.tensor([0, 0, 6])], torch.randn(3, 5)
+    ours, theirs = add_rows.index_put(start, index, values, accumulate=True), aten.index_put(start, index, values, True)
+    assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+
+
 @pytest.mark.parametrize("indices", [[7], [-8], [0, 5], [0, -6]])
 def test_an_index_out_of_range_is_an_error_as_it_is_in_torch(indices: list[int]) -> None:
     given, start = [torch.tensor([index]) for index in indices], torch.zeros(7, 5)

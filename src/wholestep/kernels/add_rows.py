@@ -59,8 +59,7 @@ def index_put(self: Tensor, indices: Sequence[Tensor | None], values: Tensor, ac
     rows, count, width = math.prod(sizes), places[0].numel(), math.prod(rest)
     index = _one_index(places, sizes).reshape(count)
     added = torch.ops.ws.add_rows(moved.reshape(rows, width), index, values.reshape(count, width))
-    # In memory as torch's result, which is a copy of `self`: some kernels that read it later take its strides on trust.
-    return laid_out(added.view(moved.shape).permute(inverse(order)), memory_order(self))
+    return _laid_out_like(self, added.view(moved.shape).permute(inverse(order)))
 
 
 def masked_index_put(self: Tensor, mask: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> Any:
@@ -74,7 +73,12 @@ def masked_index_put(self: Tensor, mask: Tensor, indices: Sequence[Tensor | None
 def put(self: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Any:
     """aten.put: as if `self` had one dimension."""
     added = index_put(self.reshape(-1), [index.reshape(-1)], source.reshape(-1), accumulate)
-    return added if added is NotImplemented else laid_out(added.view(self.shape), memory_order(self))
+    return added if added is NotImplemented else _laid_out_like(self, added.view(self.shape))
+
+
+def _laid_out_like(self: Tensor, result: Tensor) -> Tensor:
+    """In memory as torch's result, which is a copy of `self`: some kernels that read it later take its strides on trust."""
+    return laid_out(result, memory_order(torch.empty_like(self, device="meta")))
 
 
 def _rounds_on_cpu(tensor: Tensor) -> bool:
