@@ -12,7 +12,7 @@ TORCH   := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint unit train zoo trust loop bench-cpu bench-smoke sz clean distclean
+.PHONY: help install test lint unit test-cpus train zoo trust loop bench-cpu bench-smoke sz clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,12 @@ lint: $(STAMP)  ## ruff and mypy
 
 unit: $(STAMP)  ## the tests alone (WORKERS=4, ARGS="-k dropout")
 	@$(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
+
+# What older CPUs lack is switched off in torch's own kernels and in oneDNN's; the last line is a machine with more threads.
+test-cpus: $(STAMP)  ## the tests as on CPUs without AVX-512, without AVX2, and with four threads (ARGS="tests/report")
+	@ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(MAKE) --no-print-directory unit
+	@ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(MAKE) --no-print-directory unit
+	@OMP_NUM_THREADS=4 OMP_WAIT_POLICY=PASSIVE $(MAKE) --no-print-directory unit
 
 train: $(STAMP)  ## train a small model, with a report in runs/ (ARGS="gpt-10m --steps 100", ARGS="--resume")
 	@$(BIN)/python -m wholestep train $(ARGS)

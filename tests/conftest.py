@@ -1,4 +1,4 @@
-"""What every test starts from: one thread per worker, fixed seeds, caches of its own, no network.
+"""What every test starts from: one thread per worker (or OMP_NUM_THREADS), fixed seeds, caches of its own, no network.
 
 The compile caches live in one folder per run, shared by the xdist workers, so a region compiled for one test is found
 by the next, and nothing an earlier run compiled (perhaps from other code) is. `--compile-cache DIR` keeps them instead.
@@ -22,7 +22,7 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IN_WORKER:
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # A pool of compile processes per worker costs more, on a small machine, than it saves.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if IN_WORKER:  # the environment of the process that started it says where the caches are
-        torch.set_num_threads(1)
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         return
     chosen = config.getoption("--compile-cache")
     folder = Path(chosen).resolve() if chosen else Path(tempfile.mkdtemp(prefix="wholestep-tests-"))

@@ -48,7 +48,8 @@ def test_interpreted_steps_take_what_was_predicted(make: Callable[[], Job]) -> N
     step = compiled(job)
     assert step.graph is not None
     measured = memory_profile(step, model=job[0], optimizer=job[2], batch=job[3])
-    predicted = predict_profile(step.graph, scratch=measure_scratch(step.graph))
+    scratch = measure_scratch(step.graph)
+    predicted = predict_profile(step.graph, scratch=scratch)
     assert measured.step_peak_bytes - predicted.peak_bytes == counters(job)
     assert sum(predicted.at_peak.values()) == predicted.peak_bytes
     # at the same place for the same reasons, not only the same sum
@@ -57,7 +58,50 @@ def test_interpreted_steps_take_what_was_predicted(make: Callable[[], Job]) -> N
     assert predicted.notes == ()
     bare = predict_profile(step.graph)
     assert "without what operators take" in bare.notes[0]
-    assert bare.peak_bytes <= predicted.peak_bytes < 1.05 * bare.peak_bytes
+    most = max(found.running for found in scratch.values())  # how much is the CPU's affair: 0.6 MB for oneDNN without AVX-512
+    assert bare.peak_bytes <= predicted.peak_bytes <= bare.peak_bytes + most
+
+
+@torch.library.custom_op("ws_tests::copied_out", mutates_args=())
+def copied_out(x: Tensor) -> Tensor:
+    """As oneDNN computes weight gradients on some CPUs: into memory of its own, with scratch beside it; the copy comes last."""
+    own = x * 2
+    torch.empty(1 << 20).fill_(0)
+    return own.clone()
+
+
+@copied_out.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_result_that_is_made_after_the_peak_of_its_operator_is_none_of_it() -> None:
+    """At that instant the operator's own memory is workspace, in the measured profile and in the predicted one."""
+    model = nn.Linear(32, 32)
+    batch = {"x": torch.randn(64, 32)}
+    loss = lambda model, b: model(copied_out(b["x"])).square().mean()  # noqa: E731
+    job: Job = (model, loss, torch.optim.SGD(model.parameters(), lr=0.1), batch)
+    step = compiled(job)
+    assert step.graph is not None
+    measured = memory_profile(step, model=model, optimizer=job[2], batch=batch)
+    predicted = predict_profile(step.graph, scratch=measure_scratch(step.graph))
+    own = {name: count for name, count in measured.at_peak.items() if name != "other"}
+    assert own == {name: predicted.at_peak[name] for name in own}
+    assert own["workspace"] == 4 * ((1 << 20) + 64 * 32)
+
+
+def test_operators_that_others_stand_for_take_what_those_take() -> None:
+    """The gradient of `x[index]` is `index_put` in the graph, and a sum of rows when it runs (kernels/add_rows.py)."""
+    model = nn.Linear(64, 64, bias=False)
+    batch = {"index": torch.randint(64, (2, 4000))}
+    loss = lambda model, b: model.weight[b["index"][0], b["index"][1]].sin().sum()  # noqa: E731
+    job: Job = (model, loss, torch.optim.SGD(model.parameters(), lr=0.1), batch)
+    step = compiled(job)
+    assert step.graph is not None and any("index_put" in str(node.target) for node in step.graph.operations())
+    measured = memory_profile(step, model=model, optimizer=job[2], batch=batch)
+    predicted = predict_profile(step.graph, scratch=measure_scratch(step.graph))
+    assert measured.step_peak_bytes == predicted.peak_bytes
+    assert measured.at_peak["workspace"] == predicted.at_peak["workspace"] > 0
 
 
 def test_dropout_and_attention_take_scratch() -> None:

@@ -67,7 +67,7 @@ def command(
     """Train a model. Without arguments: a small one, on texts that come with Wholestep.
 
     The run gets a folder with metrics, checkpoints, a picture of the loss and a sample. Ctrl-C saves, and --resume goes
-    on as if nothing had happened, bit for bit. Exit code 1 when training had to stop.
+    on as if nothing had happened, on a CPU bit for bit. Exit code 1 when training had to stop.
 
     \b
     Examples:

@@ -1,8 +1,8 @@
 """Operators of the library namespace `ws`: importing this package registers them.
 
 Out: `IN_PLACE` (functional update overload -> Python function that updates parameters and states in place), `DECOMPOSITIONS`
-(overload -> aten arithmetic that Inductor fuses) and `UNCOMPILED` (overloads that no compiler may see). Importing
-touches no GPU and does not import Triton.
+(overload -> aten arithmetic that Inductor fuses), `IN_ORDER` (overload -> the same sum in an order that repeats itself) and
+`UNCOMPILED` (overloads that no compiler may see). Importing touches no GPU and does not import Triton.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 
 from wholestep.kernels import (
     adamw,
+    add_rows,
     attention,
     clip,
     dropout,
@@ -38,6 +39,14 @@ DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.ws.normal.default: random_bits.normal,
 }
 
+IN_ORDER: dict[OpOverload, Callable[..., Any]] = {
+    torch.ops.aten.index_put.default: add_rows.index_put,
+    torch.ops.aten._unsafe_index_put.default: add_rows.index_put,
+    torch.ops.aten._unsafe_masked_index_put_accumulate.default: add_rows.masked_index_put,
+    torch.ops.aten.put.default: add_rows.put,
+}
+"""Called in place of the operator, compiled or not; it returns NotImplemented for calls that need no order (add_rows.py)."""
+
 UNCOMPILED: frozenset[OpOverload] = frozenset({
     torch.ops.ws.recurrent.default, torch.ops.ws.recurrent_backward.default,
     torch.ops.ws.grouped_mm.default, torch.ops.ws.grouped_mm_backward.default,
@@ -45,6 +54,6 @@ UNCOMPILED: frozenset[OpOverload] = frozenset({
 """The sizes of some results are known only to cuDNN, and Inductor would check them against the guess; or a value is read."""
 
 __all__ = [
-    "DECOMPOSITIONS", "IN_PLACE", "UNCOMPILED", "adamw", "attention", "clip", "dropout", "grouped_mm", "linear_cross_entropy",
-    "random_bits", "recurrent", "scatter_shared", "sgd",
+    "DECOMPOSITIONS", "IN_ORDER", "IN_PLACE", "UNCOMPILED", "adamw", "add_rows", "attention", "clip", "dropout", "grouped_mm",
+    "linear_cross_entropy", "random_bits", "recurrent", "scatter_shared", "sgd",
 ]  # fmt: skip

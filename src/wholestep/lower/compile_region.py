@@ -195,14 +195,25 @@ def _outputs(module: fx.GraphModule) -> list[fx.Node]:
 def _decompose(module: fx.GraphModule, values: list[Any], mode: FakeTensorMode) -> fx.GraphModule:
     from torch._inductor.decomposition import select_decomp_table
 
-    from wholestep.kernels import DECOMPOSITIONS
+    from wholestep.kernels import DECOMPOSITIONS, IN_ORDER
 
     table = {**select_decomp_table(), **DECOMPOSITIONS}
+    table |= {target: _first_of(ordered, table.get(target)) for target, ordered in IN_ORDER.items()}
     with mode:
         lowered = make_fx(fx.Interpreter(module).run, decomposition_table=table)(*values)
     lowered.graph.eliminate_dead_code()
     lowered.recompile()
     return lowered
+
+
+def _first_of(decomposition: Callable[..., Any], other: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The first of two that has an answer; with none, the operator stays."""
+
+    def decompose(*args: Any, **kwargs: Any) -> Any:
+        found = decomposition(*args, **kwargs)
+        return other(*args, **kwargs) if found is NotImplemented and other is not None else found
+
+    return decompose
 
 
 def _joint_passes(lowered: fx.GraphModule, values: list[Any]) -> fx.GraphModule:

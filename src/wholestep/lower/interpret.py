@@ -15,6 +15,7 @@ from torch import fx
 
 from wholestep.graph.strides import is_dense_in, laid_out, memory_order
 from wholestep.graph.training_graph import TrainingGraph, module_of
+from wholestep.kernels import IN_ORDER
 from wholestep.lower.driver import Statement, build_driver
 from wholestep.lower.in_place import write_state_in_place
 from wholestep.lower.runner import Runner
@@ -56,10 +57,23 @@ def statement_of(node: fx.Node, *, exactly: bool = False) -> Statement:
     """The call that a node stands for; `exactly` with the strides of the trace, for a reader that was compiled for them."""
     if not callable(node.target):
         raise TypeError(f"node {node.name} calls {node.target!r}, which is no function")
-    function = aten.reshape.default if node.target in _VIEWS else node.target
+    function = aten.reshape.default if node.target in _VIEWS else _in_order(node.target)
     if exactly:
         function = _with_strides(function, node.meta.get("val"))
     return Statement(function, node.args, node.kwargs, (node,), comment=module_of(node) or "")
+
+
+def _in_order(target: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator, or what gives the same sums in an order that repeats itself."""
+    ordered = IN_ORDER.get(target)  # type: ignore[call-overload]
+    if ordered is None:
+        return target
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = ordered(*args, **kwargs)
+        return target(*args, **kwargs) if found is NotImplemented else found
+
+    return call
 
 
 def _with_strides(function: Callable[..., Any], traced: Any) -> Callable[..., Any]:

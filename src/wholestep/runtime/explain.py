@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from wholestep.capture.ladder import COMPILED, EAGER
+from wholestep.graph.keys import operator_name
 from wholestep.graph.plan import Plan
-from wholestep.graph.training_graph import Role, phase_of
+from wholestep.graph.training_graph import Role, TrainingGraph, module_of, phase_of
+from wholestep.kernels.unordered import is_unordered
 from wholestep.passes.precision_audit import summary
 
 if TYPE_CHECKING:
@@ -18,6 +21,19 @@ def told(plan: Plan) -> str:
     names = [key.replace("/", " ") for key in plan.reasons] or [key.replace("/", " ") for key in plan.recompute]
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return f"made again in the backward pass: {', '.join(names[:4])}{more}"
+
+
+def unordered(graph: TrainingGraph, device: str, *, compiled: bool) -> str | None:
+    """The operators whose last bits may differ when an equal step is run again on this device, and where they are."""
+    places: dict[str, list[str]] = {}
+    for node in graph.operations():
+        if is_unordered(node, device, compiled=compiled):
+            places.setdefault(operator_name(node), []).append(module_of(node) or "the model itself")
+    named = [
+        f"{name} in {where[0]}" + (f" and {len(where) - 1} more places" if len(where) > 1 else "")
+        for name, where in places.items()
+    ]
+    return f"not to the last bit, these add in any order: {'; '.join(named)}" if named else None
 
 
 def explain(step: Step) -> str:
@@ -48,6 +64,11 @@ def explain(step: Step) -> str:
         if facts.get("cuda_graph"):
             lines.append(f"CUDA graph {facts['cuda_graph']['mode']}: {facts['cuda_graph']['reason']}")
         lines += [f"lowering   {note}" for note in facts.get("notes", [])[:2]]
+        loose = unordered(graph, step.subject.device.type, compiled=facts.get("backend") == "inductor")
+        if loose is not None:
+            lines.append(f"repeats    {loose}")
+    if step.rung.endswith((COMPILED, EAGER)):
+        lines.append("repeats    not to the last bit for certain: what is not captured whole runs as PyTorch runs it")
     lines += [f"fell       {fall}" for fall in step.falls]
     passes = [note.removeprefix("pass ").split(" nodes")[0] for note in step.notes if note.startswith("pass ")]
     if passes:

@@ -142,10 +142,10 @@ class _Walk:
         for node in call.reads:
             for number in _flat(self.numbers.get(node)):
                 self.used_at[number].append((phase, self.instant))
-        sizes = iter(call.scratch.results if call.scratch is not None else ())
+        measured = zip(call.scratch.results, call.scratch.late, strict=True) if call.scratch is not None else None
         for node in call.defines:
             if not _writes(node):
-                self._bind(node, born=self.instant, lasting=False, sizes=sizes)
+                self._bind(node, born=self.instant, lasting=False, measured=measured)
         if call.boxed:  # what it reads last dies while it runs; its scratch was measured so
             self._release(dying)
         if call.scratch and call.scratch.running:
@@ -177,15 +177,18 @@ class _Walk:
                 block.idle = (start, max(start, backward[0]))
         return [*self.blocks.values(), *self.scratch]
 
-    def _bind(self, node: fx.Node, *, born: int, lasting: bool, sizes: Iterator[int] | None = None) -> None:
-        """Name the storages of a value; `sizes`: their bytes where measured, a storage may be larger than its tensor."""
+    def _bind(
+        self, node: fx.Node, *, born: int, lasting: bool, measured: Iterator[tuple[int, bool]] | None = None
+    ) -> None:
+        """Name the storages of a value; `measured`: their bytes, as a storage may be larger than its tensor, and whether they
+        are made after the call's peak, which is the next instant."""
         numbers = self.numbers.get(node)
         for index, (number, tensor) in enumerate(zip(_flat(numbers), tensors_in(node.meta.get("val")), strict=False)):
-            measured = 0 if sizes is None else next(sizes, 0)
+            count, late = (0, False) if measured is None else next(measured, (0, False))
             if number not in self.blocks:
                 name = f"{node.name}[{index}]" if isinstance(numbers, list) else node.name
-                block = self.blocks[number] = self._new(node, name, tensor, born)
-                block.bytes = max(block.bytes, _rounded(measured, self.unit))
+                block = self.blocks[number] = self._new(node, name, tensor, born + late)
+                block.bytes = max(block.bytes, _rounded(count, self.unit))
             if not lasting and self.blocks[number].born:
                 self.holders[number].add(node)
 

@@ -20,6 +20,7 @@ from torch import fx
 from wholestep.graph.training_graph import TrainingGraph, tensors_in
 from wholestep.graph.views import is_cheap_view
 from wholestep.lower.in_place import write_state_in_place
+from wholestep.lower.interpret import statement_of
 from wholestep.lower.regions import describe_value
 from wholestep.report.memory import cuda
 from wholestep.report.memory.events import Event, mark, record
@@ -31,9 +32,11 @@ class Scratch:
     """Bytes of one call."""
 
     running: int
-    """At its peak, beyond what is left when it returns."""
+    """At its peak, beyond those of its results that are there by then."""
     results: tuple[int, ...]
     """Of the whole storage of each tensor it returns; 0 where it was there before; empty where that is not known."""
+    late: tuple[bool, ...] = ()
+    """Which results are made only after that peak: some kernels compute into memory of their own, and copy what they return."""
 
 
 alone: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -93,12 +96,7 @@ def measure_calls(prepare: Sequence[Callable[[], Callable[[], Any]]], device: to
     for event in recording.events:
         if event.kind == "memory" and event.context.call is not None:
             found[event.context.call].add(event)
-    return [
-        None
-        if number in failed
-        else Scratch(count.most - count.now, tuple(count.own.get(a, 0) for a in addresses[number]))
-        for number, count in enumerate(found)
-    ]
+    return [None if number in failed else count.scratch(addresses[number]) for number, count in enumerate(found)]
 
 
 def _measure_on_cuda(prepared: Callable[[], Callable[[], Any]], device: torch.device) -> Scratch | None:
@@ -127,20 +125,36 @@ class _Count:
     most: int = 0
     own: dict[int, int] = dataclasses.field(default_factory=dict)
     """Address -> bytes of what it has allocated and not released."""
+    late: set[int] = dataclasses.field(default_factory=set)
+    """Those of them that were allocated after the peak."""
 
     def add(self, event: Event) -> None:
         self.now += event.bytes
-        self.most = max(self.most, self.now)
         if event.bytes > 0:
             self.own[event.address] = event.bytes
+            self.late.add(event.address)
         else:
             self.own.pop(event.address, None)
+            self.late.discard(event.address)
+        if self.now > self.most:
+            self.most = self.now
+            self.late.clear()
+
+    def scratch(self, results: tuple[int, ...]) -> Scratch:
+        """What was counted, once the call has returned tensors at these addresses."""
+        still_to_come = sum(self.own[address] for address in self.late.intersection(results))
+        return Scratch(
+            running=self.most - self.now + still_to_come,
+            results=tuple(self.own.get(address, 0) for address in results),
+            late=tuple(address in self.late for address in results),
+        )
 
 
 def prepare_node(node: fx.Node) -> Callable[[], Any]:
-    """The call of a node on stand-ins."""
+    """The call of a node on stand-ins, by the function that the driver calls for it."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), stand_in)
-    return lambda: node.target(*args, **kwargs)  # type: ignore[operator]
+    function = statement_of(node).function
+    return lambda: function(*args, **kwargs)
 
 
 def stand_in(node: fx.Node) -> Any:
