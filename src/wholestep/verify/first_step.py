@@ -342,10 +342,10 @@ class _FirstStep:
     def _own_rounding(self, names: Iterable[str], before: Mapping[str, torch.Tensor] | None = None) -> dict[str, float]:
         """Twice the rounding of eager's own gradients, found in a wider type on the state `before` the step (or the live one).
 
-        In a low precision some gradients (of a first convolution, summed over a million positions) are mostly rounding
-        in eager as well; a fixed share of their norm says nothing then. Empty where it cannot be known.
+        Some gradients are mostly rounding in eager as well (of a first convolution, summed over a million positions; of a bias in
+        front of a norm, which is zero in truth); a fixed share of their norm says nothing then. Empty where it cannot be known.
         """
-        if self.limits is LIMITS["fp32"] or self.accumulates:
+        if self.accumulates:
             return {}
         wider = torch.float32 if self.limits is LIMITS["bf16"] else torch.float64
         try:
