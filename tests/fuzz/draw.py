@@ -139,7 +139,7 @@ def _drawn(source: random.Random) -> Program | None:
         layers.begin(room)
     else:
         operators.begin(room)
-    for _ in range(source.randint(2, 6) if is_net else source.randint(4, 18)):
+    for _ in range(source.randint(1, 4) if is_net else source.randint(3, 14)):
         table = layers.TABLE if is_net and source.random() < 0.7 else operators.TABLE
         makers, weights = list(table), list(table.values())
         for _ in range(4):
@@ -159,7 +159,7 @@ def _end(room: Room, chunked: bool) -> bool:
     floats = [name for name, value in room.values.items() if value.is_floating_point() and value.requires_grad]
     if not floats:
         return False
-    chosen = list(dict.fromkeys([floats[-1], *source.sample(floats, min(len(floats), source.randint(1, 3)))]))
+    chosen = list(dict.fromkeys([floats[-1], *source.sample(floats, min(len(floats), source.randint(0, 2)))]))
     parts = []
     for name in chosen:
         value = room.values[name]
@@ -170,8 +170,8 @@ def _end(room: Room, chunked: bool) -> bool:
             continue
         else:
             code = source.choice(
-                ("{0}.float().square().mean()", "{0}.float().sum() * 0.1", "({0}.float() * 0.5).tanh().mean()", "{0}.float().mean()",
-                 "F.mse_loss({0}.float(), torch.zeros_like({0}, dtype=torch.float32))", "{0}.float().abs().sum() / 3")
+                ("{0}.float().square().mean()", "{0}.float().sum() * 0.1", "({0}.float() * 0.5).tanh().mean()",
+                 "{0}.float().mean()", "F.mse_loss({0}.float(), torch.zeros_like({0}, dtype=torch.float32))", "{0}.float().abs().sum() / 3")
             )  # fmt: skip
         if not room.add(code, name):
             return False
@@ -189,7 +189,8 @@ def _classified(room: Room, name: str, value: torch.Tensor) -> str | None:
         return None
     ignored = room.source.random() < 0.5
     target = room.add_input(
-        f"torch.randint(0, {VOCABULARY}, ({rows},))" + (f".index_fill(0, torch.tensor([{rows - 1}]), -100)" if ignored else "")
+        f"torch.randint(0, {VOCABULARY}, ({rows},))"
+        + (f".index_fill(0, torch.tensor([{rows - 1}]), -100)" if ignored else "")
     )
     if ignored and rows == 1:
         return None
@@ -211,12 +212,20 @@ def _options(source: random.Random) -> dict[str, Any]:
     elif source.random() < 0.05:
         step["nonfinite"] = "skip"
     if source.random() < 0.5:
-        flags: dict[str, Any] = {"lr": 0.05, "momentum": source.choice((0.0, 0.9)), "weight_decay": source.choice((0.0, 0.1))}
+        flags: dict[str, Any] = {
+            "lr": 0.05,
+            "momentum": source.choice((0.0, 0.9)),
+            "weight_decay": source.choice((0.0, 0.1)),
+        }
         flags["nesterov"] = flags["momentum"] > 0 and source.random() < 0.3
         optimizer = "SGD"
     else:
-        optimizer, flags = "AdamW", {"lr": 0.01, "amsgrad": source.random() < 0.2, "weight_decay": source.choice((0.0, 0.1))}
-    return {"optimizer": optimizer, "flags": flags, "step": step, "plan_seed": source.randrange(1000)}
+        optimizer, flags = (
+            "AdamW",
+            {"lr": 0.01, "amsgrad": source.random() < 0.2, "weight_decay": source.choice((0.0, 0.1))},
+        )
+    guards = source.random() < 0.1
+    return {"optimizer": optimizer, "flags": flags, "step": step, "guards": guards, "plan_seed": source.randrange(1000)}
 
 
 def _without_dead_lines(program: Program) -> Program:

@@ -29,7 +29,10 @@ def begin(room: Room) -> None:
         room.add(room.add_member(f"nn.Linear({width}, {width})") + "({0})", x)
     elif kind < 0.75:
         x = room.add_input(f"torch.randn({rows}, {width})")
-        room.add(room.add_member(f"nn.Linear({width}, {source.choice((width, 4))}, bias={source.random() < 0.7})") + "({0})", x)
+        room.add(
+            room.add_member(f"nn.Linear({width}, {source.choice((width, 4))}, bias={source.random() < 0.7})") + "({0})",
+            x,
+        )
     else:
         side, channels = source.choice((1, 2, 4, 5)), source.choice((1, 2, 3))
         x = room.add_input(f"torch.randn({rows}, {channels}, {side}, {source.choice((1, side))})")
@@ -67,7 +70,11 @@ def normed(room: Room) -> bool:
     channels, width = value.shape[1], value.shape[-1]
     codes = [f"nn.LayerNorm({width})", f"nn.RMSNorm({width})", f"nn.LayerNorm({list(value.shape[1:])})"]
     if value.dim() == 4:
-        codes += [f"nn.BatchNorm2d({channels})", f"nn.GroupNorm(1, {channels})", f"nn.InstanceNorm2d({channels}, affine=True)"]
+        codes += [
+            f"nn.BatchNorm2d({channels})",
+            f"nn.GroupNorm(1, {channels})",
+            f"nn.InstanceNorm2d({channels}, affine=True)",
+        ]
     elif value.dim() <= 3:
         codes += [f"nn.BatchNorm1d({channels})", f"nn.GroupNorm({channels}, {channels})"]
     return _call(room, room.source.choice(codes), name)
@@ -83,7 +90,9 @@ def attended(room: Room) -> bool:
     heads = source.choice([h for h in (1, 1, 2, 4) if width % h == 0])
     if source.random() < 0.5:
         first = source.random() < 0.5
-        module = room.add_member(f"nn.MultiheadAttention({width}, {heads}, batch_first={first}, bias={source.random() < 0.7})")
+        module = room.add_member(
+            f"nn.MultiheadAttention({width}, {heads}, batch_first={first}, bias={source.random() < 0.7})"
+        )
         return room.add(f"{module}({{0}}, {{0}}, {{0}}, need_weights={source.random() < 0.4})[0]", name)
     form = source.choice(("sdpa", "matmul", "einsum"))
     mask = source.choice(("none", "none", "causal", "whole", "band", "ahead"))
@@ -116,9 +125,18 @@ def activated(room: Room) -> bool:
     name, value = room.pick(lambda v: _plain(v) and v.dim() >= 1) or (None, None)
     if value is None:
         return False
-    codes = ["nn.GELU()", "nn.SiLU()", "nn.ReLU()", "nn.Tanh()", "nn.Softmax(-1)", "nn.PReLU()", "nn.Hardswish()", "nn.Identity()"]
-    if room.source.random() < 0.2:
-        codes = ["nn.Dropout(0.3)", "nn.Dropout(0.0)"]
+    codes = (
+        "nn.GELU()",
+        "nn.SiLU()",
+        "nn.ReLU()",
+        "nn.Tanh()",
+        "nn.Softmax(-1)",
+        "nn.PReLU()",
+        "nn.Hardswish()",
+        "nn.Identity()",
+    )
+    if room.source.random() < 0.25:
+        codes = ("nn.Dropout(0.3)", "nn.Dropout(0.5)", "nn.Dropout(0.0)")
     return _call(room, room.source.choice(codes), name)
 
 
@@ -133,7 +151,9 @@ def stacked(room: Room) -> bool:
 def tied(room: Room) -> bool:
     """A module or a parameter that is there already, used again: transposed, as an output layer, or as it was."""
     source = room.source
-    known = [(n, c) for n, c in room.members if c.startswith(("nn.Linear", "nn.Embedding", "Feedforward", "nn.LayerNorm"))]
+    known = [
+        (n, c) for n, c in room.members if c.startswith(("nn.Linear", "nn.Embedding", "Feedforward", "nn.LayerNorm"))
+    ]
     if not known:
         return False
     name, code = source.choice(known)
@@ -160,6 +180,6 @@ def recurrent(room: Room) -> bool:
 
 
 TABLE: dict[Maker, float] = {
-    linear: 3, normed: 2.5, attended: 2.5, convolved: 2, pooled: 1, activated: 1.5, stacked: 1, tied: 1, recurrent: 0.3,
+    linear: 3, normed: 2.5, attended: 2.5, convolved: 2, pooled: 1, activated: 2, stacked: 0.7, tied: 1, recurrent: 0.3,
 }  # fmt: skip
 """How likely each is."""

@@ -5,9 +5,8 @@ Every maker takes a Room, adds a line (or a few), and says whether it did.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -94,7 +93,9 @@ def turn(room: Room) -> bool:
         order = source.sample(range(dims), dims)
         return room.add(f"{{0}}.permute({order})", name)
     a, b = source.randrange(dims), source.randrange(-dims, dims)
-    form = source.choice((f"{{0}}.transpose({a}, {b})", f"{{0}}.movedim({a}, {b})", f"{{0}}.swapaxes({a}, {b})", "{0}.mT"))
+    form = source.choice(
+        (f"{{0}}.transpose({a}, {b})", f"{{0}}.movedim({a}, {b})", f"{{0}}.swapaxes({a}, {b})", "{0}.mT")
+    )
     return room.add(form, name)
 
 
@@ -109,7 +110,8 @@ def ones_dimension(room: Room) -> bool:
     if choice < 0.35 or not ones:
         return room.add(f"{{0}}.unsqueeze({source.randint(-value.dim() - 1, value.dim())})", name)
     if choice < 0.6:
-        return room.add("{0}.squeeze(%s)" % source.choice((str(source.choice(ones)), "", str(tuple(ones)))), name)
+        dims = source.choice((str(source.choice(ones)), "", str(tuple(ones))))
+        return room.add(f"{{0}}.squeeze({dims})", name)
     shape = [source.choice((1, 2, 3)) if size == 1 else source.choice((size, -1)) for size in value.shape]
     return room.add(f"{{0}}.expand({shape})", name)
 
@@ -127,7 +129,7 @@ def part(room: Room) -> bool:
     before = ":, " * d
     forms = [
         f"{{0}}.select({d}, {start})", f"{{0}}.narrow({d}, {start}, {length})", f"{{0}}[{before}{start}:{start + length}]",
-        f"{{0}}[{before}::{source.choice((1, 2, 3))}]", f"{{0}}[{before}:{size}]", f"{{0}}[..., -1]", "{0}[None]",
+        f"{{0}}[{before}::{source.choice((1, 2, 3))}]", f"{{0}}[{before}:{size}]", "{0}[..., -1]", "{0}[None]",
         f"{{0}}.unfold({d}, {length}, {source.choice((1, 2))})",
     ]  # fmt: skip
     if value.dim() >= 2:
@@ -138,7 +140,10 @@ def part(room: Room) -> bool:
 def strided(room: Room) -> bool:
     """as_strided, within what a dense value has."""
     source = room.source
-    name, value = room.pick(lambda v: v.is_contiguous() and 0 < v.numel() and v.dim() and v._base is None) or (None, None)
+    name, value = room.pick(lambda v: v.is_contiguous() and v.numel() > 0 and v.dim() and v._base is None) or (
+        None,
+        None,
+    )
     if value is None or not room.source.random() < 0.5:
         return False
     rows = source.randint(1, min(4, value.numel()))
@@ -246,7 +251,7 @@ def constant(room: Room) -> bool:
     last = shape[-1] if shape else 1
     forms = [
         f"{{0}} + torch.ones({shape}) * {number}", f"{{0}} * torch.full_like({{0}}, {number})",
-        f"{{0}} + torch.zeros_like({{0}})", f"{{0}} * (torch.ones({shape}) / 3 - {number})",
+        "{0} + torch.zeros_like({0})", f"{{0}} * (torch.ones({shape}) / 3 - {number})",
         f"{{0}} + torch.arange({last})", f"{{0}}.masked_fill(torch.arange({last}) > 1, {number})",
         f"torch.where(torch.zeros({shape}, dtype=torch.bool), {{0}}, {{0}} * 2)",
         f"{{0}} * torch.full((), {number}).expand({shape}).to({{0}}.dtype)", f"{{0}} * torch.tensor({float(number)})",
@@ -305,7 +310,9 @@ def reduced(room: Room) -> bool:
 def product(room: Room) -> bool:
     """matmul, linear, einsum with another value or with a new parameter."""
     source = room.source
-    name, value = room.pick(lambda v: v.dtype in (torch.float32, torch.float64, torch.bfloat16) and v.dim() >= 1 and v.numel()) or (
+    name, value = room.pick(
+        lambda v: v.dtype in (torch.float32, torch.float64, torch.bfloat16) and v.dim() >= 1 and v.numel()
+    ) or (
         None,
         None,
     )
@@ -315,14 +322,22 @@ def product(room: Room) -> bool:
     if source.random() < 0.5:
         out = room.size()
         weight = room.parameter([out, width], 0.5, dtype if dtype != "torch.float32" else "")
-        forms = [f"F.linear({{0}}, {weight})", f"{{0}} @ {weight}.t()", f"torch.einsum('...i,oi->...o', {{0}}, {weight})"]
+        forms = [
+            f"F.linear({{0}}, {weight})",
+            f"{{0}} @ {weight}.t()",
+            f"torch.einsum('...i,oi->...o', {{0}}, {weight})",
+        ]
         if value.dim() == 2:
             forms.append(f"torch.addmm({weight}[:, 0], {{0}}, {weight}.t())")
         return room.add(source.choice(forms), name)
     same = room.pick(lambda v: v.dim() == value.dim() >= 2 and v.dtype == value.dtype and v.shape[-1] == width)
     if same is None:
         return False
-    forms = ["{0} @ {1}.transpose(-1, -2)", "{0}.transpose(-1, -2) @ {1}", "torch.einsum('...ai,...bi->...ab', {0}, {1})"]
+    forms = [
+        "{0} @ {1}.transpose(-1, -2)",
+        "{0}.transpose(-1, -2) @ {1}",
+        "torch.einsum('...ai,...bi->...ab', {0}, {1})",
+    ]
     if value.dim() == 3:
         forms += ["torch.bmm({0}, {1}.transpose(1, 2))", "torch.einsum('abi,cbi->bac', {0}, {1})",
                   "torch.einsum('abi,acj->bcij', {0}, {1})"]  # fmt: skip
@@ -364,7 +379,15 @@ def write(room: Room) -> bool:
         value = room.values[name]
     elif not name.startswith("v") or value.is_leaf:
         return False
-    forms = ["{0}.mul_(0.5)", "{0}.add_(1)", "{0}.relu_()", "{0}.tanh_()", "{0}.zero_()", "{0}.neg_()", "{0}.clamp_(-1, 1)"]
+    forms = [
+        "{0}.mul_(0.5)",
+        "{0}.add_(1)",
+        "{0}.relu_()",
+        "{0}.tanh_()",
+        "{0}.zero_()",
+        "{0}.neg_()",
+        "{0}.clamp_(-1, 1)",
+    ]
     if value.dim():
         forms += ["{0}[..., ::2].mul_(0.7)", "{0}[0].fill_(0.3)", "{0}.select(-1, 0).add_(0.5)", "{0}.transpose(0, -1).mul_(2)",
                   "{0}.view(-1)[:1].zero_()", "{0}[..., :1].copy_({0}[..., -1:].clone())"]  # fmt: skip
@@ -397,14 +420,6 @@ def buffer(room: Room) -> bool:
 
 TABLE: dict[Maker, float] = {
     reshape: 3, turn: 3, ones_dimension: 3, part: 2.5, strided: 0.5, pieces: 1, joined: 1, copied: 1, unary: 3, binary: 3.5,
-    cast: 1.5, constant: 1.2, compared: 0.8, equal_again: 0.7, reduced: 1.5, product: 1.5, attention: 0.7, write: 1.3, buffer: 0.5,
+    cast: 2, constant: 1.2, compared: 0.8, equal_again: 0.7, reduced: 1.5, product: 1.5, attention: 0.7, write: 1.3, buffer: 0.5,
 }  # fmt: skip
 """How likely each is."""
-
-
-def scaled(width: int) -> float:
-    return 1 / math.sqrt(max(1, width))
-
-
-def names_of(table: dict[Maker, Any]) -> list[str]:
-    return [maker.__name__ for maker in table]

@@ -116,6 +116,8 @@ class Case:
     """Of the optimizer."""
     step: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Of `wholestep.compile`: precision, clip_norm, chunked_loss, nonfinite, accumulate."""
+    guards: bool = True
+    """Captured through Dynamo, or traced as plain Python."""
     plan_seed: int = 0
     """What is recomputed, where a plan is carried out, is drawn from it."""
 
