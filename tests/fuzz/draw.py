@@ -171,7 +171,8 @@ def _end(room: Room, chunked: bool) -> bool:
         else:
             code = source.choice(
                 ("{0}.float().square().mean()", "{0}.float().sum() * 0.1", "({0}.float() * 0.5).tanh().mean()",
-                 "{0}.float().mean()", "F.mse_loss({0}.float(), torch.zeros_like({0}, dtype=torch.float32))", "{0}.float().abs().sum() / 3")
+                 "{0}.float().mean()",
+                 "F.mse_loss({0}.float(), torch.zeros_like({0}, dtype=torch.float32))", "{0}.float().abs().sum() / 3")
             )  # fmt: skip
         if not room.add(code, name):
             return False

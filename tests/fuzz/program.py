@@ -18,6 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+UPDATES = 3
+"""How long every stage trains."""
+SEED = 5
+"""Of dropout's keys."""
 HEADER = """\
 from tests.fuzz.blocks import *
 import torch
