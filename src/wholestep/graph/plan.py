@@ -53,6 +53,8 @@ class Plan:
         if unknown:
             raise BadOption(f"a plan with an unknown field {unknown[0]!r}", hint=f"fields are {', '.join(sorted(known))}")
         if "recompute" in given:
+            if not isinstance(given["recompute"], list | tuple):
+                raise BadOption(f"recompute = {given['recompute']!r}", hint="it must be a list of names")
             given["recompute"] = tuple(given["recompute"])
         return cls(**given)
 
