@@ -58,7 +58,7 @@ def test_an_empty_plan_survives_too(tmp_path: Path) -> None:
         ("format = 1\n[precision]\nhead = 16", "precision.head = 16"),
         ("format = 1\n[reasons]\na = []", "reasons.a"),
         ("format = 1\nbudget_bytes = -5", "budget_bytes = -5"),
-        ("format = 1\nchunked_loss = true\n[end]\ncheck = 'a1'", "not what the plan was written with"),
+        ("format = 1\nchunked_loss = true\n[end.a1]", "not what the plan was written with"),
         ("format = 1\nchunked_loss = true", "not whole"),
     ],
 )
@@ -102,7 +102,7 @@ def test_a_damaged_file_is_refused_or_decides_the_same_numbers(tmp_path: Path) -
     path, source = tmp_path / "plan.toml", random.Random(0)
     write_plan(plan, path)
     text, refused, read = path.read_bytes(), 0, 0
-    for _ in range(4000):
+    for _ in range(2000):
         path.write_bytes(damaged(text, source))
         try:
             found = read_plan(path)
@@ -112,7 +112,7 @@ def test_a_damaged_file_is_refused_or_decides_the_same_numbers(tmp_path: Path) -
             continue
         read += 1
         assert found.chunked_loss is True and list(found.precision.items()) == list(plan.precision.items())
-    assert refused > 1000 and read > 200
+    assert refused > 500 and read > 100
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Plans as files: TOML that a person can read, with the reason beside every decision.
 
 In and out: a Plan. Written by hand, since Python reads TOML but does not write it; every string is JSON's form of it, which is
-also a TOML string. Reading is strict: a field that is not known, or a file that is no plan, is one clear line. The last lines say
-that the file is whole, and hold a checksum of what decides about the numbers: a file that was cut off, or lost a line to a flipped
+also a TOML string. Reading is strict: a field that is not known, or a file that is no plan, is one clear line. The last line says
+that the file is whole, and holds a checksum of what decides about the numbers: a file that was cut off, or lost a line to a flipped
 bit, must not train something else in silence.
 """
 
@@ -50,8 +50,7 @@ def plan_text(plan: Plan) -> str:
             continue
         lines += ["", f"[{table}]"]
         lines += [f"{_value(str(key))} = {_value(value)}" for key, value in entries.items() if value is not None]
-    lines += ["", "[end]  # the file is whole", f"check = {_value(_check(plan))}"]
-    lines += ["# of chunked_loss and precision, which change the numbers: take the line out when you edit them"]
+    lines += ["", f"[end.{_check(plan)}]", "# The file is whole. The number is of chunked_loss and precision: write [end] when you edit them."]
     return "\n".join(lines) + "\n"
 
 
@@ -109,10 +108,11 @@ def _checked(plan: Plan) -> Plan:
 
 def _whole(plan: Plan, end: Any) -> Plan:
     """The plan, unless its file was cut off or decisions about numbers were lost."""
-    if not isinstance(end, dict) or end.keys() - {"check"}:
-        raise BadOption("the plan is not whole: its last lines are missing", hint="write it again; one written by hand ends in [end]")
-    if end.get("check", _check(plan)) != _check(plan):
-        hint = "write it again, or take the line `check` out if you changed them"
+    if not isinstance(end, dict) or len(end) > 1 or any(value != {} for value in end.values()):
+        hint = "write it again; one written by hand ends in a line [end]"
+        raise BadOption("the plan is not whole, or its lines are out of order", hint=hint)
+    if end and _check(plan) not in end:
+        hint = "write it again, or end it in a line [end] if you changed them"
         raise BadOption("chunked_loss or precision are not what the plan was written with", hint=hint)
     return plan
 
