@@ -50,7 +50,8 @@ def plan_text(plan: Plan) -> str:
             continue
         lines += ["", f"[{table}]"]
         lines += [f"{_value(str(key))} = {_value(value)}" for key, value in entries.items() if value is not None]
-    lines += ["", f"[end.{_check(plan)}]", "# The file is whole. The number is of chunked_loss and precision: write [end] when you edit them."]
+    lines += ["", f"[end.{_check(plan)}]"]
+    lines += ["# The file is whole. The number is of chunked_loss and precision: write [end] when you edit them."]
     return "\n".join(lines) + "\n"
 
 
