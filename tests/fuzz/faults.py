@@ -144,6 +144,18 @@ def _narrow_one_more(graph: TrainingGraph) -> None:
                 return
 
 
+def _exchange_sides(graph: TrainingGraph) -> None:
+    for node in list(graph.operations()):
+        if node.target is aten.clone.default and node.kwargs.get("memory_format") is torch.channels_last:
+            source = node.args[0]
+            value = source.meta["val"]  # type: ignore[union-attr]
+            if value.shape[2] == value.shape[3] > 1:
+                with graph.graph.inserting_before(node):
+                    turned = graph.graph.call_function(aten.transpose.int, (source, 2, 3))
+                turned.meta = {"val": value.transpose(2, 3), "custom": dict(node.meta["custom"])}
+                node.update_arg(0, turned)
+
+
 def _ignore_another_index(graph: TrainingGraph) -> None:
     for node in graph.operations():
         if node.target is ws.linear_cross_entropy_and_gradients.default:
@@ -170,7 +182,7 @@ FAULTS = (
     Fault("share_equal", "two casts of one value are equal whatever the dtype",
           {"_key": lambda a: () if isinstance(a, dict) else _key(a)}),
     Fault("lean_gradients", "a float32 gradient is narrowed", _after("lean_gradients", _narrow_one_more)),
-    Fault("channels_last", "a copy is turned back the wrong way", {"inverse": list}),
+    Fault("channels_last", "height and width of a turned copy are exchanged", _after("channels_last", _exchange_sides)),
     Fault("order_for_peak", "a node moves behind its reader", {"_sink": _behind_reader}),
     Fault("remove_dead", "the last buffer is not written", _after("remove_dead", _lose_an_update)),
     Fault("recognise_masks", "a band counts as causal", {"_classify": _causal_enough}),

@@ -88,14 +88,14 @@ def attended(room: Room) -> bool:
         return False
     width = value.shape[-1]
     heads = source.choice([h for h in (1, 1, 2, 4) if width % h == 0])
-    if source.random() < 0.5:
+    if source.random() < 0.35:
         first = source.random() < 0.5
         module = room.add_member(
             f"nn.MultiheadAttention({width}, {heads}, batch_first={first}, bias={source.random() < 0.7})"
         )
         return room.add(f"{module}({{0}}, {{0}}, {{0}}, need_weights={source.random() < 0.4})[0]", name)
-    form = source.choice(("sdpa", "matmul", "einsum"))
-    mask = source.choice(("none", "none", "causal", "whole", "band", "ahead"))
+    form = source.choice(("sdpa", "sdpa", "sdpa", "matmul", "einsum"))
+    mask = source.choice(("none", "causal", "whole", "band", "band", "ahead"))
     return _call(room, f"SelfAttention({width}, {heads}, {form!r}, {mask!r})", name)
 
 
