@@ -12,7 +12,7 @@ TORCH   := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint unit test-cpus train zoo trust loop bench-cpu bench-smoke sz clean distclean
+.PHONY: help install test lint unit test-cpus train zoo trust loop fuzz bench-cpu bench-smoke sz clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ trust: $(STAMP)  ## 586 trainings that change between two steps against eager: b
 
 loop: $(STAMP)  ## a whole training script and 200 random lengths against eager, compiled
 	@$(BIN)/python -m pytest -q tests/test_real_loop.py -m 'slow or not slow' $(ARGS)
+
+fuzz: $(STAMP)  ## 10,000 random training steps through every pass, in two processes (ARGS="--seed 4711 --count 1")
+	@$(BIN)/python -m tests.fuzz --count 10000 --workers $(WORKERS) $(ARGS)
 
 bench-cpu: $(STAMP)  ## time the compiled step against eager on the CPU
 	@$(BIN)/python benchmarks/cpu_gpt.py $(ARGS)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.fuzz.check import assert_right
+from tests.fuzz.program import Case
 from tests.passes.small_graphs import operators, traced
 from tests.passes.test_recompute import everything
 from tests.runtime.twins import Side, Twins, eager_update, interpreted
@@ -561,3 +563,18 @@ def test_results_keep_their_strides_also_when_they_are_transposed() -> None:
     for ours, theirs in zip(graph.module(*inputs), step(*inputs), strict=True):
         assert ours.stride() == theirs.stride()
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+class PickedByPlace(nn.Module):
+    """as_strided picks elements by where they lie in memory: it reads the layout that was captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 2, 1, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.convolution(x).as_strided((2, 2), (1, 1)).sum()
+
+
+def test_elements_picked_by_their_place_in_memory() -> None:
+    assert_right(Case(PickedByPlace, lambda: (torch.randn(1, 2, 2, 2),), guards=False), stage="channels_last")

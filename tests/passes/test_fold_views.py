@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.fuzz.check import assert_right
+from tests.fuzz.program import Case
 from tests.passes.small_graphs import operators, rewritten, traced
 
 import wholestep.kernels  # noqa: F401  (registers ws::dropout)
@@ -67,3 +69,37 @@ def test_gradients_follow_the_value() -> None:
     graph.gradients = {"w": graph.output_values[1].name}
     rewritten(fold_views, graph, X)
     assert graph.gradients == {"w": "neg"}
+
+
+ONES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "turned and merged": lambda x: x.permute(2, 0, 1, 3).view(21, 3),
+    "turned and flattened": lambda x: x.permute(1, 2, 0, 3).view(63),
+    "merged, turned back": lambda x: x.permute(2, 0, 1, 3).view(21, 3).view(3, 7, 1, 3).permute(1, 2, 0, 3),
+    "reshaped, which copies": lambda x: x.reshape(21, 3).view(3, 7, 3).transpose(0, 1).unsqueeze(1),
+    "a head of one": lambda x: x.squeeze(1).transpose(0, 1).reshape(3, 21).view(3, 7, 1, 3),
+}
+
+
+@pytest.mark.parametrize("name", ONES)
+def test_sizes_of_one_between_others(name: str) -> None:
+    """Tensors without data let `view` merge the 7 and the 3 around the 1, although they do not lie beside each other."""
+    x = torch.randn(1, 3, 7, 3).permute(2, 0, 1, 3)
+    assert x.stride() == (3, 63, 21, 1)
+    rewritten(fold_views, traced(lambda t: (t.sum(), ONES[name](t.neg()).abs()), x), x)
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.into, self.attention = torch.nn.Linear(4, 4), torch.nn.MultiheadAttention(4, heads)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.into(x)
+        return self.attention(x, x, x, need_weights=False)[0].square().mean()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_attention_with_one_head_or_one_row(heads: int, rows: int) -> None:
+    """With one head it trained another model: the views around attention were merged in the order of memory."""
+    assert_right(Case(lambda: Attention(heads), lambda: (torch.randn(5, rows, 4),)), stage="fold_views")

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.fuzz.check import assert_right
+from tests.fuzz.program import Case
 from torch import nn
 
 import wholestep
@@ -132,3 +134,19 @@ def test_random_numbers_without_a_key_are_never_drawn_again() -> None:
     q = (x, x, x, None, True, 1.0)
     assert may_recompute(graph.call_function(torch.ops.ws.attention.default, (*q, 0.0, None)))
     assert not may_recompute(graph.call_function(torch.ops.ws.attention.default, (*q, 0.1, x)))
+
+
+class Overwritten(nn.Module):
+    """Nobody reads what the layer returned: it was written over before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.weight = nn.Linear(1, 4), nn.Parameter(torch.randn(2, 4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        part = self.layer(x).select(-1, 0).add_(0.5)
+        return (self.weight * 1.5).square().mean(), {"part": part}
+
+
+def test_the_output_of_a_module_that_nobody_reads_may_go() -> None:
+    assert_right(Case(Overwritten, lambda: (torch.randn(2, 1),), guards=False, plan_seed=168), stage="recompute")

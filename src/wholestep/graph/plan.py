@@ -14,7 +14,8 @@ from typing import Any
 
 from wholestep.errors import BadOption
 
-FORMAT = 1
+FORMAT = 2
+"""Of plans as files. A file of format 1 has no line that says that it is whole."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +48,14 @@ class Plan:
         """The plan in a table read from a file; one clear error for anything else."""
         known = {field.name for field in dataclasses.fields(cls)}
         given = {name: value for name, value in data.items() if name != "format"}
-        if data.get("format") != FORMAT:
+        if data.get("format") not in (1, FORMAT):
             raise BadOption(f"a plan of format {data.get('format')!r}", hint=f"this version reads format {FORMAT}")
         unknown = sorted(given.keys() - known)
         if unknown:
             raise BadOption(f"a plan with an unknown field {unknown[0]!r}", hint=f"fields are {', '.join(sorted(known))}")
         if "recompute" in given:
+            if not isinstance(given["recompute"], list | tuple):
+                raise BadOption(f"recompute = {given['recompute']!r}", hint="it must be a list of names")
             given["recompute"] = tuple(given["recompute"])
         return cls(**given)
 

@@ -1,12 +1,15 @@
 """Plans as files: TOML that a person can read, with the reason beside every decision.
 
 In and out: a Plan. Written by hand, since Python reads TOML but does not write it; every string is JSON's form of it, which is
-also a TOML string. Reading is strict: a field that is not known, or a file that is no plan, is one clear line.
+also a TOML string. Reading is strict: a field that is not known, or a file that is no plan, is one clear line. The last line says
+that the file is whole, and holds a checksum of what decides about the numbers: a file that was cut off, or lost a line to a flipped
+bit, must not train something else in silence.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from wholestep.errors import BadOption, WholestepError
 from wholestep.graph.bytes import show_bytes
 from wholestep.graph.plan import FORMAT, Plan
 
+PRECISIONS = ("fp32", "bf16", "fp16")
 HEAD = """\
 # A plan of Wholestep for one training step. Use it with: wholestep train MODEL --plan FILE
 # It is refused where anything under [made_for] has changed. Lines may be edited: what is listed under `recompute` is not
@@ -46,6 +50,8 @@ def plan_text(plan: Plan) -> str:
             continue
         lines += ["", f"[{table}]"]
         lines += [f"{_value(str(key))} = {_value(value)}" for key, value in entries.items() if value is not None]
+    lines += ["", f"[end.{_check(plan)}]"]
+    lines += ["# The file is whole. The number is of chunked_loss and precision: write [end] when you edit them."]
     return "\n".join(lines) + "\n"
 
 
@@ -69,8 +75,10 @@ def read_plan(path: Path) -> Plan:
     except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
         hint = "write one with: wholestep plan MODEL --out FILE"
         raise BadOption(f"{path} is no plan: {_one_line(str(error))}", hint=hint) from error
+    end = table.pop("end", None)
     try:
-        return _checked(Plan.from_json(table))
+        plan = _checked(Plan.from_json(table))
+        return plan if table["format"] == 1 and end is None else _whole(plan, end)
     except BadOption as error:
         raise BadOption(f"{path}: {error.what}", hint=error.hint) from None
 
@@ -86,9 +94,34 @@ def _checked(plan: Plan) -> Plan:
     for name, kinds in wanted.items():
         if not isinstance(getattr(plan, name), kinds) or (bool not in kinds and isinstance(getattr(plan, name), bool)):
             raise BadOption(f"{name} = {getattr(plan, name)!r}", hint=f"it must be {kinds[0].__name__}")
+    if isinstance(plan.budget_bytes, int) and plan.budget_bytes <= 0:
+        raise BadOption(f"budget_bytes = {plan.budget_bytes}", hint="it must be positive")
+    for table in ("precision", "reasons"):
+        odd = next((key for key, value in getattr(plan, table).items() if not isinstance(value, str)), None)
+        if odd is not None:
+            raise BadOption(f"{table}.{odd} = {getattr(plan, table)[odd]!r}", hint="write it in quotes")
+    for path, precision in plan.precision.items():
+        if precision not in PRECISIONS:
+            raise BadOption(f"precision.{path} = {precision!r}", hint=f"use one of {', '.join(PRECISIONS)}")
     if not all(isinstance(name, str) for name in plan.recompute):
         raise BadOption("recompute holds something that is not a name", hint='write names in quotes, such as "layers.*.mlp/gelu"')
     return plan
+
+
+def _whole(plan: Plan, end: Any) -> Plan:
+    """The plan, unless its file was cut off or decisions about numbers were lost."""
+    if not isinstance(end, dict) or len(end) > 1 or any(value != {} for value in end.values()):
+        hint = "write it again; one written by hand ends in a line [end]"
+        raise BadOption("the plan is not whole, or its lines are out of order", hint=hint)
+    if end and _check(plan) not in end:
+        hint = "write it again, or end it in a line [end] if you changed them"
+        raise BadOption("chunked_loss or precision are not what the plan was written with", hint=hint)
+    return plan
+
+
+def _check(plan: Plan) -> str:
+    """A checksum of the decisions that change numbers; what is recomputed, and when parameters are updated, does not."""
+    return f"{zlib.crc32(json.dumps([plan.chunked_loss, list(plan.precision.items())]).encode()):08x}"
 
 
 def _value(value: Any) -> str:

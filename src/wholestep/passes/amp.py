@@ -105,9 +105,8 @@ class _Rewrite:
         self.graph.graph.eliminate_dead_code()
         alive = {node.name for node in self.graph.graph.nodes}
         copies = {value.name: made.name for (value, _, _), made in self.casts.items()}
-        self.graph.boundaries = {
-            path: name if name in alive else copies.get(name, name) for path, name in self.graph.boundaries.items()
-        }
+        followed = {path: name if name in alive else copies.get(name, name) for path, name in self.graph.boundaries.items()}
+        self.graph.boundaries = {path: name for path, name in followed.items() if name in alive}
 
     # ---- one node ----
 

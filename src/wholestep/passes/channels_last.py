@@ -38,8 +38,8 @@ _SLOTS: dict[Any, tuple[int, ...]] = {aten.convolution.default: (0, 1), aten.con
 # fmt: off
 _ELEMENTWISE = frozenset(("aten::fill", "aten::_to_copy", "aten::clone", "aten::cat", "ws::dropout"))
 """Work element by element, like all that torch tags as pointwise."""
-_UNLIKE = frozenset(("aten::log_sigmoid_forward", "aten::log_sigmoid_backward"))
-"""Tagged so, but their results lie in memory otherwise than announced."""
+_UNLIKE = frozenset(("aten::log_sigmoid_forward", "aten::log_sigmoid_backward", "aten::as_strided"))
+"""Tagged so, but their results lie in memory otherwise than announced; and a view that picks elements by their place in memory."""
 _TWO_LAYOUTS = frozenset((
     "aten::_native_batch_norm_legit_functional", "aten::_native_batch_norm_legit", "aten::_native_batch_norm_legit_no_training",
     "aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::_batch_norm_with_update_functional",

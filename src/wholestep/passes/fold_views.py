@@ -1,9 +1,10 @@
 """Drops operators that hand on their argument. In: any TrainingGraph. Out: one with shorter chains of views, and without
 copies, multiplications by one and dropouts that drop nothing.
 
-A view is its shape, strides and offset in a memory it shares with what it looks at, so a chain of views is the identity when
-these are what they were, and one `view` when that alone gives the same. Where strides are only announced (a kernel may return
-others) the result still holds: lowering calls `view` as `reshape`.
+A chain of views is the identity, or one `view`, when it picks the same elements in the same order *and* gives the same strides.
+The first is worked out on a stand-in that lies dense in memory, because announced strides prove nothing: a kernel may return
+others, and torch's tensors without data let `view` merge dimensions around one of size 1 that do not lie beside each other. The
+second keeps the layout, and with it the bits of what reads it. Lowering calls `view` as `reshape`.
 
 Bitwise: x * 1, x / 1 and x - 0 keep every bit; x + 0 does not (-0 + 0 is +0) and is dropped for integers only.
 """
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep import compat
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.passes.fx_edit import Editor, is_static, same_kind, same_sizes, tensor_of
 from wholestep.passes.pipeline import compiler_pass
@@ -55,12 +57,12 @@ def _fold_chain(edit: Editor, node: fx.Node) -> None:
     reachable = [source for source in reversed(ancestors) if not _crosses_boundary(edit, node, source)]
     for source in reachable:
         before = tensor_of(source)
-        if before is not None and same_kind(before, after) and _same_offset(before, after):
+        if before is not None and same_kind(before, after) and _same_offset(before, after) and _keeps_order(source, node):
             edit.replace(node, source)
             return
     for source in reachable[:-1]:
         shape = _one_view(source, after)
-        if shape is not None:
+        if shape is not None and _keeps_order(source, node):
             new = edit.insert(node, aten.view.default, (source, shape))
             edit.replace(node, new)
             return
@@ -93,11 +95,41 @@ def _one_view(source: fx.Node, after: torch.Tensor) -> list[int] | None:
     if before is None or not (is_static(before) and is_static(after)) or before.numel() != after.numel():
         return None
     try:
-        viewed = before.view(after.shape)
-    except (RuntimeError, ValueError):
+        viewed = torch.empty_strided(before.shape, before.stride(), dtype=before.dtype, device="meta").view(after.shape)
+    except RuntimeError:
         return None
-    same = viewed.stride() == after.stride() and viewed.storage_offset() == after.storage_offset()
+    same = viewed.stride() == after.stride() and _same_offset(before, after)
     return list(after.shape) if same else None
+
+
+def _keeps_order(source: fx.Node, node: fx.Node) -> bool:
+    """Whether the views from `source` to `node` hand on all its elements in their order; with symbolic sizes, at those traced."""
+    chain = [node, *_ancestors(node)]
+    chain = chain[: chain.index(source)]
+    value = tensor_of(source)
+    assert value is not None
+    seen = torch.empty(_traced(value.shape), dtype=value.dtype, device="meta")
+    whole = seen.numel()
+    for view in reversed(chain):
+        after = tensor_of(view)
+        assert after is not None and callable(view.target)
+        try:
+            if view.target in (aten.view.default, aten._unsafe_view.default):
+                seen = seen.view(_traced(after.shape))
+            else:
+                seen = view.target(seen, *fx.map_arg(_traced(view.args[1:]), _traced_node), **view.kwargs)
+        except RuntimeError:  # it copies
+            return False
+    return seen.is_contiguous() and seen.storage_offset() == 0 and seen.numel() == whole
+
+
+def _traced(sizes: Any) -> Any:
+    """Symbolic sizes as the numbers they were traced with."""
+    return fx.node.map_aggregate(tuple(sizes), lambda s: compat.traced_size(s) if isinstance(s, torch.SymInt) else s)  # type: ignore[arg-type,return-value]
+
+
+def _traced_node(node: fx.Node) -> Any:
+    return _traced((node.meta["val"],))[0]
 
 
 def _same_offset(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from torch import fx
 
 from wholestep import compat
 from wholestep.graph.training_graph import TrainingGraph
+from wholestep.passes.fx_edit import sweep
 from wholestep.passes.pipeline import compiler_pass
 
 ws = torch.ops.ws
@@ -47,10 +48,7 @@ def recognise_masks(graph: TrainingGraph) -> TrainingGraph:
             node.update_arg(causal_at, node.args[causal_at] or verdict == "causal")
             changed = True
     if changed:
-        graph.graph.eliminate_dead_code()
-        alive = {node.name for node in graph.graph.nodes}
-        graph.boundaries = {path: name for path, name in graph.boundaries.items() if name in alive}
-        graph.module.recompile()
+        sweep(graph)
     return graph
 
 

@@ -22,6 +22,7 @@ from wholestep.graph.plan import Plan
 from wholestep.graph.segments import backward_segments, may_recompute
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.graph.views import is_cheap_view
+from wholestep.passes.fx_edit import sweep
 from wholestep.passes.pipeline import compiler_pass
 
 
@@ -53,8 +54,7 @@ class _Rewrite:
             known = {entry: self.copies[segment, entry] for entry in wanted}
             node.args = fx.map_arg(node.args, lambda entry, known=known: known.get(entry, entry))
             node.kwargs = fx.map_arg(node.kwargs, lambda entry, known=known: known.get(entry, entry))
-        self.graph.graph.eliminate_dead_code()
-        self.graph.module.recompile()
+        sweep(self.graph)
         return self.graph
 
     def _is_remade(self, value: fx.Node) -> bool:

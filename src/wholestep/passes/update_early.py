@@ -29,6 +29,7 @@ from wholestep.graph.liveness import flat_numbers, storages
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import OutputKind, Role, TrainingGraph, module_of, tensors_in
 from wholestep.kernels import IN_PLACE
+from wholestep.passes.fx_edit import sweep
 from wholestep.passes.pipeline import compiler_pass
 
 aten = torch.ops.aten
@@ -204,7 +205,7 @@ def _join_norms(graph: TrainingGraph, norms: list[fx.Node]) -> None:
         node.meta = {"val": value, "custom": dict(norms[-1].meta["custom"])}
     values[at] = total
     graph.output_node.args = (tuple(values),)
-    graph.graph.eliminate_dead_code()
+    sweep(graph)
 
 
 def _chosen(value: Any, members: Sequence[int]) -> Any:

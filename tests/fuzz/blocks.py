@@ -1,0 +1,86 @@
+"""Modules that random programs are built from, beside those of torch.nn: attention written in several ways, layers that repeat."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Feedforward(nn.Module):
+    """Enough operators to count as a layer of its own where it is repeated."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x)) * 1.5) + 0.5)
+
+
+class Repeated(nn.Module):
+    """Equal layers, one after the other."""
+
+    def __init__(self, width: int, layers: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Feedforward(width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class SelfAttention(nn.Module):
+    """Attention over (batch, tokens, width), with the products written as `form` says."""
+
+    def __init__(self, width: int, heads: int, form: str = "sdpa", mask: str = "none") -> None:
+        super().__init__()
+        self.heads, self.form, self.mask = heads, form, mask
+        self.into, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, tokens, width = x.shape
+        split = (rows, tokens, self.heads, width // self.heads)
+        query, key, value = (part.reshape(split) for part in self.into(x).chunk(3, -1))
+        mask = attention_mask(self.mask, tokens)
+        if self.form == "einsum":
+            scores = torch.einsum("blhd,bmhd->bhlm", query, key) * split[-1] ** -0.5
+            if mask is not None:
+                scores = scores.masked_fill(~mask, -1e9)
+            mixed = torch.einsum("bhlm,bmhd->blhd", scores.softmax(-1), value)
+        else:
+            query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+            if self.form == "matmul":
+                scores = query @ key.transpose(-1, -2) / split[-1] ** 0.5
+                if mask is not None:
+                    scores = torch.where(mask, scores, torch.full_like(scores, -1e9))
+                mixed = (scores.softmax(-1) @ value).transpose(1, 2)
+            else:
+                mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
+        return self.out(mixed.reshape(rows, tokens, width))
+
+
+def attention_mask(kind: str, tokens: int) -> torch.Tensor | None:
+    """True where attention may look."""
+    if kind == "none":
+        return None
+    whole = torch.ones(tokens, tokens, dtype=torch.bool)
+    if kind == "causal":
+        return whole.tril()
+    if kind == "band":
+        return whole.tril() & whole.triu(-1)
+    if kind == "ahead":
+        return whole.tril(1)
+    return whole
+
+
+class Head(nn.Module):
+    """Logits over a small vocabulary and their loss; rows with the target -100 count nothing."""
+
+    def __init__(self, width: int, vocabulary: int, bias: bool = True) -> None:
+        super().__init__()
+        self.out = nn.Linear(width, vocabulary, bias=bias)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.out(x.reshape(-1, x.shape[-1])), target)

@@ -1,0 +1,185 @@
+"""Lines that call modules: those of torch.nn and of `blocks.py`, on values whose last sizes they fit.
+
+Every maker takes a Room, adds a line (or a few), and says whether it did.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from tests.fuzz.operators import Maker
+
+if TYPE_CHECKING:
+    from tests.fuzz.draw import Room
+
+VOCABULARY = 9
+
+
+def begin(room: Room) -> None:
+    """Tokens, rows or images, and a first layer that has parameters."""
+    source = room.source
+    kind = source.random()
+    rows, tokens, width = room.size(), room.size(), source.choice((1, 2, 4, 4, 6, 8))
+    if kind < 0.3:
+        ids = room.add_input(f"torch.randint(0, {VOCABULARY}, ({rows}, {tokens}))")
+        room.add(room.add_member(f"nn.Embedding({VOCABULARY}, {width})") + "({0})", ids)
+    elif kind < 0.55:
+        x = room.add_input(f"torch.randn({rows}, {tokens}, {width})")
+        room.add(room.add_member(f"nn.Linear({width}, {width})") + "({0})", x)
+    elif kind < 0.75:
+        x = room.add_input(f"torch.randn({rows}, {width})")
+        room.add(
+            room.add_member(f"nn.Linear({width}, {source.choice((width, 4))}, bias={source.random() < 0.7})") + "({0})",
+            x,
+        )
+    else:
+        side, channels = source.choice((1, 2, 4, 5)), source.choice((1, 2, 3))
+        x = room.add_input(f"torch.randn({rows}, {channels}, {side}, {source.choice((1, side))})")
+        out, kernel = source.choice((1, 2, 4)), source.choice((1, 1, 3))
+        room.add(room.add_member(f"nn.Conv2d({channels}, {out}, {kernel}, padding={kernel // 2})") + "({0})", x)
+
+
+def _plain(value: torch.Tensor) -> bool:
+    return value.dtype == torch.float32 and value.numel() > 0
+
+
+def _call(room: Room, code: str, name: str) -> bool:
+    """A new module, called on a value; the value is often added again."""
+    if not room.add(room.add_member(code) + "({0})", name):
+        return False
+    made = room.lines[-1].results[0]
+    if room.values[made].shape == room.values[name].shape and room.source.random() < 0.4:
+        room.add("{0} + {1}", name, made)
+    return True
+
+
+def linear(room: Room) -> bool:
+    name, value = room.pick(lambda v: _plain(v) and v.dim() >= 1) or (None, None)
+    if value is None:
+        return False
+    width = value.shape[-1]
+    out = room.source.choice((width, width, 1, 3, 4))
+    return _call(room, f"nn.Linear({width}, {out}, bias={room.source.random() < 0.7})", name)
+
+
+def normed(room: Room) -> bool:
+    name, value = room.pick(lambda v: _plain(v) and v.dim() >= 2) or (None, None)
+    if value is None:
+        return False
+    channels, width = value.shape[1], value.shape[-1]
+    codes = [f"nn.LayerNorm({width})", f"nn.RMSNorm({width})", f"nn.LayerNorm({list(value.shape[1:])})"]
+    if value.dim() == 4:
+        codes += [
+            f"nn.BatchNorm2d({channels})",
+            f"nn.GroupNorm(1, {channels})",
+            f"nn.InstanceNorm2d({channels}, affine=True)",
+        ]
+    elif value.dim() <= 3:
+        codes += [f"nn.BatchNorm1d({channels})", f"nn.GroupNorm({channels}, {channels})"]
+    return _call(room, room.source.choice(codes), name)
+
+
+def attended(room: Room) -> bool:
+    """Self-attention with one head and with several, in all the ways it is written."""
+    source = room.source
+    name, value = room.pick(lambda v: _plain(v) and v.dim() == 3) or (None, None)
+    if value is None:
+        return False
+    width = value.shape[-1]
+    heads = source.choice([h for h in (1, 1, 2, 4) if width % h == 0])
+    if source.random() < 0.35:
+        first = source.random() < 0.5
+        module = room.add_member(
+            f"nn.MultiheadAttention({width}, {heads}, batch_first={first}, bias={source.random() < 0.7})"
+        )
+        return room.add(f"{module}({{0}}, {{0}}, {{0}}, need_weights={source.random() < 0.4})[0]", name)
+    form = source.choice(("sdpa", "sdpa", "sdpa", "matmul", "einsum"))
+    mask = source.choice(("none", "causal", "whole", "band", "band", "ahead"))
+    return _call(room, f"SelfAttention({width}, {heads}, {form!r}, {mask!r})", name)
+
+
+def convolved(room: Room) -> bool:
+    source = room.source
+    name, value = room.pick(lambda v: _plain(v) and v.dim() in (3, 4)) or (None, None)
+    if value is None:
+        return False
+    channels, dims = value.shape[1], value.dim() - 2
+    kernel, stride = source.choice((1, 1, 3)), source.choice((1, 1, 2))
+    groups = source.choice((1, 1, channels))
+    out = source.choice((channels, 2 * channels)) if groups > 1 else source.choice((channels, 1, 2, 4))
+    kind = f"Conv{dims}d" if source.random() < 0.85 else f"ConvTranspose{dims}d"
+    return _call(room, f"nn.{kind}({channels}, {out}, {kernel}, {stride}, {kernel // 2}, groups={groups})", name)
+
+
+def pooled(room: Room) -> bool:
+    name, value = room.pick(lambda v: _plain(v) and v.dim() == 4) or (None, None)
+    if value is None:
+        return False
+    codes = ("nn.MaxPool2d(2, 1, 1)", "nn.AvgPool2d(2, 1, 1)", "nn.AdaptiveAvgPool2d(1)", "nn.Upsample(scale_factor=2)",
+             "nn.MaxPool2d(1)", "nn.Flatten(2)", "nn.PixelShuffle(1)")  # fmt: skip
+    return _call(room, room.source.choice(codes), name)
+
+
+def activated(room: Room) -> bool:
+    name, value = room.pick(lambda v: _plain(v) and v.dim() >= 1) or (None, None)
+    if value is None:
+        return False
+    codes = (
+        "nn.GELU()",
+        "nn.SiLU()",
+        "nn.ReLU()",
+        "nn.Tanh()",
+        "nn.Softmax(-1)",
+        "nn.PReLU()",
+        "nn.Hardswish()",
+        "nn.Identity()",
+    )
+    if room.source.random() < 0.25:
+        codes = ("nn.Dropout(0.3)", "nn.Dropout(0.5)", "nn.Dropout(0.0)")
+    return _call(room, room.source.choice(codes), name)
+
+
+def stacked(room: Room) -> bool:
+    """Equal layers: borders for regions, plans and early updates."""
+    name, value = room.pick(lambda v: _plain(v) and v.dim() >= 2) or (None, None)
+    if value is None:
+        return False
+    return _call(room, f"Repeated({value.shape[-1]}, {room.source.choice((2, 3))})", name)
+
+
+def tied(room: Room) -> bool:
+    """A module or a parameter that is there already, used again: transposed, as an output layer, or as it was."""
+    source = room.source
+    known = [
+        (n, c) for n, c in room.members if c.startswith(("nn.Linear", "nn.Embedding", "Feedforward", "nn.LayerNorm"))
+    ]
+    if not known:
+        return False
+    name, code = source.choice(known)
+    module = getattr(room.module, name)
+    width = module.weight.shape[-1]
+    value = room.pick(lambda v: _plain(v) and v.dim() >= 1 and v.shape[-1] == width)
+    if value is None:
+        return False
+    if code.startswith(("nn.Linear", "nn.LayerNorm")) and source.random() < 0.5:
+        return room.add(f"self.{name}({{0}})", value[0])
+    if code.startswith("nn.LayerNorm"):
+        return room.add(f"{{0}} * self.{name}.weight", value[0])
+    return room.add(f"F.linear({{0}}, self.{name}.weight)", value[0])
+
+
+def recurrent(room: Room) -> bool:
+    """A small cell, used a few times."""
+    name, value = room.pick(lambda v: _plain(v) and v.dim() == 2) or (None, None)
+    if value is None:
+        return False
+    width = value.shape[-1]
+    cell = room.add_member(f"nn.GRUCell({width}, {width})")
+    return room.add(f"{cell}({{0}}, {cell}({{0}}))", name)
+
+
+TABLE: dict[Maker, float] = {
+    linear: 3, normed: 2.5, attended: 2.5, convolved: 2, pooled: 1, activated: 2, stacked: 0.7, tied: 1, recurrent: 0.3,
+}  # fmt: skip
+"""How likely each is."""
