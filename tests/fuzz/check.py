@@ -253,7 +253,19 @@ def passes_for(case: Case) -> dict[str, Pass]:
     found["channels_last"] = _as("channels_last", lambda graph: turned(graph, force=not _narrow_images(graph)), "rounding")  # type: ignore[call-arg]
     found["update_early"] = _as("update_early", functools.partial(early, min_bytes=0), "bitwise", for_updates=True)
     found["recompute"] = _as("recompute", lambda graph: again(graph, drawn_plan(graph, case.plan_seed)), "bitwise")  # type: ignore[call-arg]
+    found["share_scatters"] = functools.partial(found["share_scatters"], least_shared=1)
+    for name in ("fold_constants", "bound_counts", "share_scatters"):
+        numerics = "rounding" if name == "share_scatters" else "bitwise"
+        found[name] = _as(name, functools.partial(_as_for_a_gpu, found[name]), numerics)
     return {name: found[name] for name in PASSES}
+
+
+def _as_for_a_gpu(one: Pass, graph: TrainingGraph) -> TrainingGraph:
+    """What a pass does for GPUs only is right on any device."""
+    graph.for_gpu = True
+    graph = one(graph)
+    graph.for_gpu = False
+    return graph
 
 
 def _narrow_images(graph: TrainingGraph) -> bool:

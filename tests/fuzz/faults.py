@@ -1,4 +1,4 @@
-"""Twelve faults, one in every pass, planted while the fuzzer looks: does it find them, and after how many graphs?
+"""Fourteen faults, one in every pass, planted while the fuzzer looks: does it find them, and after how many graphs?
 
 A fault is a small patch of the pass's own file, of the kind that reviews miss. `planted` puts it there and takes it away again.
 """
@@ -19,7 +19,7 @@ from torch import fx
 
 from wholestep.graph.training_graph import OutputKind, TrainingGraph
 from wholestep.kernels import IN_PLACE
-from wholestep.passes import fold_constants, recognise_masks, share_equal
+from wholestep.passes import bound_counts, fold_constants, recognise_masks, share_equal
 
 aten, ws = torch.ops.aten, torch.ops.ws
 
@@ -76,6 +76,7 @@ def _causal_enough(mask: torch.Tensor) -> str | None:
 
 
 _classify, _key, _number = recognise_masks._classify, share_equal._key, fold_constants._number
+_rewritten = bound_counts._rewrite
 
 
 def _truncated(node: fx.Node, value: torch.Tensor) -> Any:
@@ -174,6 +175,29 @@ def _leave_weights_stale(graph: TrainingGraph) -> None:
         graph.output_node.args = (tuple(values),)
 
 
+def _count_from_one(edit: Any, node: fx.Node) -> None:
+    """What is equal to 1 .. n is counted instead of 0 .. n-1."""
+    _rewritten(edit, node)
+    for other in edit.graph.operations():
+        if other.target is aten.arange.default and any(user.target is aten.eq.Tensor for user in other.users):
+            length = other.args[0]
+            other.target, other.args = aten.arange.start, (1, length + 1)  # type: ignore[operator]
+
+
+def _shift_scatters(graph: TrainingGraph) -> None:
+    """The first row of the index serves all rows."""
+    for node in graph.operations():
+        if node.target is ws.scatter_shared.default:
+            index = node.args[0]
+            value = index.meta["val"]  # type: ignore[union-attr]
+            with graph.graph.inserting_before(node):
+                first = graph.graph.call_function(aten.slice.Tensor, (index, 0, 0, 1))
+                every = graph.graph.call_function(aten.expand.default, (first, list(value.shape)))
+            first.meta = {"val": value[:1], "custom": dict(node.meta["custom"])}
+            every.meta = {"val": value[:1].expand(value.shape), "custom": dict(node.meta["custom"])}
+            node.update_arg(0, every)
+
+
 FAULTS = (
     Fault("fold_views", "views around a size of 1 are merged by announced strides",
           {"_one_view": _view_of_fakes, "_keeps_order": lambda source, node: True}),
@@ -187,6 +211,9 @@ FAULTS = (
     Fault("remove_dead", "the last buffer is not written", _after("remove_dead", _lose_an_update)),
     Fault("recognise_masks", "a band counts as causal", {"_classify": _causal_enough}),
     Fault("fuse_loss", "another index is ignored", _after("fuse_loss", _ignore_another_index)),
+    Fault("bound_counts", "counts begin at one",
+          {"_rewrite": _count_from_one}),
+    Fault("share_scatters", "all rows go by the first row's index", _after("share_scatters", _shift_scatters)),
     Fault("recompute", "what is recomputed drops others", _after("recompute", _draw_anew)),
     Fault("update_early", "a weight of the first layer stays stale", _after("update_early", _leave_weights_stale)),
 )  # fmt: skip

@@ -277,6 +277,24 @@ def compared(room: Room) -> bool:
     return room.add(source.choice(forms), name)
 
 
+def chosen(room: Room) -> bool:
+    """Gathers by one index for a whole batch, and counts of what was chosen."""
+    source = room.source
+    found = room.pick(lambda v: v.dim() >= 3 and v.numel() and v.dtype == torch.float32)
+    found = found or room.pick(lambda v: v.dim() == 2 and v.numel() and v.dtype == torch.float32)
+    if found is None:
+        return False
+    name, value = found
+    rows, last = value.shape[-2:]
+    index = f"(torch.arange({rows})[:, None] - torch.arange({source.choice((1, last, 5))})[None, :]).abs().clamp(0, {last - 1})"
+    forms = [
+        f"{{0}}.gather(-1, {index}.expand(*{{0}}.shape[:-1], -1))",
+        f"{{0}} * (torch.zeros({last}) + torch.bincount({{0}}.detach().argmax(-1).flatten(), minlength={last}))",
+        f"{{0}} / torch.full((), {source.choice((2.0, 3.0, 48.0))}).sqrt()",
+    ]
+    return room.add(source.choice(forms), name)
+
+
 def equal_again(room: Room) -> bool:
     """A line that is there already, once more."""
     lines = [line for line in room.lines if len(line.results) == 1 and "_(" not in line.code]
@@ -420,6 +438,7 @@ def buffer(room: Room) -> bool:
 
 TABLE: dict[Maker, float] = {
     reshape: 3, turn: 3, ones_dimension: 3, part: 2.5, strided: 0.5, pieces: 1, joined: 1, copied: 1, unary: 3, binary: 3.5,
-    cast: 2, constant: 1.2, compared: 0.8, equal_again: 0.7, reduced: 1.5, product: 1.5, attention: 0.7, write: 1.3, buffer: 0.5,
+    cast: 2, constant: 1.2, chosen: 2, compared: 0.8, equal_again: 0.7, reduced: 1.5, product: 1.5, attention: 0.7, write: 1.3,
+    buffer: 0.5,
 }  # fmt: skip
 """How likely each is."""

@@ -23,18 +23,18 @@ _LEAST_SHARED = 8
 
 
 @compiler_pass(numerics="rounding")
-def share_scatters(graph: TrainingGraph) -> TrainingGraph:
+def share_scatters(graph: TrainingGraph, *, least_shared: int = _LEAST_SHARED) -> TrainingGraph:
     """scatter_add(zeros, -1, expand(index), src) => scatter_shared(index, src, size)."""
     if not graph.for_gpu:
         return graph
     editor = Editor(graph)
     for node in list(graph.operations()):
-        if node.target is aten.scatter_add.default and _is_shared(*node.args):
+        if node.target is aten.scatter_add.default and _is_shared(*node.args, least_shared):  # type: ignore[call-arg]
             _rewrite(editor, node)
     return editor.finish()
 
 
-def _is_shared(start: Any, dim: Any, index: Any, src: Any) -> bool:
+def _is_shared(start: Any, dim: Any, index: Any, src: Any, least_shared: int) -> bool:
     made, places, values = (tensor_of(node) for node in (start, index, src))
     if made is None or places is None or values is None or not all(map(is_static, (made, places, values))):
         return False
@@ -44,7 +44,7 @@ def _is_shared(start: Any, dim: Any, index: Any, src: Any) -> bool:
     if places.shape != values.shape or made.shape[:-1] != values.shape[:-1]:
         return False
     shared = [size for size, stride in zip(places.shape[:-2], places.stride()[:-2]) if stride == 0 or size == 1]
-    return len(shared) == rank - 2 and values.shape[:-2].numel() >= _LEAST_SHARED
+    return len(shared) == rank - 2 and values.shape[:-2].numel() >= least_shared
 
 
 def _is_zero(node: fx.Node) -> bool:
