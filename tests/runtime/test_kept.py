@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import traceback
@@ -138,6 +139,13 @@ def everything(net: nn.Module, optimizer: torch.optim.Optimizer, step: Step) -> 
     return [tensors, state, step.count, [p.grad for p in net.parameters()], torch.get_rng_state().tolist()]
 
 
+def assert_left_as_by_eager(net: nn.Module, twin: nn.Module, before: list[Any], after: list[Any]) -> None:
+    """Nothing is trained; buffers are those of a twin whose own loss failed on the same batch."""
+    assert after[1:] == before[1:]
+    for (name, ours), eager in zip(net.state_dict().items(), twin.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, eager, msg=lambda text, name=name: f"{name}: {text}")  # type: ignore[misc]
+
+
 def told_by(call: Callable[..., Any], *arguments: Any) -> Exception:
     with pytest.raises(Exception) as caught:
         call(*arguments)
@@ -161,11 +169,12 @@ def own_frames(error: Exception) -> list[tuple[str, int | None]]:
 def test_an_error_in_the_forward_is_told_as_in_eager(fault: Any, capfd: pytest.CaptureFixture[str]) -> None:
     net = Net(fault)
     optimizer, step = made(net)
-    before, batch = everything(net, optimizer, step), good()
+    before, batch, twin = everything(net, optimizer, step), good(), copy.deepcopy(net)
     torch.set_rng_state(torch.tensor(before[-1], dtype=torch.uint8))
     ours = told_by(step, batch)
-    assert everything(net, optimizer, step) == before
-    assert_told_as_in_eager(ours, told_by(loss, net, batch))
+    eager = told_by(loss, twin, batch)
+    assert_left_as_by_eager(net, twin, before, everything(net, optimizer, step))
+    assert_told_as_in_eager(ours, eager)
     assert capfd.readouterr() == ("", "")
 
 
@@ -176,11 +185,12 @@ def test_a_bad_batch_is_told_as_in_eager(bad: str, steps: int, capfd: pytest.Cap
     optimizer, step = made(net)
     for _ in range(steps):
         step(good())
-    batch = BAD[bad]()
+    batch, twin = BAD[bad](), copy.deepcopy(net)
     before = everything(net, optimizer, step)
     ours = told_by(step, batch)
-    assert everything(net, optimizer, step) == before
-    assert_told_as_in_eager(ours, told_by(loss, net, batch))
+    eager = told_by(loss, twin, batch)
+    assert_left_as_by_eager(net, twin, before, everything(net, optimizer, step))
+    assert_told_as_in_eager(ours, eager)
     assert capfd.readouterr() == ("", "")
     step(good())
     assert step.rung == "whole step" and step.count == steps + 1, "the next good batch trains on"
@@ -206,11 +216,11 @@ def test_a_bad_batch_on_the_rung_of_torch_compile(capfd: pytest.CaptureFixture[s
         step(good())
     assert step.rung == "torch.compile"  # the premise
     for bad in ("too wide", "target out of range", "fewer targets"):
-        batch = BAD[bad]()
+        batch, twin = BAD[bad](), copy.deepcopy(net)
         before = everything(net, optimizer, step)
         ours = told_by(step, batch)
-        assert everything(net, optimizer, step)[:4] == before[:4]
-        eager = told_by(loss, net, batch)
+        eager = told_by(loss, twin, batch)
+        assert_left_as_by_eager(net, twin, before[:4], everything(net, optimizer, step)[:4])
         assert type(ours) is type(eager) and str(ours) == str(eager)
     assert capfd.readouterr() == ("", "")
 
@@ -221,11 +231,12 @@ def test_compiled_code_tells_an_index_out_of_range_as_eager_does(check: str, cap
     optimizer, step = made(net, backend="inductor", check=check)
     step(good())
     for bad in ("index out of range", "target out of range"):
-        batch = BAD[bad]()
+        batch, twin = BAD[bad](), copy.deepcopy(net)
         before = everything(net, optimizer, step)
         ours = told_by(step, batch)
-        assert everything(net, optimizer, step) == before
-        assert_told_as_in_eager(ours, told_by(loss, net, batch))
+        eager = told_by(loss, twin, batch)
+        assert_left_as_by_eager(net, twin, before, everything(net, optimizer, step))
+        assert_told_as_in_eager(ours, eager)
     assert capfd.readouterr() == ("", "")
 
 
@@ -238,24 +249,6 @@ def test_a_second_micro_batch_that_fails_takes_the_first_one_back() -> None:
     before = everything(net, optimizer, step)
     ours = told_by(step, halves)
     assert type(ours) is IndexError and everything(net, optimizer, step) == before
-
-
-def test_a_failed_step_changes_nothing_in_the_training() -> None:
-    def train(spoilt: bool) -> list[Any]:
-        torch.manual_seed(3)
-        net = Net()
-        optimizer, step = made(net)
-        for _ in range(3):
-            batch = good()
-            if spoilt:
-                for bad in (BAD["too wide"], BAD["target out of range"], BAD["fewer targets"]):
-                    kept = torch.get_rng_state()
-                    told_by(step, bad())
-                    torch.set_rng_state(kept)
-            step(batch)
-        return everything(net, optimizer, step)
-
-    assert train(True) == train(False)
 
 
 PROGRAM = """

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from wholestep import compat
 from wholestep.graph.training_graph import TrainingGraph
@@ -51,8 +52,8 @@ def _fold_chain(edit: Editor, node: fx.Node) -> None:
     """Read the farthest ancestor from which this value is nothing, or one view, away."""
     after = tensor_of(node)
     ancestors = _ancestors(node)
-    if after is None or not ancestors:
-        return
+    if after is None or not ancestors or any(free_unbacked_symbols(tensor_of(n)) for n in (node, *ancestors)):
+        return  # a size that only the data tells has no number to try it with
     # A module's output that only views read could leave the graph, and blame could not look at it any more.
     reachable = [source for source in reversed(ancestors) if not _crosses_boundary(edit, node, source)]
     for source in reachable:

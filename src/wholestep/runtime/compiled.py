@@ -19,7 +19,6 @@ from wholestep.capture.front.unguarded import Unguarded, refuse_unguardable
 from wholestep.capture.ladder import COMPILED, EAGER
 from wholestep.capture.subject import Subject
 from wholestep.runtime.eager import Result, eager_step
-from wholestep.runtime.kept import KeptBuffers
 
 WARM_UP, TIMED = 3, 3
 """Steps before the clock is looked at, and steps of each kind that are timed."""
@@ -79,7 +78,6 @@ class LowerRung:
         self.seconds: dict[str, list[float]] = {COMPILED: [], EAGER: []}
         self.steps = 0
         self.decided = not compiled
-        self.buffers = KeptBuffers(subject)
 
     @property
     def name(self) -> str:
@@ -120,5 +118,4 @@ class LowerRung:
             self.loss, self.decided = None, True
             self.note(f"{changed} changed, which torch.compile would not notice: the step runs in eager PyTorch")
         loss = None if kind == EAGER else self.loss
-        with self.buffers.during():
-            return eager_step(self.subject, micro, loss, done)
+        return eager_step(self.subject, micro, loss, done)

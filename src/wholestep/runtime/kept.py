@@ -1,18 +1,16 @@
-"""Buffers as they were before a step, for a step that fails: nothing of it may stay behind.
+"""Buffers as they were before a captured step, for one that fails: nothing of it may stay behind.
 
 Parameters and optimizer state are written at the end of a step, after all that can fail for what a batch holds. Buffers are
-not: a BatchNorm counts in its forward, and the loss after it may still find a target out of range.
+not: a BatchNorm counts in its forward, and the loss after it may still find a target out of range. What eager PyTorch leaves
+behind in that case, the user's own code does when it is asked for the error.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import is_
 
 import torch
-
-from wholestep.capture.subject import Subject
 
 
 class Kept:
@@ -43,26 +41,3 @@ class Kept:
     def forget(self) -> None:
         self.holds = False
 
-
-class KeptBuffers:
-    """The buffers of a subject while the user's own code runs. Those that no step has written so far are not copied again."""
-
-    def __init__(self, subject: Subject) -> None:
-        self.subject, self.kept = subject, Kept()
-        self.written: set[str] | None = None
-        """None until a step has shown which."""
-
-    @contextlib.contextmanager
-    def during(self) -> Iterator[None]:
-        """Put back if an exception comes out."""
-        held = {name: tensor for name, tensor in self.subject.buffers.items() if not tensor.is_inference()}
-        versions = {name: tensor._version for name, tensor in held.items()}
-        self.kept.keep([tensor for name, tensor in held.items() if self.written is None or name in self.written])
-        try:
-            yield
-        except Exception:
-            self.kept.put_back()
-            raise
-        finally:
-            self.kept.forget()
-        self.written = (self.written or set()) | {name for name, tensor in held.items() if tensor._version != versions[name]}

@@ -121,6 +121,7 @@ class OneStep:
         """What the user's own code says about a batch that compiled code failed on; the same error where it says nothing.
 
         An index that is out of range is told by eager with its type, its words and its line; compiled code names a kernel.
+        Buffers are then as eager leaves them: a BatchNorm in front of the failing line has counted.
         """
         for variant in self.variants:
             variant.before.put_back()
@@ -136,10 +137,12 @@ class OneStep:
             with torch.enable_grad(), autocast_for(self.subject):
                 self.subject.loss_fn(self.subject.model, self.batch)
         except Exception as told:
+            if self.subject.accumulate > 1:  # the micro-batches before it were taken back
+                buffers.put_back()
             return told
         finally:
             randomness.restore()
-            buffers.put_back()
+        buffers.put_back()
         return error
 
     def _first(self, variant: Variant, args: Sequence[Any], numbers: Sequence[Any]) -> dict[str, Any]:
