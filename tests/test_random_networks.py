@@ -124,6 +124,7 @@ def batches(design: Design, count: int) -> list[dict[str, torch.Tensor]]:
     return made
 
 
+@pytest.mark.slow
 @given(design=designs())
 @settings(max_examples=15)
 def test_a_random_network_trains_as_in_eager(design: Design) -> None:

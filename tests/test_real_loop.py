@@ -167,6 +167,7 @@ def live_tensors() -> int:
     return sum(1 for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
 
 
+@pytest.mark.slow
 def test_memory_is_flat_over_200_steps() -> None:
     import wholestep
 

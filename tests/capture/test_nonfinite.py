@@ -111,6 +111,7 @@ def test_what_cannot_be_honoured_is_said(options):
         wholestep.compile(model, loss_fn, example_batch=batch(), **arguments)
 
 
+@pytest.mark.slow
 def test_compiled_buffers_are_kept_too():
     model = network()
     step = wholestep.compile(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), batch(), nonfinite="skip")

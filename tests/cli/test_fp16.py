@@ -55,6 +55,7 @@ def test_a_loss_that_is_not_finite_stops_at_once(call: Call, tmp_path: Path, mon
     assert done.code == 1 and "not finite at step 2" in done.err, done.err
 
 
+@pytest.mark.slow
 def test_verify_and_profile(call: Call) -> None:
     done = call("verify", *TINY, *QUICK, *FP16, "--steps", "1", "--json")
     assert done.code == 0, done.out + done.err

@@ -18,8 +18,12 @@ DROPOUT = {
 }  # fmt: skip
 
 
+SLOW = ("resnet-50", "vit-small", "bert-large")
+"""Their like are quicker: resnet-18, and the language models."""
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "resnet-50" else n for n in TRAINED]  # resnet-18 is its family
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in TRAINED]
 )
 def test_stopped_and_resumed_equals_never_stopped(name: str, call: Call, tmp_path: Path) -> None:
     sets, sizes = TINY[name]

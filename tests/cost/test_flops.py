@@ -240,6 +240,7 @@ def test_whole_steps_equal_torchs_counter(name) -> None:
 # ---- symbolic sizes ----
 
 
+@pytest.mark.slow
 def test_a_symbolic_step_costs_what_the_static_ones_do() -> None:
     from wholestep.train.models.gpt import GPT, GPTConfig, next_token_loss
 

@@ -134,6 +134,7 @@ def test_without_biases_and_with_accumulation(on_cpu: None) -> None:
     assert step.rung == "whole step" and found[-1] < found[0]
 
 
+@pytest.mark.slow
 def test_inductor_calls_it_as_it_is(on_cpu: None) -> None:
     torch.manual_seed(0)
     one, two, x = Reader("lstm", 2, True, 0.2), Reader("lstm", 2, True, 0.2), torch.randn(3, 4, 5)

@@ -144,6 +144,7 @@ def test_with_the_other_options(options: dict[str, Any]) -> None:
         assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_compiled_code_agrees() -> None:
     ours, theirs = small(WITH_AMP, backend="inductor"), small(WITH_AMP)
     for _ in range(3):

@@ -187,6 +187,7 @@ def step_peak(passes: Pipeline, **options: Any) -> tuple[int, int]:
     return peak_bytes(step.graph), profile.step_peak_bytes
 
 
+@pytest.mark.slow
 def test_the_peak_falls() -> None:
     late, soon = step_peak(Pipeline([])), step_peak(early())
     layer = 4 * sum(p.numel() for p in Stack(width=64).blocks[0].parameters())
@@ -201,6 +202,7 @@ def weighted(model: Any, ids: torch.Tensor) -> Any:
     return next_token(model, ids), {"weight": torch.tensor(float(ids.numel()))}
 
 
+@pytest.mark.slow
 def test_accumulation_stands_behind_its_gradient_and_the_peak_falls() -> None:
     late, soon = step_peak(Pipeline([]), accumulate=2), step_peak(early(), accumulate=2)
     layer = 4 * sum(p.numel() for p in Stack(width=64).blocks[0].parameters())

@@ -123,6 +123,7 @@ def test_a_step_that_cannot_be_captured_is_counted_while_it_runs() -> None:
     assert found.utilisation is None and any("nothing was captured" in note for note in found.notes)
 
 
+@pytest.mark.slow
 def test_interpreted_code_that_replaced_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its runner is described with the facts of the compiled code; calls and memory are those of what runs."""
     monkeypatch.setattr(choice, "_remembered", lambda path: None)

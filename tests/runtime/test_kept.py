@@ -208,6 +208,7 @@ class Branching(nn.Module):
         return h if h.sum() > 1e9 else h + 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::wholestep.WholestepWarning")
 def test_a_bad_batch_on_the_rung_of_torch_compile(capfd: pytest.CaptureFixture[str]) -> None:
     net = Branching()

@@ -112,6 +112,7 @@ def test_accumulation_with_a_short_last_window(tmp_path: Path, model: Any, data:
     assert ("num_items" in names, "divisor" in names) == ((True, False) if model is gpt2 else (False, True))
 
 
+@pytest.mark.slow
 def test_padding_to_ragged_lengths_with_accumulation(tmp_path: Path) -> None:
     """The number of items differs at every step, and the lengths do: from the third on they are symbolic."""
     ours = assert_same_training(
@@ -128,6 +129,7 @@ def test_clipping_and_a_schedule(tmp_path: Path) -> None:
     assert len(set(logged(ours, "learning_rate"))) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "data"), [(gpt2, sentences()), (bert, classified())], ids=["gpt2", "bert"])
 def test_label_smoothing(tmp_path: Path, model: Any, data: Any) -> None:
     smoothed = assert_same_training(tmp_path, model, data, label_smoothing_factor=0.2)
@@ -159,6 +161,7 @@ def test_bf16_is_close_to_stock_bf16(tmp_path: Path) -> None:
     assert torch.bfloat16 in dtypes and {p.dtype for p in ours.model.parameters()} == {torch.float32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_resuming_equals_an_uninterrupted_run(tmp_path: Path, dropout: float) -> None:
     """Also with dropout: the place in the random numbers is in the checkpoint."""
