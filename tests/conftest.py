@@ -109,3 +109,11 @@ def settle_hypothesis() -> None:
 
 
 settle_hypothesis()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,13 +14,8 @@ from wholestep.kernels import add_rows
 aten = torch.ops.aten
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """With one thread torch's own kernels have an order too, and can be compared with."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
+"""With one thread torch's own kernels have an order too, and can be compared with."""
 
 
 def places(size: int, *shape: int) -> Tensor:

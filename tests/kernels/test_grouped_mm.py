@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from tests.kernels.interpreter import assert_equal_when_interpreted
 from torch import nn
 
 import wholestep
@@ -89,14 +86,7 @@ print("equal")
 
 
 def test_triton_bodies_under_their_interpreter() -> None:
-    """In a process of its own: Triton decides when it is imported whether it interprets."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0 and done.stdout.strip() == "equal", done.stderr[-2000:]
+    assert_equal_when_interpreted(INTERPRETED)
 
 
 @pytest.mark.gpu

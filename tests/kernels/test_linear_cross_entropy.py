@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.kernels.interpreter import assert_equal_when_interpreted
 from torch import Tensor
 
 from wholestep.kernels import linear_cross_entropy, weight_gradient
@@ -313,14 +311,7 @@ print("equal")
 
 
 def test_triton_body_under_its_interpreter() -> None:
-    """In a process of its own: Triton decides when it is imported whether it interprets."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0 and done.stdout.strip() == "equal", done.stderr[-2000:]
+    assert_equal_when_interpreted(INTERPRETED)
 
 
 @pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,14 +22,8 @@ from wholestep.report.memory import (
 from wholestep.report.memory.oom import peak_with_rows
 from wholestep.runtime.step import Step
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """What libraries take depends on the threads; with two, two instants of the resnet are equally full."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
+"""What libraries take depends on the threads; with two, two instants of the resnet are equally full."""
 
 
 def compiled(job: Job, backend: str = "interpret", **options: object) -> Step:

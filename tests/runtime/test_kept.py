@@ -159,6 +159,13 @@ def assert_told_as_in_eager(ours: Exception, eager: Exception) -> None:
     assert own_frames(ours) == own_frames(eager)
 
 
+def assert_fails_as_eager(net: nn.Module, optimizer: torch.optim.Optimizer, step: Step, batch: Batch) -> None:
+    twin, before = copy.deepcopy(net), everything(net, optimizer, step)
+    ours, eager = told_by(step, batch), told_by(loss, twin, batch)
+    assert_left_as_by_eager(net, twin, before, everything(net, optimizer, step))
+    assert_told_as_in_eager(ours, eager)
+
+
 def own_frames(error: Exception) -> list[tuple[str, int | None]]:
     """The lines of this file below the loss."""
     found = [(frame.name, frame.lineno) for frame in traceback.extract_tb(error.__traceback__) if frame.filename == __file__]
@@ -169,12 +176,7 @@ def own_frames(error: Exception) -> list[tuple[str, int | None]]:
 def test_an_error_in_the_forward_is_told_as_in_eager(fault: Any, capfd: pytest.CaptureFixture[str]) -> None:
     net = Net(fault)
     optimizer, step = made(net)
-    before, batch, twin = everything(net, optimizer, step), good(), copy.deepcopy(net)
-    torch.set_rng_state(torch.tensor(before[-1], dtype=torch.uint8))
-    ours = told_by(step, batch)
-    eager = told_by(loss, twin, batch)
-    assert_left_as_by_eager(net, twin, before, everything(net, optimizer, step))
-    assert_told_as_in_eager(ours, eager)
+    assert_fails_as_eager(net, optimizer, step, good())
     assert capfd.readouterr() == ("", "")
 
 
@@ -185,12 +187,7 @@ def test_a_bad_batch_is_told_as_in_eager(bad: str, steps: int, capfd: pytest.Cap
     optimizer, step = made(net)
     for _ in range(steps):
         step(good())
-    batch, twin = BAD[bad](), copy.deepcopy(net)
-    before = everything(net, optimizer, step)
-    ours = told_by(step, batch)
-    eager = told_by(loss, twin, batch)
-    assert_left_as_by_eager(net, twin, before, everything(net, optimizer, step))
-    assert_told_as_in_eager(ours, eager)
+    assert_fails_as_eager(net, optimizer, step, BAD[bad]())
     assert capfd.readouterr() == ("", "")
     step(good())
     assert step.rung == "whole step" and step.count == steps + 1, "the next good batch trains on"
@@ -232,12 +229,7 @@ def test_compiled_code_tells_an_index_out_of_range_as_eager_does(check: str, cap
     optimizer, step = made(net, backend="inductor", check=check)
     step(good())
     for bad in ("index out of range", "target out of range"):
-        batch, twin = BAD[bad](), copy.deepcopy(net)
-        before = everything(net, optimizer, step)
-        ours = told_by(step, batch)
-        eager = told_by(loss, twin, batch)
-        assert_left_as_by_eager(net, twin, before, everything(net, optimizer, step))
-        assert_told_as_in_eager(ours, eager)
+        assert_fails_as_eager(net, optimizer, step, BAD[bad]())
     assert capfd.readouterr() == ("", "")
 
 

@@ -82,13 +82,7 @@ def _bound(node: Any) -> int | None:
 def _rewrite(editor: Editor, node: fx.Node) -> None:
     counted = tensor_of(node.args[0])
     assert counted is not None
-
-    def insert(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        made = editor.insert(node, target, args, kwargs)
-        made.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)
-        return made
-
-    with counted.fake_mode:  # type: ignore[attr-defined]
-        places = insert(aten.arange.default, _length(node), device=counted.device)
-        equal = insert(aten.eq.Tensor, insert(aten.unsqueeze.default, node.args[0], -1), places)
-        editor.replace(node, insert(aten.sum.dim_IntList, equal, [0]))
+    places = editor.compute(node, aten.arange.default, _length(node), device=counted.device)
+    values = editor.compute(node, aten.unsqueeze.default, node.args[0], -1)
+    equal = editor.compute(node, aten.eq.Tensor, values, places)
+    editor.replace(node, editor.compute(node, aten.sum.dim_IntList, equal, [0]))

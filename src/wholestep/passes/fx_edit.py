@@ -46,6 +46,13 @@ class Editor:
         node.meta = {"val": like.meta["val"], "custom": dict(like.meta.get("custom") or {})}
         return node
 
+    def compute(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """As `insert`, for a node of a value of its own, found on the fakes."""
+        node = self.insert(like, target, args, kwargs)
+        with like.meta["val"].fake_mode:
+            node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)
+        return node
+
     def finish(self) -> TrainingGraph:
         """Dead nodes out, names of nodes that went out of the tables, code made again."""
         if self.changed:

@@ -55,12 +55,9 @@ def _is_zero(node: fx.Node) -> bool:
 
 def _rewrite(editor: Editor, node: fx.Node) -> None:
     _, _, index, src = node.args
-    value = tensor_of(index)
-    assert isinstance(index, fx.Node) and value is not None
-    while value.dim() > 2:
-        value = aten.select.int(value, 0, 0)
-        index = editor.insert(node, aten.select.int, (index, 0, 0))
-        index.meta["val"] = value
+    assert isinstance(index, fx.Node)
+    while index.meta["val"].dim() > 2:
+        index = editor.compute(node, aten.select.int, index, 0, 0)
     size = node.meta["val"].shape[-1]
     made = editor.insert(node, torch.ops.ws.scatter_shared.default, (index, src, size))
     editor.replace(node, made)
