@@ -198,6 +198,18 @@ def _shift_scatters(graph: TrainingGraph) -> None:
             node.update_arg(0, every)
 
 
+def _first_window_for_all(graph: TrainingGraph) -> None:
+    """Every window is masked as the first one."""
+    for node in graph.operations():
+        if node.target is ws.biased_attention.default and node.args[3].meta["val"].shape[0] > 1:  # type: ignore[union-attr]
+            bias = node.args[3]
+            value = bias.meta["val"]  # type: ignore[union-attr]
+            with graph.graph.inserting_before(node):
+                first = graph.graph.call_function(aten.slice.Tensor, (bias, 0, 0, 1))
+            first.meta = {"val": value[:1], "custom": dict(node.meta["custom"])}
+            node.update_arg(3, first)
+
+
 FAULTS = (
     Fault("fold_views", "views around a size of 1 are merged by announced strides",
           {"_one_view": _view_of_fakes, "_keeps_order": lambda source, node: True}),
@@ -214,6 +226,7 @@ FAULTS = (
     Fault("bound_counts", "counts begin at one",
           {"_rewrite": _count_from_one}),
     Fault("share_scatters", "all rows go by the first row's index", _after("share_scatters", _shift_scatters)),
+    Fault("share_bias", "all windows are masked as the first", _after("share_bias", _first_window_for_all)),
     Fault("recompute", "what is recomputed drops others", _after("recompute", _draw_anew)),
     Fault("update_early", "a weight of the first layer stays stale", _after("update_early", _leave_weights_stale)),
 )  # fmt: skip

@@ -94,7 +94,7 @@ def attended(room: Room) -> bool:
             f"nn.MultiheadAttention({width}, {heads}, batch_first={first}, bias={source.random() < 0.7})"
         )
         return room.add(f"{module}({{0}}, {{0}}, {{0}}, need_weights={source.random() < 0.4})[0]", name)
-    form = source.choice(("sdpa", "sdpa", "sdpa", "matmul", "einsum"))
+    form = source.choice(("sdpa", "sdpa", "windows", "windows", "matmul", "einsum"))
     mask = source.choice(("none", "causal", "whole", "band", "band", "ahead"))
     return _call(room, f"SelfAttention({width}, {heads}, {form!r}, {mask!r})", name)
 

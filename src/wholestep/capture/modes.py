@@ -184,7 +184,7 @@ class FunctionLevel(TorchFunctionMode):
                 attn_mask = attn_mask.to(dtype)
         site = self.sites.next_key(query.device) if dropout_p > 0.0 else None
         return scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key=site
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key=site, on_gpu=self.on_gpu
         )
 
 

@@ -49,7 +49,8 @@ class Editor:
     def compute(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """As `insert`, for a node of a value of its own, found on the fakes."""
         node = self.insert(like, target, args, kwargs)
-        with like.meta["val"].fake_mode:
+        fakes = [value for n in (like, *node.all_input_nodes) if (value := tensor_of(n)) is not None]
+        with fakes[0].fake_mode:  # type: ignore[attr-defined]
             node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)
         return node
 

@@ -54,6 +54,7 @@ TABLE: tuple[Row, ...] = (
     Row("share_equal", "prepare", "after all folds: equal values are then written in equal ways"),
     Row("bound_counts", "prepare", "after the folds, so that fewer views lie between a choice and its count"),
     Row("share_scatters", "prepare", "after the folds, which leave one expansion of an index and plain zeros"),
+    Row("share_bias", "prepare", "after the folds, which leave few views between a mask and its expansion"),
     Row("lean_gradients", "prepare", "before gradients are weighed: it halves them"),
     Row("channels_last", "prepare", "after lean_gradients and the folds, which look for casts that keep the layout"),
     Row("order_for_peak", "prepare", "after lean_gradients, whose narrow values it keeps waiting instead of wide ones"),

@@ -53,6 +53,9 @@ TABLE: tuple[Entry, ...] = (
     # q, k, v and mask; grad, q, k, v, mask and out: the logsumexp after them is float32 by definition
     Entry("attention", "low", ("ws::attention",), 4),
     Entry("attention", "low", ("ws::attention_backward",), 6),
+    # the bias, fourth and sixth, is added to scores that are float32
+    Entry("attention", "low", ("ws::biased_attention",), 3),
+    Entry("attention", "low", ("ws::biased_attention_backward",), 5),
     Entry("softmax", "wide", (
         "aten::_softmax", "aten::_log_softmax", "aten::_softmax_backward_data", "aten::_log_softmax_backward_data",
         "aten::logsumexp", "aten::_safe_softmax",

@@ -48,7 +48,8 @@ def _backward(sizes: tuple[Amount, Amount, Amount]) -> tuple[Amount, Amount]:
 
 
 @flops_of(
-    "ws::attention", SCALED + "flash_attention", SCALED + "flash_attention_for_cpu", SCALED + "efficient_attention",
+    "ws::attention", "ws::biased_attention",
+    SCALED + "flash_attention", SCALED + "flash_attention_for_cpu", SCALED + "efficient_attention",
     SCALED + "cudnn_attention", SCALED + "fused_attention_overrideable", SCALED + "attention_math",
     "aten::scaled_dot_product_attention",
     kind="attention",
@@ -58,7 +59,8 @@ def attention(call: Call) -> Amount:
 
 
 @flops_of(
-    "ws::attention_backward", SCALED + "flash_attention_backward", SCALED + "flash_attention_for_cpu_backward",
+    "ws::attention_backward", "ws::biased_attention_backward",
+    SCALED + "flash_attention_backward", SCALED + "flash_attention_for_cpu_backward",
     SCALED + "efficient_attention_backward", SCALED + "cudnn_attention_backward",
     SCALED + "fused_attention_overrideable_backward",
     kind="attention",

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from wholestep.kernels.attention import biased
 from wholestep.kernels.attention.reference import compute_dtype, visible
 
 
@@ -24,16 +25,22 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     *,
     key: Tensor | None = None,
+    on_gpu: bool | None = None,
 ) -> Tensor:
     """Attention over the last two dimensions with any number of leading ones; see torch's function for the
-    arguments."""
+    arguments. `on_gpu`: where it will run, if not where its operands are."""
     if dropout_p > 0.0 and key is None:
         raise ValueError("scaled_dot_product_attention: dropout_p > 0 needs key, a 0-d int64 tensor")
     q, k, v, mask = _autocast(q, k, v, attn_mask)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     q, k, v, mask, leading = _four_dimensional(q, k, v, mask, enable_gqa)
     if mask is not None and mask.requires_grad:
-        out = _composed(q, k, v, mask, is_causal, scale, dropout_p, key)
+        far = q.is_cuda if on_gpu is None else on_gpu
+        bias = _bias(q, k, v, mask) if far and not is_causal and dropout_p == 0.0 else None
+        if bias is not None:
+            out = torch.ops.ws.biased_attention(q, k, v, bias, scale)[0]
+        else:
+            out = _composed(q, k, v, mask, is_causal, scale, dropout_p, key)
     else:
         out = torch.ops.ws.attention(q, k, v, mask, is_causal, scale, dropout_p, key if dropout_p > 0.0 else None)[0]
     return out if leading is None else out.reshape(*leading, *out.shape[-2:])
@@ -81,6 +88,16 @@ def _fold(t: Tensor) -> Tensor:
 def _fold_grouped(t: Tensor) -> Tensor:
     """Like `_fold`, but the third dimension from the end is the heads even in a 3-D tensor."""
     return t.unsqueeze(0) if t.dim() == 3 else t.flatten(0, t.dim() - 4)
+
+
+def _bias(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor | None:
+    """The mask as ws::biased_attention takes it, where it has a kernel for these sizes."""
+    if not all(type(size) is int for t in (q, k, v, mask) for size in t.shape):
+        return None
+    table = mask[(None,) * (4 - mask.dim())]
+    wanted = table.shape[0], q.shape[1], q.shape[2], k.shape[2]
+    table = table if table.shape == wanted else table.expand(wanted)
+    return table if biased.takes(q, k, v, table) else None
 
 
 def _composed(
