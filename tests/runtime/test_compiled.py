@@ -10,7 +10,7 @@ from tests.runtime.twins import Side, Twins, class_batches, classify, interprete
 from torch import nn
 
 from wholestep.errors import WholestepWarning
-from wholestep.runtime.compiled import TIMED, WARM_UP, LowerRung
+from wholestep.runtime.compiled import TIMED, WARM_UP, CompiledLoss, LowerRung
 
 BATCHES = class_batches(WARM_UP + 2 * TIMED + 3)
 
@@ -54,6 +54,34 @@ def test_inductor_with_a_graph_break_is_equal_to_eager_and_measured() -> None:
     # a value that the loss reads is followed, whichever of the two won
     compiled.both(lambda side: setattr(side.model, "factor", 3.0))
     compiled.train(BATCHES[:2], tolerance=1e-5)
+
+
+def test_where_torch_compile_fails_eager_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the failed attempt counted, drew and wrote into buffers is taken back; the step is taken once."""
+
+    class Counting(Broken):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.seen = nn.BatchNorm1d(4), []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen.append(len(self.seen))
+            return super().forward(self.norm(x) + 0.01 * torch.rand(4))
+
+    def failing(self: Any, model: Any, batch: Any) -> Any:
+        self.subject.loss_fn(model, batch)
+        raise KeyError("factor")
+
+    def side() -> Side:
+        model = Counting()
+        return Side(model, torch.optim.AdamW(model.parameters(), lr=1e-2), classify)
+
+    monkeypatch.setattr(CompiledLoss, "__call__", failing)
+    with pytest.warns(WholestepWarning, match="through torch.compile, with graph breaks"):
+        twins = Twins(side, BATCHES[0], backend="inductor")
+        twins.train(BATCHES[:4], tolerance=1e-6)
+    assert twins.step.rung == "eager" and twins.ours.model.seen == list(range(4))
+    assert any(note.startswith("torch.compile fails where eager PyTorch does not (KeyError: 'factor')") for note in twins.step.notes)
 
 
 def test_on_interpret_it_is_eager(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,3 +205,15 @@ def test_slices_of_one_tensor_are_whole_steps() -> None:
     twins = Twins(mlp_side, (x[:6], y[:6]), check="off")
     twins.train([(x[a:b], y[a:b]) for a, b in cuts], tolerance=1e-6)
     assert twins.step.rung == "whole step" and not twins.step.falls, twins.step.explain()
+
+
+@pytest.mark.parametrize("backend", ["interpret", "inductor"])
+def test_batches_that_lie_otherwise_in_memory(backend: str) -> None:
+    """Turned, sliced, expanded, and as at first: compiled code was made for one layout."""
+    (x, y), *_ = class_batches(1, size=6)
+    wide = torch.zeros(6, 8)
+    wide[:, ::2] = x
+    layouts = [x, x.T.contiguous().T, wide[:, ::2], x[:1].expand(6, 4), x.clone(), wide[:, ::2], x.T.contiguous().T]
+    twins = Twins(mlp_side, (x, y), check="off", backend=backend)
+    twins.train([(layout, y) for layout in layouts], tolerance=1e-5)
+    assert twins.step.rung == "whole step" and twins.step.captures <= 3, twins.step.explain()

@@ -478,7 +478,7 @@ def attention_with_a_mask() -> Made:
 
     def loss(m: Any, b: Any) -> torch.Tensor:
         padding = torch.arange(b[0].shape[1])[None] >= b[1][:, None]
-        return (m(b[0], b[0], b[0], key_padding_mask=padding)[0].sum(1)[:, :3] - b[2]).square().mean()
+        return (m(b[0], b[0], b[0], key_padding_mask=padding)[0].mean(1)[:, :3] - b[2]).square().mean()
 
     return train(loss, model=model, batches=padded())
 

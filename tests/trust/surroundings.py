@@ -7,6 +7,7 @@ import inspect
 import logging
 import operator
 import random
+import sys
 import threading
 import types
 import warnings
@@ -44,11 +45,19 @@ def surroundings(part: Made, made: Made) -> dict[str, Any]:
             "batch": view(made.batches[0]),
             "state": made.state(),
             "random": [_numbers(random.getstate()), np.random.get_state()[1:], torch.get_rng_state()],
-            "threads": {thread.name: thread.ident for thread in threading.enumerate()},
+            "threads": {thread.name: thread.ident for thread in threading.enumerate() if not _compiles(thread)},
             "warnings filters": [str(entry) for entry in warnings.filters],
             "process": process_wide(),
         }
     )
+
+
+def _compiles(thread: threading.Thread) -> bool:
+    """One of the threads that Inductor keeps, and adds to as it has more to compile; or ours that imports it, and ends."""
+    if thread.name == "wholestep-warm-up":
+        return True
+    module = sys.modules.get("torch._inductor.async_compile")
+    return module is not None and thread in getattr(module.AsyncCompile.pool(), "_threads", ())
 
 
 def process_wide() -> dict[str, Any]:

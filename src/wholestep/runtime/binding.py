@@ -27,7 +27,7 @@ Columns = tuple[list[dict], list[str], list[torch.Tensor]]
 
 
 class StateMoved(Exception):
-    """A tensor was replaced by one of another shape, dtype or device, or step counts parted: the graph no longer fits."""
+    """A tensor was replaced by one of another shape, layout, dtype or device, or step counts parted: the graph no longer fits."""
 
 
 class Binding:
@@ -49,6 +49,7 @@ class Binding:
         self.feed = Feed(subject.device, capture.num_sites, sizes)
         self.kinds = _kinds(subject)
         """Of parameters and buffers, as they were captured."""
+        self.given_kinds = [_kind(t) for t in capture.constants]
         self.hooks = subject.gradient_hooks()
         self.gradients: dict[str, torch.Tensor] = {} if gradients is None else gradients
         self.owners: Columns = ([], [], [])
@@ -69,6 +70,8 @@ class Binding:
         `given` are the tensors of modules that only the loss knows, as this call brings them.
         """
         if given and not all(map(is_, given, self.capture.constants)):
+            if [_kind(t) for t in given] != self.given_kinds[: len(given)]:
+                raise StateMoved("a tensor that the loss reads changed its shape, layout, dtype or device")
             self.capture.constants = (*given, *self.capture.constants[len(given) :])
             self.bound = False
         if self.bound and self._unmoved():
@@ -100,7 +103,7 @@ class Binding:
         subject = self.subject
         subject.refresh()
         if _kinds(subject) != self.kinds:
-            raise StateMoved("parameters or buffers changed their shape, dtype or device")
+            raise StateMoved("parameters or buffers changed their shape, layout, dtype or device")
         hooks = subject.gradient_hooks()
         if len(hooks) != len(self.hooks) or not all(map(is_, hooks, self.hooks)):
             raise StateMoved("parameters with other hooks took the place of others")
@@ -259,7 +262,11 @@ def _shared_counter(tables: list[dict]) -> torch.Tensor:
 
 
 def _kinds(subject: Subject) -> dict[str, tuple]:
-    return {n: (t.shape, t.dtype, t.device) for n, t in [*subject.parameters.items(), *subject.buffers.items()]}
+    return {n: _kind(t) for n, t in [*subject.parameters.items(), *subject.buffers.items()]}
+
+
+def _kind(tensor: torch.Tensor) -> tuple:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _owner(root: torch.nn.Module, name: str) -> tuple[dict, str]:

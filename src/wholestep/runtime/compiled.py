@@ -18,7 +18,10 @@ from wholestep.capture.front import dynamo as private
 from wholestep.capture.front.unguarded import Unguarded, refuse_unguardable
 from wholestep.capture.ladder import COMPILED, EAGER
 from wholestep.capture.subject import Subject
-from wholestep.runtime.eager import Result, eager_step
+from wholestep.capture.undo import Undo
+from wholestep.errors import CaptureRefused, WholestepError
+from wholestep.runtime.eager import Result, backward, eager_step, updated
+from wholestep.runtime.kept import Kept
 
 WARM_UP, TIMED = 3, 3
 """Steps before the clock is looked at, and steps of each kind that are timed."""
@@ -37,6 +40,7 @@ class CompiledLoss:
         self.read: list[Any] = []
         self.codes: list[types.CodeType] = []
         self.unguarded: Unguarded | None = None
+        self.refused: str | None = None
         # a frame that cannot be compiled runs in eager, as does one that is compiled again and again
         lenient: dict[str, Any] = {"suppress_errors": True, "fail_on_recompile_limit_hit": False, "recompile_limit": 8}
         self.settings = private.QuickSettings(self.loggers, **lenient)
@@ -53,19 +57,27 @@ class CompiledLoss:
     def _backend(self, graph: Any, example: list[Any], **_: Any) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
+        if private.saved_tensors_are_hooked():
+            raise RuntimeError("hooks of saved tensors see what the compiled backward keeps, which is not what eager keeps")
         context = private.TracingContext.try_get()
         self.codes += [] if context is None else context.traced_code
         return compile_fx(graph, example)
 
     def changed(self) -> str | None:
         """What torch.compile would not notice."""
-        return None if self.unguarded is None else self.unguarded.changed()
+        if self.refused is not None:
+            return self.refused
+        changed = None if self.unguarded is None else self.unguarded.changed()
+        return None if changed is None else f"{changed} changed, which torch.compile would not notice"
 
     def __call__(self, model: Any, batch: Any) -> Any:
         with self.settings:
             result = self.function(self.subject.loss_fn, model, batch)
         if self.unguarded is None:
-            self.unguarded = Unguarded(self.subject, self.read, self.codes)
+            try:
+                self.unguarded = Unguarded(self.subject, self.read, self.codes)
+            except CaptureRefused as refused:  # seen only now; what was computed is what Dynamo makes of it once
+                self.refused = str(refused)
         return result
 
 
@@ -116,6 +128,28 @@ class LowerRung:
         changed = None if self.loss is None else self.loss.changed()
         if changed is not None:
             self.loss, self.decided = None, True
-            self.note(f"{changed} changed, which torch.compile would not notice: the step runs in eager PyTorch")
+            self.note(f"{changed}: the step runs in eager PyTorch")
         loss = None if kind == EAGER else self.loss
-        return eager_step(self.subject, micro, loss, done)
+        if loss is None or self.steps > WARM_UP or done:
+            return eager_step(self.subject, micro, loss, done)
+        return self._tried(loss, micro)
+
+    def _tried(self, loss: CompiledLoss, micro: Sequence[Any]) -> tuple[Result, torch.Tensor | None]:
+        """A step through torch.compile that has yet to show that it can be: eager takes it where it fails, from where it began."""
+        undo, buffers = Undo(self.subject.loss_fn, self.subject.model, micro), Kept()
+        buffers.keep([tensor for tensor in self.subject.buffers.values() if not tensor.is_inference()])
+        try:
+            results = backward(self.subject, micro, loss)
+        except (WholestepError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            failed = error
+        else:
+            return updated(self.subject, results)
+        undo.restore()
+        buffers.put_back()
+        result = eager_step(self.subject, micro)  # what it raises is the user's own
+        self.loss, self.decided = None, True
+        told = " ".join(str(failed).split())[:200]
+        self.note(f"torch.compile fails where eager PyTorch does not ({type(failed).__name__}: {told}): the step runs in eager")
+        return result

@@ -26,7 +26,14 @@ def eager_step(
 
     `done` are results of micro-batches before these, whose gradients are in p.grad already.
     """
-    results, norm = list(done), None
+    return updated(subject, backward(subject, batches, loss_fn, done))
+
+
+def backward(
+    subject: Subject, batches: Sequence[Any], loss_fn: Callable[[Any, Any], Any] | None = None, done: Sequence[Result] = ()
+) -> list[Result]:
+    """Forward, loss and backward over all micro-batches; nothing but p.grad, buffers and the user's Python has changed then."""
+    results = list(done)
     count = len(batches) + len(done)
     if subject.optimizer is not None and not done:
         clear_gradients(subject.optimizer)
@@ -42,6 +49,12 @@ def eager_step(
             objective = objective * subject.loss_scale.on(subject.device)[0]
         objective.backward()
         results.append((loss.detach(), {n: v.detach() for n, v in aux.items()}))
+    return results
+
+
+def updated(subject: Subject, results: Sequence[Result]) -> tuple[Result, torch.Tensor | None]:
+    """Clip and update with what is in p.grad."""
+    norm, count = None, len(results)
     if subject.optimizer is not None:
         trained = [p.grad for p in subject.trained.values() if p.grad is not None]
         if count > 1 and "weight" in results[0][1]:

@@ -12,6 +12,7 @@ from wholestep.capture.reading import Reading
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT
+from wholestep.graph.strides import gaps, laid_out, memory_order
 from wholestep.graph.training_graph import OutputKind, Role, TrainingGraph
 from wholestep.runtime.binding import Binding
 from wholestep.runtime.eager import update_in_torch
@@ -60,6 +61,13 @@ class Variant:
         # on a GPU nothing that a batch holds can end a step that has begun, but for an assertion that ends the process
         self.written = [i for i in written if capture.graph.inputs[i].role in beside] if subject.device.type == "cpu" else []
         """Inputs that the graph writes beside parameters and their state."""
+        places_of_batch = [i for i, entry in enumerate(capture.graph.inputs) if entry.role is Role.BATCH]
+        examples = [] if reading is None else [reading.args[i] for i in self.brought]
+        self.orders = [
+            None if place in written or gaps(example) is not None else memory_order(example)
+            for place, example in zip(places_of_batch, examples, strict=False)
+        ]
+        """How the dimensions of what a call brings lie in memory in compiled code; None: as it is brought."""
         self.before = Kept()
         self.uses = 0
         self.checked = False
@@ -106,7 +114,11 @@ class Variant:
         return named, gradients, norm
 
     def inputs(self, args: Sequence[Any]) -> list[Any]:
-        return self.binding.inputs(self.capture.graph, [args[i] for i in self.brought])
+        brought = [args[i] for i in self.brought]
+        for i, order in enumerate(self.orders):
+            if order is not None:
+                brought[i] = laid_out(brought[i], order)
+        return self.binding.inputs(self.capture.graph, brought)
 
     def feed(self, seed: int, step: int, micro: int, numbers: Sequence[float] = ()) -> None:
         count = self.capture.num_sites

@@ -21,6 +21,7 @@ from wholestep.capture.reading import Reading, read
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
 from wholestep.errors import CaptureRefused
+from wholestep.graph.strides import gaps, overlaps
 from wholestep.graph.training_graph import Input, Role, TrainingGraph
 from wholestep.runtime import shapes as shape_rules
 from wholestep.runtime.variant import Variant
@@ -96,6 +97,7 @@ class Variants:
         self.brought: list[int] = []
         """Arguments that are inputs of every call."""
         self.by_shape: dict[tuple, Variant] = {}
+        """By the shapes of what a call brings, and the strides of what does not lie densely in memory."""
         self.symbolic: tuple[Variant, Any, Any] | None = None
         self.seen: list[Any] = []
         self.trained: list[str] = []
@@ -115,17 +117,18 @@ class Variants:
         if not self.places or not all(map(is_, [args[i] for i in self.state], self.tensors)):
             self._read(args, batch)
         shapes = tuple(args[i].shape for i in self.brought)
-        variant = self.by_shape.get(shapes)
+        key = shapes, tuple(gaps(args[i]) for i in self.brought)
+        variant = self.by_shape.get(key)
         if variant is not None:
             if variant.provisional and variant.uses >= USES_BEFORE_COMPILING:
-                reading = Reading(self.graph, args, self.places)
-                variant = self.by_shape[shapes] = self.making.lowered(variant.capture, reading, self.making.backend)
+                reading = self._reading(args)
+                variant = self.by_shape[key] = self.making.lowered(variant.capture, reading, self.making.backend)
             return variant
-        if self.symbolic is not None:
+        if self.symbolic is not None and not any(key[1]):
             variant, dims, template = self.symbolic
             if shape_rules.fits(shapes, dims, template, variant.capture.symbols, variant.capture.guards):
                 return variant
-        return self._make(args, batch, shapes)
+        return self._make(args, batch, key)
 
     def _read(self, args: Sequence[Any], batch: Any) -> None:
         """Look at the arguments again: a tensor of a module is another one than before."""
@@ -152,11 +155,16 @@ class Variants:
         kinds = tuple((places[i], args[i].dim(), args[i].dtype, args[i].device) for i in self.brought)
         self.seen = self.making.shapes_seen.setdefault(kinds, [])
 
-    def _make(self, args: Sequence[Any], batch: Any, shapes: tuple) -> Variant:
-        making = self.making
+    def _reading(self, args: Sequence[Any]) -> Reading:
+        """What was expanded is read as it would be with memory of its own: the next batch may have that."""
+        repeats = {i for i in self.brought if args[i].layout == torch.strided and overlaps(args[i])}
+        return Reading(self.graph, [a.contiguous() if i in repeats else a for i, a in enumerate(args)], self.places)
+
+    def _make(self, args: Sequence[Any], batch: Any, key: tuple) -> Variant:
+        making, (shapes, layouts) = self.making, key
         if shapes not in self.seen:
             self.seen.append(shapes)
-        reading = Reading(self.graph, args, self.places)
+        reading = self._reading(args)
         dims = None
         if self.static:
             if len(self.by_shape) >= MOST_STATIC_SHAPES:
@@ -165,7 +173,7 @@ class Variants:
             dims = shape_rules.symbolic_dims(self.seen)
         elif making.dynamic is True:
             dims = [{d: f"size{i}_{d}" for d in range(len(shape))} for i, shape in enumerate(shapes)]
-        if dims is not None and all(shapes[leaf][d] > 1 for leaf, found in enumerate(dims) for d in found):
+        if dims is not None and not any(layouts) and all(shapes[leaf][d] > 1 for leaf, found in enumerate(dims) for d in found):
             variant = self._symbolic(reading, batch, dims, shapes)
             if variant is not None:
                 return variant
@@ -179,7 +187,7 @@ class Variants:
             self.refused = refused
             raise
         variant = making.lowered(capture, reading, "interpret" if provisional else making.backend, provisional)
-        self.by_shape[shapes] = variant
+        self.by_shape[key] = variant
         return variant
 
     def _symbolic(self, reading: Reading, batch: Any, dims: Any, shapes: tuple) -> Variant | None:

@@ -138,6 +138,11 @@ def _wanted(loggers: Any, more: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in wanted.items() if hasattr(dynamo.config, name)}
 
 
+def saved_tensors_are_hooked() -> bool:
+    """Whether `saved_tensors_hooks` (or `save_on_cpu`) is entered here."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 class QuickSettings:
     """The same for a function that is called at every step: values are put in place without torch's ceremony (1.5 ms)."""
 

@@ -240,6 +240,9 @@ _HELP = {
     "andom": "draw it outside of the loss and pass it in the batch",
 }
 """A word of what Dynamo met -> what would help."""
+_EAGER_ONLY = ("_getframe", "saved_tensors_hooks", "`Optimizer.", "Tensor.backward", "autograd.backward")
+"""What torch.compile with graph breaks does in another way than eager: frames are cut, what is saved is not what eager saves, and
+an update or a backward inside of the loss meets graphs that were made before it."""
 
 
 def guarded_place(missed: str) -> str:
@@ -276,6 +279,6 @@ def refusal(error: Exception) -> CaptureRefused:
     stack = getattr(error, "real_stack", None)
     where = user_line("".join(stack.format())) if stack else user_line(str(error))
     reason = ". ".join(part.rstrip(".") for part in parts if part)
-    return CaptureRefused(reason, where=where, curable=True, compiled=True)
+    return CaptureRefused(reason, where=where, curable=True, compiled=not any(word in reason for word in _EAGER_ONLY))
 
 
