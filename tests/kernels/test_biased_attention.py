@@ -7,6 +7,8 @@ import pytest
 import torch
 from tests.kernels.interpreter import assert_equal_when_interpreted
 
+from wholestep import kernels as kernels  # registers the operators
+
 # batch, heads, queries, keys, width, tables
 SIZES = [(4, 2, 5, 5, 4, 1), (6, 3, 9, 9, 8, 3), (2, 1, 1, 1, 1, 2), (4, 2, 3, 17, 16, 4), (1, 1, 20, 2, 3, 1)]
 

@@ -81,7 +81,8 @@ def test_where_torch_compile_fails_eager_begins_anew(monkeypatch: pytest.MonkeyP
         twins = Twins(side, BATCHES[0], backend="inductor")
         twins.train(BATCHES[:4], tolerance=1e-6)
     assert twins.step.rung == "eager" and twins.ours.model.seen == list(range(4))
-    assert any(note.startswith("torch.compile fails where eager PyTorch does not (KeyError: 'factor')") for note in twins.step.notes)
+    told = "torch.compile fails where eager PyTorch does not (KeyError: 'factor')"
+    assert any(note.startswith(told) for note in twins.step.notes)
 
 
 def test_on_interpret_it_is_eager(monkeypatch: pytest.MonkeyPatch) -> None:

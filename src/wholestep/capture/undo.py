@@ -146,6 +146,8 @@ class Undo:
         for name, value in list(vars(cls).items()):
             if isinstance(value, types.FunctionType):
                 yield value
+            elif isinstance(value, staticmethod | classmethod):
+                yield value.__func__
             elif not name.startswith("__") and not hasattr(value, "__get__"):
                 self._puts.append(functools.partial(_put_attribute, cls, name, value))
                 yield value

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
+from wholestep.lower.driver import cutting
 from wholestep.lower.runner import Runner
 
 DIRECT_CALLS = 3
@@ -75,7 +76,8 @@ class CudaGraphRunner:
         for index in self.batch:
             # preserve_format keeps dense strides; the compiled code was made for the strides of the example batch
             self.static[index] = torch.empty_like(inputs[index], memory_format=torch.preserve_format)
-        self.graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        """In the order of the step: the device works at the first while the host hands over the rest."""
         with torch.cuda.device(self.device):
             self.outputs = self._record(runner, pool)
 
@@ -84,17 +86,17 @@ class CudaGraphRunner:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         try:
-            with _recording(self.graph, pool):
+            with _recording(self.graphs, pool):
                 outputs = list(runner(self.static))
                 if self.sinks:
                     torch._foreach_copy_(list(self.sinks.values()), [outputs[i] for i in self.sinks])
                     for i, sink in self.sinks.items():
                         outputs[i] = sink
         except torch.OutOfMemoryError as error:
-            self.graph = None
+            self.graphs = []
             raise NotRecordable("its memory, which cannot be defragmented, is more than there is") from error
         except Exception as error:
-            self.graph = None
+            self.graphs = []
             lines = str(error).strip().splitlines()
             raise NotRecordable(f"{type(error).__name__}: {lines[0] if lines else ''}") from error
         if pool is None:  # memory cached for direct runs is of no use to the graph's own pool
@@ -102,7 +104,7 @@ class CudaGraphRunner:
         return outputs
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        if self.graph is None:
+        if not self.graphs:
             raise RuntimeError("this CUDA graph was released")
         for index in self.batch:
             given, static = inputs[index], self.static[index]
@@ -112,7 +114,8 @@ class CudaGraphRunner:
                     f"not {tuple(given.shape)} {given.dtype}"
                 )
             static.copy_(given, non_blocking=True)
-        self.graph.replay()
+        for graph in self.graphs:
+            graph.replay()
         # The next replay overwrites the recorded outputs; the caller may keep what it gets.
         return [
             value.clone() if isinstance(value, torch.Tensor) and i not in self.sinks else value
@@ -121,7 +124,7 @@ class CudaGraphRunner:
 
     def release(self) -> None:
         """Give the graph and its memory back."""
-        self.graph = None
+        self.graphs = []
         self.outputs = []
         self.static = []
         give_back()
@@ -141,19 +144,34 @@ def _side_stream(device: int) -> torch.cuda.Stream:
 
 
 @contextlib.contextmanager
-def _recording(graph: torch.cuda.CUDAGraph | None, pool: Any) -> Iterator[None]:
-    """As torch.cuda.graph does it, without collecting garbage and emptying the cache for every size of a batch."""
-    assert graph is not None
+def _recording(graphs: list[torch.cuda.CUDAGraph], pool: Any) -> Iterator[None]:
+    """As torch.cuda.graph does it, without collecting garbage and emptying the cache for every size of a batch.
+
+    A launch returns when the last of a thousand kernels has been handed over (1.5 ms), and the device begins no sooner. So the
+    step is recorded in several graphs, cut where the driver allows it; they share one pool, in the order in which they replay.
+    """
     torch.cuda.synchronize()
     side = _side_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        # thread_local: a data loader's pinning thread may call the driver meanwhile, which is harmless to us
-        graph.capture_begin(*(() if pool is None else (pool,)), capture_error_mode="thread_local")
+
+        def begin() -> None:
+            shared = graphs[0].pool() if graphs else pool
+            graphs.append(torch.cuda.CUDAGraph())
+            # thread_local: a data loader's pinning thread may call the driver meanwhile, which is harmless to us
+            graphs[-1].capture_begin(*(() if shared is None else (shared,)), capture_error_mode="thread_local")
+
+        def cut() -> None:
+            graphs[-1].capture_end()
+            begin()
+
+        begin()
+        cutting.append(cut)
         try:
             yield
         finally:
-            graph.capture_end()
+            cutting.remove(cut)
+            graphs[-1].capture_end()
     torch.cuda.current_stream().wait_stream(side)
 
 

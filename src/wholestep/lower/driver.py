@@ -20,6 +20,18 @@ from torch import fx
 
 _serial = itertools.count()
 
+CUTS = (16, 4)
+"""A recording of the function may be cut after a sixteenth and after a quarter of its calls."""
+MIN_CALLS = 12
+"""Below, there is little to gain."""
+cutting: list[Callable[[], None]] = []
+"""What is called at the cuts: whoever records the function puts it here for as long as that takes."""
+
+
+def _cut() -> None:
+    if cutting:
+        cutting[-1]()
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Statement:
@@ -94,7 +106,10 @@ def build_driver(
     if consume:
         lines.append("    inputs.clear()")
     lines.append("    _ = None")
+    cuts = {len(statements) // share for share in CUTS} if len(statements) >= MIN_CALLS else set()
     for index, statement in enumerate(statements):
+        if index in cuts and index:
+            lines.append(f"    {scope.constant(_cut, 'cut')}()")
         read = _nodes_in((statement.args, statement.kwargs))
         dying = [scope.value(node) for node in read if last[node] == index and node not in kept]
         bound = [node if node in used else None for node in statement.results]

@@ -129,7 +129,7 @@ def _launch_shape(q: Tensor, k: Tensor, bias: Tensor) -> tuple[int, int, dict[st
     exact = q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     options = dict(zip(("BT", "BS", "BD"), blocks, strict=True))
     options |= {"T": length, "S": k.shape[2], "D": width, "PRECISION": "ieee" if exact else "tf32x3"}
-    return triton.cdiv(turns, per), per, options | {"num_warps": 4 if longest <= 64 else 8, "num_stages": 2}
+    return triton.cdiv(turns, per), per, options | {"num_warps": 4 if longest <= 64 else 8, "num_stages": 3}
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
