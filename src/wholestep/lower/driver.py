@@ -106,7 +106,7 @@ def build_driver(
     if consume:
         lines.append("    inputs.clear()")
     lines.append("    _ = None")
-    cuts = {len(statements) // share for share in CUTS} if len(statements) >= MIN_CALLS else set()
+    cuts = {len(statements) // share for share in CUTS} if len(statements) >= MIN_CALLS and not consume else set()
     for index, statement in enumerate(statements):
         if index in cuts and index:
             lines.append(f"    {scope.constant(_cut, 'cut')}()")

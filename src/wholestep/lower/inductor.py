@@ -1,7 +1,7 @@
 """Lowering `inductor`: regions compiled by TorchInductor, each distinct one once, called by a generated driver.
 
-In goes a TrainingGraph, out comes a Runner. The graph becomes imperative (`in_place.py`), is cut at layer borders
-(`regions.py`), each distinct region is compiled (`compile_region.py`), and one flat function calls them in order
+In goes a TrainingGraph, out comes a Runner. The graph becomes imperative (`in_place.py`), numbers in which equal layers differ
+become inputs (`lift_numbers.py`), it is cut at layer borders (`regions.py`), each distinct region is compiled (`compile_region.py`), and one flat function calls them in order
 (`driver.py`). A region that fails to compile runs operator by operator instead, and `describe()["notes"]` says why.
 """
 
@@ -20,6 +20,7 @@ from wholestep.lower.compile_region import Compiled, compile_region, forget_comp
 from wholestep.lower.driver import Statement, build_driver
 from wholestep.lower.in_place import ImperativeGraph, write_state_in_place
 from wholestep.lower.interpret import constants_of, statement_of
+from wholestep.lower.lift_numbers import lift_numbers
 from wholestep.lower.overlap import one_wait_for_all
 from wholestep.lower.regions import Piece, Region, split_regions
 from wholestep.lower.runner import Runner
@@ -32,6 +33,7 @@ def lower_inductor(graph: TrainingGraph, *, watch: Sequence[str] = (), progress:
     started = time.perf_counter()
     imperative = write_state_in_place(graph, watch)
     take_fused_updates(imperative)
+    lift_numbers(imperative)
     pieces = split_regions(imperative)
     regions = [piece for piece in pieces if isinstance(piece, Region)]
     require_compiler(regions)
