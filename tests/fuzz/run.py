@@ -68,8 +68,11 @@ def look(job: tuple[int, Asked]) -> Found:
     """One seed."""
     seed, asked = job
     torch.set_num_threads(1)
-    gc.disable()
-    if seed % 20 == 0:
+    if gc.isenabled():
+        gc.collect()
+        gc.freeze()  # torch's own objects are not looked at again and again
+        gc.disable()
+    elif seed % 40 == 0:
         gc.collect()
     began = time.monotonic()
     program = draw(seed)

@@ -69,7 +69,9 @@ def process_wide() -> dict[str, Any]:
         "grad mode": torch.is_grad_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
         "stance of torch.compile": str(torch._dynamo.eval_frame._stance),
-        "settings of torch.compile": {k: str(v) for k, v in torch._dynamo.config.get_config_copy().items()},
+        "settings of torch.compile": {
+            k: str(sorted(v) if isinstance(v, set) else v) for k, v in torch._dynamo.config.get_config_copy().items()
+        },
     }
 
 
