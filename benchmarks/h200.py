@@ -309,6 +309,7 @@ def main() -> None:
     parser.add_argument("--caches", type=Path, default=Path(tempfile.gettempdir()) / "wholestep-h200")
     parser.add_argument("--budget-seconds", type=float, default=500.0)
     parser.add_argument("--cached-peers", action="store_true", help="also the second process of torch.compile")
+    parser.add_argument("--cold-only", action="store_true", help="no second process of the whole step")
     parser.add_argument("--retry", action="store_true", help="make rows that failed before again")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -323,6 +324,8 @@ def main() -> None:
         rows = [row for row in rows if "error" not in row]
     depths = [int(depth) for depth in options.depths.split(",") if depth]
     for row in planned_rows(options.models.split(","), options.systems.split(","), depths, options.cached_peers):
+        if options.cold_only and row["kind"] == "cached":
+            continue
         if identity(row) in map(identity, rows):
             continue
         left = deadline - time.monotonic()

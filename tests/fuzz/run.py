@@ -15,7 +15,7 @@ from tests.fuzz.shrink import shrunk
 
 COMPILE_EVERY, INDUCTOR_EVERY = 20, 250
 """One graph in so many goes through `wholestep.compile` whole, and through Inductor."""
-PER_PROCESS = 500
+PER_PROCESS = 2000
 """Graphs that one process looks at: torch keeps something of every trace."""
 
 
