@@ -32,6 +32,7 @@ aten = torch.ops.aten
 ws = torch.ops.ws
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # not `train/` or `nn/`: models live there, and their lines are what a reader wants to see
 _OURS = tuple(
@@ -46,8 +47,9 @@ def is_user_file(name: str) -> bool:
 
 
 def is_own_file(name: str) -> bool:
-    """Written by the user, not an installed library's."""
-    return is_user_file(name) and "site-packages" not in name
+    """Written by the user: neither Python's own nor an installed library's."""
+    installed = "site-packages" in name or "dist-packages" in name or name.startswith(_STANDARD_LIBRARY)
+    return is_user_file(name) and not installed
 
 
 def user_source() -> str | None:

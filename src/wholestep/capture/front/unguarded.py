@@ -59,7 +59,12 @@ class Unguarded:
         self.tuples = [(value, _content(value)) for value in objects if type(value) is tuple and _holds_mutable(value)]
         self.orders = [(value, list(value)) for value in objects if type(value) is OrderedDict and len(value) > 1]
         looks = _looks_for_absence(codes) or any(isinstance(value, ChainMap) for value in objects)
-        self.members = list(_members(objects)) if looks else []
+        own = {id(table) for module in self.modules for table in _own_tables(module)}
+        members = list(_members(objects)) if looks else []
+        self.members = [(table, names) for table, names in members if id(table) not in own]
+        self.counted = [table for table, _ in members if id(table) in own]
+        """Modules' own tables, thousands of them: one that gains a name is seen by its length."""
+        self.lengths = [*map(len, self.counted)]
         self.environment = dict(os.environ) if _reads_environment(codes) else None
         self.facts = self._facts()
         self.hooks = self._hooks()
@@ -119,7 +124,7 @@ class Unguarded:
         for value, order in self.orders:
             if list(value) != order and set(value) == set(order):
                 return "the order of a dictionary"
-        if any(set(value) != names for value, names in self.members):
+        if [*map(len, self.counted)] != self.lengths or any(set(value) != names for value, names in self.members):
             return "a name that was missing, or is"
         return None
 
@@ -164,6 +169,16 @@ def _members(objects: Iterable[Any]) -> Iterator[tuple[Any, set]]:
             yield table, set(table)
         if isinstance(value, ChainMap):
             yield from ((part, set(part)) for part in value.maps)
+
+
+def _own_tables(module: nn.Module) -> Iterator[dict]:
+    """A module's attributes, and the dictionaries that torch keeps among them: parameters, buffers, modules, hooks."""
+    table = vars(module)
+    yield table
+    yield from (value for name, value in table.items() if type(value) in (dict, OrderedDict) and name in _TABLES)
+
+
+_TABLES = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
 
 
 def _looks_for_absence(codes: Iterable[types.CodeType]) -> bool:
