@@ -1,8 +1,9 @@
 """Lowering `inductor`: regions compiled by TorchInductor, each distinct one once, called by a generated driver.
 
 In goes a TrainingGraph, out comes a Runner. The graph becomes imperative (`in_place.py`), numbers in which equal layers differ
-become inputs (`lift_numbers.py`), it is cut at layer borders (`regions.py`), each distinct region is compiled (`compile_region.py`), and one flat function calls them in order
-(`driver.py`). A region that fails to compile runs operator by operator instead, and `describe()["notes"]` says why.
+become inputs (`lift_numbers.py`), it is cut at layer borders (`regions.py`), each distinct region is compiled
+(`compile_region.py`), and one flat function calls them in order (`driver.py`). A region that fails to compile runs operator by
+operator instead, and `describe()["notes"]` says why.
 """
 
 from __future__ import annotations
