@@ -28,11 +28,11 @@ from wholestep.graph.copies import copy_graph
 from wholestep.graph.liveness import tensor_bytes
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Role, TrainingGraph
+from wholestep.lower import give_back
 from wholestep.passes.pipeline import Pipeline
 from wholestep.plan.frontier import CONTEXT_BYTES, SLACK, Point, fastest, frontier, round_up, too_small
 from wholestep.plan.rebatch import at_traced_sizes
 from wholestep.report.memory import measure_scratch, predict_compiled, predict_profile
-from wholestep.verify.first_step import nothing_after
 
 LIBRARY_BYTES = 72 << 20
 """cuBLAS's workspaces, taken from the allocator at their first use and kept: 66 to 68 MiB were measured."""
@@ -122,8 +122,12 @@ def _holes(device: torch.device) -> int:
 class Fitting:
     """Plans one captured step for a budget and carries the plan out."""
 
-    def __init__(self, budget: Budget, pipeline: Pipeline, backend: str, device: torch.device) -> None:
+    def __init__(
+        self, budget: Budget, pipeline: Pipeline, backend: str, device: torch.device, code: list[Any] | None = None
+    ) -> None:
+        """`code`: where compiled regions are held until the plan that was chosen is lowered."""
         self.budget, self.pipeline, self.backend = budget, pipeline, backend
+        self.code: list[Any] = [] if code is None else code
         self.device: Device = this_device(device.type)
         self.prepared: TrainingGraph | None = None
         self.points: list[Point] = []
@@ -164,14 +168,18 @@ class Fitting:
         """Measure, correct, choose again: ends at the fastest plan that was measured to fit."""
         measured: dict[int, int] = {}
         graphs: dict[int, TrainingGraph] = {}
-        index = self._choice(1.0, set())
+        index, ratio = self._choice(1.0, set()), 1.0
         graphs[index] = capture.graph
         while True:
-            measured[index] = self.exact_peak(graphs[index])
+            with contextlib.suppress(torch.OutOfMemoryError):
+                measured[index] = self.exact_peak(graphs[index])
+                ratio = measured[index] / self.points[index].peak_bytes
+            if index not in measured:  # one of its regions alone takes more than the budget leaves
+                measured[index] = max(int(ratio * self.points[index].peak_bytes), self.budget.peak() - self.state_bytes + 1)
+                give_back()
             self.tries = len(measured)
             failed = {i for i, peak in measured.items() if self._takes(peak) > self.budget.card_bytes}
             fits = sorted(set(measured) - failed)
-            ratio = measured[index] / self.points[index].peak_bytes
             following = self._choice(ratio, failed)
             if following in measured or len(measured) >= MOST_TRIES or (fits and following > fits[0]):
                 following = fits[0] if fits else len(self.points) - 1
@@ -192,7 +200,7 @@ class Fitting:
         """Allocated bytes at the peak, by what was really measured of its parts."""
         if self.backend == "inductor":
             with contextlib.suppress(CompilerMissing):
-                return predict_compiled(graph).peak_bytes
+                return predict_compiled(graph, code=self.code, strict=True).peak_bytes
         return predict_profile(graph, scratch=measure_scratch(graph)).peak_bytes
 
     def _too_small(self, measured: dict[int, int]) -> BudgetTooSmall:
@@ -278,6 +286,16 @@ def memory_cap(budget: Budget, device: torch.device, more_bytes: int = 0) -> Ite
         torch.cuda.set_per_process_memory_fraction(before, device)
 
 
+def held_to(budget: Budget | None, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """For whatever is done before a step runs, on a GPU: compiling, tuning and measuring stay within the budget too.
+
+    What they leave cached is given back before the step begins.
+    """
+    if budget is None or device.type != "cuda":
+        return contextlib.nullcontext()
+    return memory_cap(budget, device, min(0, budget.context_bytes - _context_bytes(device)))
+
+
 class Enforced:
     """A context for every call of a step: the budget holds, and what the process took for itself since is added to it."""
 
@@ -313,21 +331,3 @@ def make_room(budget: Budget, device: torch.device, variant: Any, recordings: li
             return
     for recording in recordings:
         recording.make_room()
-
-
-def check_within(budget: Budget, check: Callable[..., Any]) -> Callable[..., Any]:
-    """The first step's check, as far as it fits: eager PyTorch may need more than the budget, copies of the state do too."""
-
-    def capped(run: Any, variant: Any, *rest: Any) -> Any:
-        device = variant.subject.device
-        if device.type != "cuda":
-            return check(run, variant, *rest)
-        try:
-            with memory_cap(budget, device):
-                afterwards = check(run, variant, *rest)
-        finally:
-            torch.cuda.empty_cache()
-        run.step._note("within a memory budget the first step is compared before it runs, not after")
-        return None if afterwards is None else nothing_after
-
-    return capped

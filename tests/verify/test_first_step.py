@@ -18,6 +18,7 @@ from wholestep.graph.training_graph import TrainingGraph
 from wholestep.lower import lower_interpret
 from wholestep.runtime.step import Step
 from wholestep.verify import first_step
+from wholestep.verify.limits import Limits
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer | None]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
@@ -111,7 +112,7 @@ def test_wrong_compiled_code_is_named_and_the_state_put_back(kind: str, accumula
 
 def test_a_low_precision_is_measured_by_its_own_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """However tight the fixed limits, a departure smaller than eager's own rounding is none; a larger one is."""
-    monkeypatch.setitem(first_step.LIMITS, "bf16", first_step.Limits(6e-2, 4e-4, 0.0, 2e-2))
+    monkeypatch.setitem(first_step.LIMITS, "bf16", Limits(6e-2, 4e-4, 0.0, 2e-2))
     for factor, right in ((1.0008, True), (1.2, False)):
         model = Normed()
         step = compiled(model, torch.optim.AdamW(model.parameters()), precision="bf16")
@@ -125,8 +126,8 @@ def test_a_low_precision_is_measured_by_its_own_rounding(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("kind", ["bf16", "tf32"])
 def test_so_is_the_captured_graph(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(first_step.LIMITS, kind, first_step.Limits(4e-4 if kind == "bf16" else 1e-9, 0.5, 0.0, 2e-2))
-    monkeypatch.setattr(first_step, "_precision", lambda *_: kind)
+    monkeypatch.setitem(first_step.LIMITS, kind, Limits(4e-4 if kind == "bf16" else 1e-9, 0.5, 0.0, 2e-2))
+    monkeypatch.setattr(first_step, "precision_of", lambda *_: kind)
     small = 1 + 2**-8 if kind == "bf16" else 1 + 2**-23
     for factor, right in ((small, True), (1.2, False)):
 
