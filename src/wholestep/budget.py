@@ -43,6 +43,10 @@ SLACK_OF_FIXED_SEGMENTS = 0.09
 TARGETS = 8
 MOST_TRIES = 4
 """Plans that are compiled before the best of them is taken."""
+WORTH_TRYING = 0.02
+"""Beside a plan that fits, another is compiled only if it should be faster by this share: compiling takes as long as all else."""
+MISSED_BY = 0.01
+"""After a plan that did not fit, the next one should fit with this to spare: predictions of neighbours are off by as much."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -128,6 +132,8 @@ class Fitting:
         """`code`: where compiled regions are held until the plan that was chosen is lowered."""
         self.budget, self.pipeline, self.backend = budget, pipeline, backend
         self.code: list[Any] = [] if code is None else code
+        # a plan that is not compiled costs nothing to try
+        self.worth_trying, self.missed_by = (WORTH_TRYING, MISSED_BY) if backend == "inductor" else (0.0, 0.0)
         self.device: Device = this_device(device.type)
         self.prepared: TrainingGraph | None = None
         self.points: list[Point] = []
@@ -158,14 +164,15 @@ class Fitting:
         return self.points[self._choice(1.0, set())].plan
 
     def _choice(self, ratio: float, failed: set[int]) -> int:
-        """The fastest point that fits when predictions are off by `ratio`; the leanest when none does."""
+        """The fastest point that fits when predictions are off by `ratio`; the leanest when none does. One that takes more than
+        one that failed would fail too."""
         for index, point in enumerate(self.points):
-            if index not in failed and self._takes(ratio * point.peak_bytes) <= self.budget.card_bytes:
+            if index > max(failed, default=-1) and self._takes(ratio * point.peak_bytes) <= self.budget.card_bytes:
                 return index
         return len(self.points) - 1
 
     def _fit(self, capture: Capture) -> Plan:
-        """Measure, correct, choose again: ends at the fastest plan that was measured to fit."""
+        """Measure, correct, choose again: ends at a plan that was measured to fit, when no much faster one should fit as well."""
         measured: dict[int, int] = {}
         graphs: dict[int, TrainingGraph] = {}
         index, ratio = self._choice(1.0, set()), 1.0
@@ -180,8 +187,8 @@ class Fitting:
             self.tries = len(measured)
             failed = {i for i, peak in measured.items() if self._takes(peak) > self.budget.card_bytes}
             fits = sorted(set(measured) - failed)
-            following = self._choice(ratio, failed)
-            if following in measured or len(measured) >= MOST_TRIES or (fits and following > fits[0]):
+            following = self._choice(ratio * (1 + self.missed_by * (index in failed)), failed)
+            if following in measured or len(measured) >= MOST_TRIES or (fits and not self._much_faster(following, fits[0])):
                 following = fits[0] if fits else len(self.points) - 1
                 if following in measured:
                     break
@@ -195,6 +202,10 @@ class Fitting:
         return dataclasses.replace(
             self.points[fits[0]].plan, budget_bytes=self.budget.card_bytes, predicted_bytes=predicted
         )
+
+    def _much_faster(self, one: int, other: int) -> bool:
+        """Whether a plan is worth being compiled where another is known to fit."""
+        return one < other and self.points[one].seconds <= (1 - self.worth_trying) * self.points[other].seconds
 
     def exact_peak(self, graph: TrainingGraph) -> int:
         """Allocated bytes at the peak, by what was really measured of its parts."""

@@ -28,7 +28,6 @@ from wholestep.budget import Budget, held_to
 from wholestep.capture.cache import was_checked
 from wholestep.errors import WholestepWarning
 from wholestep.graph.bytes import show_bytes
-from wholestep.graph.copies import without_updates
 from wholestep.graph.keys import operator_name
 from wholestep.graph.liveness import tensor_bytes
 from wholestep.graph.training_graph import Role, TrainingGraph, phase_of, tensors_in
@@ -129,10 +128,9 @@ def decide(
 
 
 def _fits_interpreted(graph: TrainingGraph, usable: int, held: int) -> bool:
-    """Whether the captured graph can be run operator by operator, all its gradients kept."""
-    bare = without_updates(graph)
-    gradients = sum(_bytes(bare.node(name)) for name in bare.gradients.values())
-    return predict_profile(bare).peak_bytes - _inputs(bare, *Role) + gradients + held <= usable
+    """Whether the captured graph can be run operator by operator, with all its gradients kept to the end."""
+    gradients = sum(_bytes(graph.node(name)) for name in graph.gradients.values())
+    return predict_profile(graph).peak_bytes - _inputs(graph, *Role) + gradients + held <= usable
 
 
 def _bytes(node: fx.Node) -> int:

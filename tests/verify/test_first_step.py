@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +19,7 @@ from wholestep.graph.copies import copy_graph
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.lower import lower_interpret
 from wholestep.runtime.step import Step
-from wholestep.verify import first_step
+from wholestep.verify import first_step, host
 from wholestep.verify.limits import Limits
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer | None]] = {
@@ -108,6 +110,82 @@ def test_wrong_compiled_code_is_named_and_the_state_put_back(kind: str, accumula
         assert not any(value.any() for table in optimizer.state.values() for value in table.values())
     with pytest.raises(FirstStepDiffers):  # and it is checked again
         step(batches(1)[0])
+
+
+# ---- with what eager keeps on the host, as within a memory budget ----
+
+
+def leanly(step: Step, *, interpret: bool) -> Step:
+    check = functools.partial(first_step.check_first_step, lean=first_step.Lean(0, interpret))
+    step.settings = dataclasses.replace(step.settings, check=check)
+    return step
+
+
+@pytest.mark.parametrize(("build", "kind", "accumulate"), RIGHT)
+def test_a_right_step_passes_leanly(build: type[nn.Module], kind: str, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "SMALL_BYTES", 1)
+    model = build()
+    step = leanly(compiled(model, OPTIMIZERS[kind](model.parameters()), accumulate=accumulate), interpret=False)
+    for batch in batches(2):
+        step(batch)
+    told = [line for line in step.explain().splitlines() if line.startswith("check ")]
+    assert len(told) == 1 and "whole: the first step is compared with eager PyTorch on all rows" in told[0]
+    assert "eager saves on the host" in told[0] and "the captured graph was not run by itself" in told[0]
+
+
+@pytest.mark.parametrize(("kind", "accumulate"), [*((kind, 1) for kind in OPTIMIZERS), ("adamw", 2)])
+def test_wrong_compiled_code_is_found_leanly(kind: str, accumulate: int) -> None:
+    model = Normed()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    step = leanly(compiled(model, optimizer, accumulate=accumulate), interpret=False)
+    wrong_runner(step, "body.weight")
+    kept = {n: t.clone() for n, t in model.state_dict().items()}
+    with pytest.raises(FirstStepDiffers, match=r"compiled .*step: the gradient of body.weight .*\(at body\)"):
+        step(batches(1)[0])
+    assert all(torch.equal(t, kept[n]) for n, t in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("interpret", [True, False])
+def test_a_wrong_graph_is_found_leanly(interpret: bool) -> None:
+    model = Mlp()
+    step = leanly(compiled(model, torch.optim.AdamW(model.parameters()), passes=[swapped_keys]), interpret=interpret)
+    kept = {n: t.clone() for n, t in model.state_dict().items()}
+    with pytest.raises(FirstStepDiffers, match="module drop_one" if interpret else "the compiled step"):
+        step(batches(1)[0])
+    assert all(torch.equal(t, kept[n]) for n, t in model.state_dict().items())
+
+
+def test_gradients_for_an_optimizer_of_ones_own_are_compared_after_the_step() -> None:
+    """Its update is not captured: p.grad is what the step leaves."""
+    model = Normed()
+    with pytest.warns(UserWarning, match="the update runs in eager PyTorch"):
+        step = leanly(compiled(model, torch.optim.Adagrad(model.parameters())), interpret=False)
+    wrong_runner(step, "body.weight")
+    with pytest.raises(FirstStepDiffers, match=r"the gradient of body\.weight"):
+        step(batches(1)[0])
+
+
+def test_a_lack_of_memory_is_left_to_the_caller_leanly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*args: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("the card is full")
+
+    model = Mlp()
+    step = leanly(compiled(model, torch.optim.SGD(model.parameters(), lr=0.1)), interpret=True)
+    monkeypatch.setattr(first_step, "live_reference", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        step(batches(1)[0])
+
+
+def test_a_lack_of_memory_after_the_step_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("the card is full")
+
+    model = Mlp()
+    step = leanly(compiled(model, torch.optim.SGD(model.parameters(), lr=0.1)), interpret=True)
+    monkeypatch.setattr(first_step.FirstStep, "_failing_updates", no_memory)
+    assert step(batches(1)[0])[0].isfinite()
+    assert any("its update not to the end" in note for note in step.notes)
 
 
 def test_a_low_precision_is_measured_by_its_own_rounding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,8 +87,14 @@ class _OnRows(FirstStep):
         if self.python_random is not None:
             random.setstate(self.python_random[0])
             np.random.set_state(self.python_random[1])
-        with self._state_set_aside():
-            return self._reference()
+        try:
+            with self._state_set_aside():
+                return self._reference()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # the user's code may want more rows: a batch norm does
+            reason = (str(error).strip().splitlines() or [""])[0][:120]
+            raise NotComparable(f"eager fails on so few: {type(error).__name__}: {reason}") from error
 
     def _repeated(self, rows: int, whole: int) -> list[Any]:
         """The arguments with the rows over and over in place of the batch, in the same memory layout."""
