@@ -21,7 +21,8 @@ from wholestep.capture.subject import make_subject
 from wholestep.errors import FirstStepDiffers, WholestepWarning
 from wholestep.graph.training_graph import Role
 from wholestep.passes.pipeline import default_pipeline
-from wholestep.verify.first_step import Lean, check_first_step
+from wholestep.verify.check import check_first_step
+from wholestep.verify.first_step import Lean
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

@@ -54,7 +54,7 @@ from wholestep.report.memory.host import fits_beside, refuse_what_cannot_fit
 from wholestep.runtime.one_step import OneStep
 from wholestep.runtime.progress import Progress
 from wholestep.runtime.step import Settings, Step
-from wholestep.verify.first_step import check_first_step, nothing_after
+from wholestep.verify.check import check_first_step, nothing_after
 from wholestep.verify.report import Report
 from wholestep.verify.verify import verify as verify_step
 

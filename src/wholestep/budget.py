@@ -304,7 +304,12 @@ def held_to(budget: Budget | None, device: torch.device) -> contextlib.AbstractC
     """
     if budget is None or device.type != "cuda":
         return contextlib.nullcontext()
-    return memory_cap(budget, device, min(0, budget.context_bytes - _context_bytes(device)))
+    return memory_cap(budget, device, limit_now(budget, device) - (budget.card_bytes - budget.context_bytes))
+
+
+def limit_now(budget: Budget, device: torch.device) -> int:
+    """What the allocator may reserve: the context grows as kernels are loaded."""
+    return budget.card_bytes - max(budget.context_bytes, _context_bytes(device))
 
 
 class Enforced:

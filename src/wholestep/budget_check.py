@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.budget import Budget, held_to
+from wholestep.budget import Budget, held_to, limit_now
 from wholestep.capture.cache import was_checked
 from wholestep.errors import WholestepWarning
 from wholestep.graph.bytes import show_bytes
@@ -157,8 +157,8 @@ def check_within(budget: Budget, check: Callable[..., Any]) -> Callable[..., Any
         if device.type != "cuda" or was_checked(variant.capture):
             return check(run, variant, *rest)
         give_back()
-        limit = budget.card_bytes - budget.context_bytes
-        decision = decide_for(run, variant, rest[0], limit=limit, held=torch.cuda.memory_allocated(device))
+        held = torch.cuda.memory_allocated(device)
+        decision = decide_for(run, variant, rest[0], limit=limit_now(budget, device), held=held)
         return _Checked(budget, device, check).run(decision, run, variant, *rest)
 
     return checked

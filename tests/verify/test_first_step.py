@@ -14,12 +14,13 @@ from tests.verify.test_mutations import lost_buffer, scaled_after, swapped_keys
 from torch import nn
 
 import wholestep
-from wholestep.errors import FirstStepDiffers
+from wholestep.errors import FirstStepDiffers, WholestepWarning
 from wholestep.graph.copies import copy_graph
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.lower import lower_interpret
 from wholestep.runtime.step import Step
 from wholestep.verify import first_step, host
+from wholestep.verify.check import check_first_step
 from wholestep.verify.limits import Limits
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer | None]] = {
@@ -116,7 +117,7 @@ def test_wrong_compiled_code_is_named_and_the_state_put_back(kind: str, accumula
 
 
 def leanly(step: Step, *, interpret: bool) -> Step:
-    check = functools.partial(first_step.check_first_step, lean=first_step.Lean(0, interpret))
+    check = functools.partial(check_first_step, lean=first_step.Lean(0, interpret))
     step.settings = dataclasses.replace(step.settings, check=check)
     return step
 
@@ -200,6 +201,26 @@ def test_a_low_precision_is_measured_by_its_own_rounding(monkeypatch: pytest.Mon
         else:
             with pytest.raises(FirstStepDiffers, match="the gradient of body"):
                 step(batches(1)[0])
+
+
+@pytest.mark.parametrize("lean", [False, True])
+def test_without_memory_to_measure_that_rounding_it_is_told(lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither passed in silence nor called wrong."""
+
+    def no_memory(*args: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("the card is full")
+
+    monkeypatch.setitem(first_step.LIMITS, "bf16", Limits(6e-2, 4e-4, 0.0, 2e-2))
+    monkeypatch.setattr(first_step, "reference_gradients", no_memory)
+    model = Normed()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = wholestep.compile(model, loss_fn, optimizer, batches(1)[0], backend="interpret", cache=False, precision="bf16")
+    if lean:
+        leanly(step, interpret=False)
+    wrong_runner(step, "body.weight", 1.2)
+    with pytest.warns(WholestepWarning, match=r"the gradient of body\.weight is off .*tells whether that is rounding"):
+        step(batches(1)[0])
+    assert any("undecided: the gradient of body.weight" in line for line in step.explain().splitlines())
 
 
 @pytest.mark.parametrize("kind", ["bf16", "tf32"])

@@ -143,9 +143,10 @@ def _norm(value: torch.Tensor, usable: torch.Tensor | None = None) -> float:
     return float(torch.linalg.vector_norm(value))
 
 
-def norm(value: torch.Tensor) -> float:
-    """||value|| over its finite elements, in float64."""
-    return math.hypot(*(_norm(part, part.isfinite()) for (part,) in parts(value.detach())))
+def norm(value: torch.Tensor, device: torch.device | None = None) -> float:
+    """||value|| over its finite elements, in float64; on a device, part by part."""
+    near = (part.to(device or part.device) for (part,) in parts(value.detach()))
+    return math.hypot(*(_norm(part, part.isfinite()) for part in near))
 
 
 def total_norm(values: Mapping[str, torch.Tensor]) -> float:

@@ -1,4 +1,4 @@
-"""`compile(check="first")`: before and after a variant's first live step, compare it with eager PyTorch.
+"""The comparison of a variant's first live step with eager PyTorch, before and after that step (check.py calls it).
 
 Before the step the user's own code runs, for real and on the live model, with the random keys of the step; what Python does
 beside the computation is done by it and not replayed. Its loss and gradients are compared with those of the captured
@@ -17,19 +17,16 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import random
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 
-from wholestep.capture.cache import remember_checked, was_checked
 from wholestep.capture.optimizers import UpdatePlan
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT
-from wholestep.capture.undo import Undo
-from wholestep.errors import CaptureRefused, FirstStepDiffers
+from wholestep.errors import FirstStepDiffers, WholestepWarning
 from wholestep.graph.bytes import show_bytes
 from wholestep.graph.copies import without_updates
 from wholestep.graph.training_graph import Input, OutputKind, Role, TrainingGraph
@@ -39,10 +36,11 @@ from wholestep.runtime.one_step import OneStep
 from wholestep.runtime.random import seeded_generator
 from wholestep.runtime.variant import Variant
 from wholestep.verify.blame import module_of_tensor, nearest_to_loss
-from wholestep.verify.compare import distance, gradient_rms, norm, parts
+from wholestep.verify.compare import distance, gradient_rms, norm
 from wholestep.verify.host import copied_to_host, zeros_set_aside
 from wholestep.verify.limits import LIMITS, precision_of
 from wholestep.verify.reference import Reference, live_reference, reference_gradients
+from wholestep.verify.updates import linear_state, rule_of, update_error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,61 +53,7 @@ class Lean:
     """Whether there is memory to run the captured graph operator by operator."""
 
 
-def check_first_step(
-    run: OneStep, variant: Variant, args: Sequence[Any], numbers: Sequence[Any], *, lean: Lean | None = None
-) -> Callable[[OneStep, Result], None] | None:
-    """Compare before the live step; returns what is to be called with its result after it, or None when skipped.
-
-    With `lean`, a lack of memory is for the caller to tell: torch.OutOfMemoryError, with everything as it was.
-    """
-    if was_checked(variant.capture):
-        run.step._note("this captured step was compared with eager PyTorch by an earlier process")
-        return None
-    check = FirstStep(run, variant, args, numbers, lean)
-    undo = Undo(variant.subject.loss_fn, variant.subject.model, run.batch)
-    if run.python_random is not None:  # Dynamo's code has drawn what the loss draws from Python's generators
-        random.setstate(run.python_random[0])
-        np.random.set_state(run.python_random[1])
-    try:
-        check.before()
-        undo.detach_new()
-    except (torch.OutOfMemoryError, NotImplementedError, CaptureRefused) as error:
-        undo.restore()
-        if lean is not None and isinstance(error, torch.OutOfMemoryError):
-            raise
-        reason = (str(error).strip().splitlines() or [""])[0][:120]
-        run.step._note(f"the first step was not checked against eager: {type(error).__name__}: {reason}")
-        return None
-    except BaseException:
-        undo.restore()
-        variant.uses = 0  # checked again at the next call
-        raise
-    finally:
-        _give_back(variant.subject.device)
-
-    if lean is not None:
-        run.step._note(check.told())
-
-    def after(run: OneStep, result: Result) -> None:
-        try:
-            check.after(result, run.norm)
-            remember_checked(variant.capture)
-        except torch.OutOfMemoryError:
-            run.step._note("check: the first step was compared with eager, its update not to the end: memory did not suffice")
-        except BaseException:
-            undo.restore()
-            raise
-        finally:
-            check.forget()
-
-    return after
-
-
-def nothing_after(run: OneStep, result: Result) -> None:
-    """In place of the check after a step, where only the one before it is wanted."""
-
-
-def _give_back(device: torch.device) -> None:
+def give_back(device: torch.device) -> None:
     """Eager's step may have taken twice what this one will ever need; the card need not stay full of it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -175,7 +119,7 @@ class FirstStep:
             gradients = self._unscaled(gradients)
         failing = self._failing(gradients, self.limits.graph)
         if failing:
-            failing = self._failing(gradients, self.limits.graph, self._own_rounding(failing))
+            failing = self._judged(failing, lambda rounding: self._failing(gradients, self.limits.graph, rounding))
         if failing or self._loss_differs(loss):
             self._report_graph(bare, loss, failing)
 
@@ -310,7 +254,7 @@ class FirstStep:
         failing = self._failing_updates(scale, {})
         if failing and self.complete:
             before = {e.name: old for e, (_, old) in self.kept.items() if e.role in (Role.PARAMETER, Role.BUFFER)}
-            failing = self._failing_updates(scale, self._own_rounding(failing, before))
+            failing = self._judged(failing, lambda rounding: self._failing_updates(scale, rounding), before)
         if not self.variant.capture.plans and not self.accumulates:  # the update is the user's, or torch's and yet to come
             grads = {n: self.subject.parameters[n].grad for n in self.eager.gradients if n in self.empty_grads}
             left = {n: g for n, g in grads.items() if g is not None}
@@ -325,7 +269,7 @@ class FirstStep:
         """Drop the copies and eager's gradients."""
         self.kept = {}
         del self.eager
-        _give_back(self.subject.device)
+        give_back(self.subject.device)
 
     def _gradient(self, name: str) -> torch.Tensor | None:
         """What the optimizer should have been given: eager's gradient, or the (checked) accumulated one."""
@@ -357,57 +301,59 @@ class FirstStep:
                     failing[name] = outcome
         return failing
 
+    def _judged(
+        self,
+        failing: dict[str, tuple[float, float]],
+        again: Callable[[dict[str, float]], dict[str, tuple[float, float]]],
+        before: Mapping[str, torch.Tensor] | None = None,
+    ) -> dict[str, tuple[float, float]]:
+        """What fails `again` when eager's own rounding is allowed as well; a warning where memory does not suffice to know that."""
+        try:
+            rounding = self._own_rounding(failing, before)
+        except torch.OutOfMemoryError:
+            name = nearest_to_loss(self.graph, failing)
+            error, allowed = failing[name]
+            others = f", {len(failing) - 1} others likewise" if len(failing) > 1 else ""
+            text = f"the gradient of {name} is off by {error:.2g} (limit {allowed:.2g}){others}"
+            self.step._note(f"check: undecided: {text}; memory does not suffice to tell whether that is eager's own rounding")
+            warnings.warn(f"{text}: wholestep.verify(...) tells whether that is rounding", WholestepWarning, stacklevel=2)
+            return {}
+        return again(rounding)
+
     def _own_rounding(self, names: Iterable[str], before: Mapping[str, torch.Tensor] | None = None) -> dict[str, float]:
         """Twice the rounding of eager's own gradients, found in a wider type on the state `before` the step (or the live one).
 
         Some gradients are mostly rounding in eager as well (of a first convolution, summed over a million positions; of a bias in
-        front of a norm, which is zero in truth); a fixed share of their norm says nothing then. Empty where it cannot be known.
+        front of a norm, which is zero in truth); a fixed share of their norm says nothing then. Empty where it cannot be known;
+        torch.OutOfMemoryError where memory does not suffice.
         """
         if self.accumulates:
             return {}
         wider = torch.float32 if self.limits is LIMITS["bf16"] else torch.float64
         try:
             exact = self._reference(tensors=before, dtype=wider).gradients
-        except (torch.OutOfMemoryError, RuntimeError, TypeError):
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError):
             return {}
         return {n: 2 * distance(self.eager.gradients[n], exact[n]) for n in names if n in exact}
 
     def _update_error(self, plan: UpdatePlan, name: str, scale: float, slack: float) -> tuple[float, float] | None:
-        """(error, allowed) of the state that is linear in the gradient; None where it says too little.
-
-        Adam: m' = b1 m + (1 - b1) g.  Momentum: b' = mu b + (1 - d) g.  Plain SGD: p' = p - lr g.
-        """
-        key = {"adamw": "exp_avg", "sgd": "momentum_buffer"}[plan.kind]
-        entry = Input(Role.STATE, f"{name}/{key}") if plan.state_keys else Input(Role.PARAMETER, name)
-        gradient = self._gradient(name)
+        """(error, allowed) of the state that is linear in the gradient; None where it says too little."""
+        entry, gradient = linear_state(plan, name), self._gradient(name)
         if entry not in self.kept or gradient is None or not bool(gradient.isfinite().all()):
             return None
-        numbers, flags = self.numbers[plan.hyper_name], dict(plan.flags)
-        decay = numbers[-1] if plan.kind == "sgd" or not flags["decoupled"] else 0.0
-        parameter = self.kept.get(Input(Role.PARAMETER, name))
-        if decay and parameter is None:
+        rule, parameter = rule_of(plan, self.numbers[plan.hyper_name]), self.kept.get(Input(Role.PARAMETER, name))
+        if rule.decay and parameter is None:
             return None
-        if plan.kind == "adamw":
-            carried, share = numbers[2], 1 - numbers[2]
-        elif plan.state_keys:
-            carried, share = numbers[1], 1 - numbers[2]
-        else:
-            carried, share = 1.0, -numbers[0]
-        live, old = self.kept[entry][0], self.kept[entry][1].to(gradient.device)
+        live, old = self.kept[entry]
         size = scale * norm(gradient)
-        rounding = 4 * torch.finfo(live.dtype).eps * (norm(live) + norm(old))
-        if rounding > abs(share) * size:
+        rounding = 4 * torch.finfo(live.dtype).eps * (norm(live) + norm(old, live.device))
+        if rounding > abs(rule.share) * size:
             return None
         floor = self.limits.floor * self.rms * scale * math.sqrt(gradient.numel())
-        decayed = [] if parameter is None or not decay else [parameter[1].to(gradient.device)]
-        errors = []
-        for now, was, pull, *weight in parts(live, old, gradient, *decayed):
-            wanted = pull.double() * (-scale if flags["maximize"] else scale)
-            if weight:
-                wanted += decay * weight[0].double()
-            errors.append(distance(now, carried * was.double() + share * wanted))
-        error = math.hypot(*errors)
-        return error, abs(share) * (self.limits.lowered * size + floor + scale * slack) + rounding
+        error = update_error(rule, live, old, gradient, scale, None if parameter is None else parameter[1])
+        return error, abs(rule.share) * (self.limits.lowered * size + floor + scale * slack) + rounding
 
     def _check_buffers(self) -> None:
         if self.accumulates:

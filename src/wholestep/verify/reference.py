@@ -27,6 +27,7 @@ from wholestep.capture.tracer import run_loss
 from wholestep.capture.undo import Undo
 from wholestep.errors import BadBatch, BadLoss
 from wholestep.runtime.random import keys_for, seeded_generator
+from wholestep.verify.compare import parts
 from wholestep.verify.host import Saved, gradients_to_host
 
 SPARE_KEYS = 256
@@ -232,7 +233,8 @@ def _rms(output: torch.Tensor) -> torch.Tensor:
     if not value.is_floating_point() or not value.numel():
         return torch.full((), float("nan"), device=value.device)
     wide = torch.float64 if value.dtype is torch.float64 else torch.float32
-    return (torch.linalg.vector_norm(value, dtype=wide) / value.numel() ** 0.5).float()
+    norms = [torch.linalg.vector_norm(part, dtype=wide) for (part,) in parts(value)]  # autocast would copy a whole one
+    return (torch.linalg.vector_norm(torch.stack(norms)) / value.numel() ** 0.5).float()
 
 
 def _median_rms(scales: Iterable[torch.Tensor]) -> float:
