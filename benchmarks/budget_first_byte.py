@@ -197,11 +197,11 @@ def _loss(made: Any) -> Any:
 
 
 def check_of(step: Any) -> str:
-    """What became of the comparison of the first step with eager PyTorch, by the step's notes."""
-    notes = [note for note in step.notes if "first step" in note]
-    if any("not checked" in note or "left out" in note for note in notes):
+    """What became of the comparison of the first step with eager PyTorch: whole, reduced, left out (or not told)."""
+    told = [note.removeprefix("check: ").partition(":")[0] for note in step.notes if note.startswith("check: ")]
+    if any("was not checked" in note for note in step.notes):
         return "left out"
-    return "reduced" if notes else "whole"
+    return "+".join(told) or "whole"
 
 
 # ---- in the parent ----
