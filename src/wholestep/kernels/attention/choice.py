@@ -37,7 +37,7 @@ class Choice:
     milliseconds: dict[str, float] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     short_of_memory: bool = False
-    """Whether memory did not suffice to try one of them: good for this process, not for others, which may have more."""
+    """Whether memory did not suffice to try one that might have won: good for this process, not for others, which may have more."""
 
 
 CHOICES: dict[Signature, Choice] = {}
@@ -107,9 +107,13 @@ def _decide(
     known = _read(path).get(text)
     if known is not None and known.name in {i.name for i in usable}:
         return known
-    choice = measure(signature, usable, skipped, q, k, v, mask, causal, dropout_p)
+    choice, rows = measure(signature, usable, skipped, q, k, v, mask, causal, dropout_p), q.shape[0]
     if not choice.short_of_memory:
         _write(path, text, choice)
+    while choice.short_of_memory and not choice.milliseconds and rows > 1:  # none could be tried: on fewer rows, then
+        rows //= 2
+        few = mask[:rows] if mask is not None and mask.dim() == 4 and mask.shape[0] > 1 else mask
+        choice = measure(signature, usable, skipped, q[:rows], k[:rows], v[:rows], few, causal, dropout_p)
     return choice
 
 
@@ -140,7 +144,7 @@ def measure(
                         milliseconds[implementation.name] = _time(implementation, q, k, v, mask, causal, dropout_p)
                 except (RuntimeError, ValueError) as error:
                     reason = str(error).splitlines()[0]
-                    short |= isinstance(error, torch.OutOfMemoryError)
+                    short |= isinstance(error, torch.OutOfMemoryError) and implementation is not MATH  # which is never lean
             if reason is not None:
                 reasons[implementation.name] = reason
     finally:
