@@ -358,7 +358,7 @@ def _where_it_fits(check: Callable[..., Any]) -> Callable[..., Any]:
 
     def checked(run: OneStep, variant: Any, *rest: Any, **options: Any) -> Any:
         if variant.subject.device.type == "cpu" and not fits_beside(variant.capture.graph):
-            run.step._note("the first step was not checked against eager: that would not fit into memory")
+            run.step._note("check: left out: the first step was not checked against eager: that would not fit into memory")
             return None
         return check(run, variant, *rest, **options)
 

@@ -46,7 +46,7 @@ MOST_TRIES = 4
 WORTH_TRYING = 0.02
 """Beside a plan that fits, another is compiled only if it should be faster by this share: compiling takes as long as all else."""
 MISSED_BY = 0.01
-"""After a plan that did not fit, the next one should fit with this to spare: predictions of neighbours are off by as much."""
+"""Plans that are compiled should fit with this to spare: predictions are off by as much, and what just misses is compiled in vain."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -161,7 +161,7 @@ class Fitting:
         except ValueError as error:
             raise BadOption(f"memory= with symbolic sizes: {error}", hint="use dynamic=False") from error
         self.prepared = copy_graph(graph)
-        return self.points[self._choice(1.0, set())].plan
+        return self.points[self._choice(1 + self.missed_by, set())].plan
 
     def _choice(self, ratio: float, failed: set[int]) -> int:
         """The fastest point that fits when predictions are off by `ratio`; the leanest when none does. One that takes more than
@@ -175,8 +175,8 @@ class Fitting:
         """Measure, correct, choose again: ends at a plan that was measured to fit, when no much faster one should fit as well."""
         measured: dict[int, int] = {}
         graphs: dict[int, TrainingGraph] = {}
-        index, ratio = self._choice(1.0, set()), 1.0
-        graphs[index] = capture.graph
+        index, ratio = self._choice(1 + self.missed_by, set()), 1.0
+        graphs[index] = capture.graph  # as `_first_plan` chose
         while True:
             with contextlib.suppress(torch.OutOfMemoryError):
                 measured[index] = self.exact_peak(graphs[index])

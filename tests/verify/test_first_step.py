@@ -167,6 +167,23 @@ def test_gradients_for_an_optimizer_of_ones_own_are_compared_after_the_step() ->
         step(batches(1)[0])
 
 
+def test_what_takes_no_hooks_keeps_its_values_on_the_device() -> None:
+    def penalised(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        calls.append(1)
+        slope = torch.func.grad(lambda x: model(x).square().sum())(batch["x"])
+        return model(batch["x"]).square().mean() + slope.square().mean()
+
+    calls: list[int] = []
+    model = nn.Sequential(nn.Linear(8, 4), nn.Tanh())
+    step = wholestep.compile(
+        model, penalised, torch.optim.AdamW(model.parameters()), batches(1)[0], backend="interpret", cache=False
+    )
+    assert step.rung == "whole step"
+    step = leanly(step, interpret=False)
+    step(batches(1)[0])
+    assert len(calls) == 1 and any(note.startswith("check: whole") for note in step.notes)
+
+
 def test_a_lack_of_memory_is_left_to_the_caller_leanly(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(*args: Any, **options: Any) -> Any:
         raise torch.OutOfMemoryError("the card is full")
@@ -250,6 +267,19 @@ def test_a_lost_buffer_is_named() -> None:
     with pytest.raises(FirstStepDiffers, match=r"buffer norm.running_mean .* the state was put back \(at norm\)"):
         step(batches(1)[0])
     assert all(torch.equal(t, kept[n]) for n, t in model.state_dict().items())
+
+
+def test_a_step_that_was_compared_says_nothing_about_other_passes() -> None:
+    """The captured graph is found on disk; what is made of it was not compared."""
+    def made(passes: list[Any]) -> Step:
+        torch.manual_seed(0)
+        model = Mlp()
+        optimizer = torch.optim.AdamW(model.parameters())
+        return wholestep.compile(model, loss_fn, optimizer, batches(1)[0], backend="interpret", passes=passes)
+
+    made([lambda graph: graph])(batches(1)[0])
+    with pytest.raises(FirstStepDiffers):
+        made([swapped_keys])(batches(1)[0])
 
 
 def test_without_memory_for_it_the_check_is_skipped_and_said(monkeypatch: pytest.MonkeyPatch) -> None:

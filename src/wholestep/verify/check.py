@@ -6,6 +6,7 @@ nothing is left to compare. Whatever goes wrong, the Python state that the user'
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,9 @@ from wholestep.runtime.eager import Result
 from wholestep.runtime.one_step import OneStep
 from wholestep.runtime.variant import Variant
 from wholestep.verify.first_step import FirstStep, Lean, give_back
+
+NO_HOOKS = "support saved tensor hooks"
+"""In what torch.func says of them."""
 
 
 def check_first_step(
@@ -37,6 +41,7 @@ def check_first_step(
     if run.python_random is not None:  # Dynamo's code has drawn what the loss draws from Python's generators
         random.setstate(run.python_random[0])
         np.random.set_state(run.python_random[1])
+    unhookable = False
     try:
         check.before()
         undo.detach_new()
@@ -45,22 +50,27 @@ def check_first_step(
         if lean is not None and isinstance(error, torch.OutOfMemoryError):
             raise
         reason = (str(error).strip().splitlines() or [""])[0][:120]
-        run.step._note(f"the first step was not checked against eager: {type(error).__name__}: {reason}")
+        run.step._note(f"check: left out: the first step was not checked against eager: {type(error).__name__}: {reason}")
         return None
-    except BaseException:
+    except BaseException as error:
         undo.restore()
-        variant.uses = 0  # checked again at the next call
-        raise
+        unhookable = lean is not None and lean.room is not None and NO_HOOKS in str(error)
+        if not unhookable:
+            variant.uses = 0  # checked again at the next call
+            raise
     finally:
         give_back(variant.subject.device)
 
+    if lean is not None and unhookable:
+        return check_first_step(run, variant, args, numbers, lean=dataclasses.replace(lean, room=None))
     if lean is not None:
         run.step._note(check.told())
 
     def after(run: OneStep, result: Result) -> None:
         try:
             check.after(result, run.norm)
-            remember_checked(variant.capture)
+            if not check.undecided:
+                remember_checked(variant.capture)
         except torch.OutOfMemoryError:
             run.step._note("check: the first step was compared with eager, its update not to the end: memory did not suffice")
         except BaseException:

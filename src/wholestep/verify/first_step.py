@@ -47,8 +47,8 @@ from wholestep.verify.updates import linear_state, rule_of, update_error
 class Lean:
     """A check in little of the device's memory."""
 
-    room: int
-    """Bytes of saved tensors that may stay on the device."""
+    room: int | None
+    """Bytes of saved tensors that may stay on the device; None keeps all there, and gradients too."""
     interpret: bool
     """Whether there is memory to run the captured graph operator by operator."""
 
@@ -74,6 +74,8 @@ class FirstStep:
         self.kept: dict[Input, tuple[torch.Tensor, torch.Tensor]] = {}
         """Input -> (live tensor, its value before the step)."""
         self.complete = True
+        self.undecided = False
+        """Whether something differed that memory did not suffice to judge."""
         self.empty_grads: list[str] = []
 
     # ---- before the live step ----
@@ -311,6 +313,7 @@ class FirstStep:
         try:
             rounding = self._own_rounding(failing, before)
         except torch.OutOfMemoryError:
+            self.undecided = True
             name = nearest_to_loss(self.graph, failing)
             error, allowed = failing[name]
             others = f", {len(failing) - 1} others likewise" if len(failing) > 1 else ""
