@@ -46,7 +46,7 @@ MOST_TRIES = 4
 WORTH_TRYING = 0.02
 """Beside a plan that fits, another is compiled only if it should be faster by this share: compiling takes as long as all else."""
 MISSED_BY = 0.01
-"""Plans that are compiled should fit with this to spare: predictions are off by as much, and what just misses is compiled in vain."""
+"""Plans that are compiled should fit with this to spare: predictions are off by as much, and a miss is compiled in vain."""
 
 
 @dataclasses.dataclass(slots=True)
