@@ -336,13 +336,20 @@ def test_plans_are_compiled_only_as_far_as_needed(
     assert (fitting.tried, capture.graph, plan.predicted_bytes) == (tried, str(taken), measured[taken])
 
 
-def test_what_does_not_fit_even_to_be_measured_is_refused_with_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("budget", "tried"), [(950, [1, 2]), (750, [2])])
+def test_the_leanest_plan_goes_by_its_prediction_where_it_cannot_be_measured(
+    budget: int, tried: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("wholestep.budget.copy_graph", lambda graph: graph)
-    fitting = Plans(Budget(950, 0, 0, 0.0, "950 B"), "inductor", [None, None, None], (1.0, 1.1, 1.2))
+    fitting = Plans(Budget(budget, 0, 0, 0.0, f"{budget} B"), "inductor", [None, None, None], (1.0, 1.1, 1.2))
     fitting.prepared = "prepared"  # type: ignore[assignment]
-    with pytest.raises(BudgetTooSmall) as refused:
-        fitting._fit(SimpleNamespace(graph="1"))  # type: ignore[arg-type]
-    assert refused.value.smallest_bytes > 950 and fitting.tried == [1, 2]
+    capture: Any = SimpleNamespace(graph=str(tried[0]))
+    if budget > 808:
+        assert fitting._fit(capture).predicted_bytes == 808 and capture.graph == "2"
+    else:
+        with pytest.raises(BudgetTooSmall, match="takes 808"):
+            fitting._fit(capture)
+    assert fitting.tried == tried
 
 
 def test_memory_that_does_not_suffice_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

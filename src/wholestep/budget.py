@@ -182,7 +182,7 @@ class Fitting:
                 measured[index] = self.exact_peak(graphs[index])
                 ratio = measured[index] / self.points[index].peak_bytes
             if index not in measured:  # one of its regions alone takes more than the budget leaves
-                measured[index] = max(int(ratio * self.points[index].peak_bytes), self.budget.peak() - self.state_bytes + 1)
+                measured[index] = self._unmeasured(index, ratio)
                 give_back()
             self.tries = len(measured)
             failed = {i for i, peak in measured.items() if self._takes(peak) > self.budget.card_bytes}
@@ -202,6 +202,12 @@ class Fitting:
         return dataclasses.replace(
             self.points[fits[0]].plan, budget_bytes=self.budget.card_bytes, predicted_bytes=predicted
         )
+
+    def _unmeasured(self, index: int, ratio: float) -> int:
+        """The peak of a plan that memory did not suffice to measure: more than there is; of the leanest, which is the last hope,
+        what is predicted."""
+        predicted = int((1 + MISSED_BY) * ratio * self.points[index].peak_bytes)
+        return predicted if index == len(self.points) - 1 else max(predicted, self.budget.peak() - self.state_bytes + 1)
 
     def _much_faster(self, one: int, other: int) -> bool:
         """Whether a plan is worth being compiled where another is known to fit."""

@@ -109,7 +109,7 @@ def decide(
     beside = held - fresh
     copies = _inputs(graph, Role.PARAMETER, Role.BUFFER, Role.STATE) - fresh
     needs, count = needs_of(graph), rows or 1
-    reasons = []
+    reasons: list[str] = []
     while True:
         room = usable - beside - needs.running
         which = "all rows" if not reasons else "one row" if count == 1 else f"{count} rows"

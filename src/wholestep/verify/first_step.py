@@ -65,7 +65,7 @@ class FirstStep:
     def __init__(
         self, run: OneStep, variant: Variant, args: Sequence[Any], numbers: Sequence[Any], lean: Lean | None = None
     ) -> None:
-        self.lean, self.python_random = lean, run.python_random
+        self.lean, self.room, self.python_random = lean, None if lean is None else lean.room, run.python_random
         self.step, self.batch, self.micro = run.step, run.batch, len(run.results)
         self.variant, self.args, self.given = variant, args, numbers
         self.subject, self.binding, self.graph = variant.subject, variant.binding, variant.capture.graph
@@ -88,7 +88,7 @@ class FirstStep:
         with self._state_set_aside():
             self.eager = live_reference(
                 self.subject, self.batch, self.step.seed, self.step.count, self.micro,
-                num_sites=self.variant.capture.num_sites, written=written, room=self.lean and self.lean.room,
+                num_sites=self.variant.capture.num_sites, written=written, room=self.room,
             )  # fmt: skip
         self.rms = gradient_rms(self.eager.gradients)
         sites = self.variant.capture.num_sites
@@ -138,7 +138,7 @@ class FirstStep:
         capture = self.variant.capture
         return reference_gradients(
             self.subject, self.batch, self.step.seed, self.step.count, self.micro,
-            num_sites=capture.num_sites, constants=capture.constants, room=self.lean and self.lean.room, **options,
+            num_sites=capture.num_sites, constants=capture.constants, room=self.room, **options,
         )  # fmt: skip
 
     def _run(self, runner: Any) -> list[Any]:

@@ -107,7 +107,7 @@ def zeros_set_aside(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def copied_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host; of zeros one zero."""
+    """A copy on the host; of zeros a single one, where they are."""
     if not bool(tensor.any()):
-        return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+        return tensor.new_zeros(()).expand(tensor.shape)
     return tensor.detach().to("cpu", copy=True)

@@ -112,10 +112,10 @@ def _measure_on_cuda(prepared: Callable[[], Callable[[], Any]], device: torch.de
     """By the allocator's count of bytes asked for: its blocks are larger by what it found not worth splitting off."""
     try:
         with torch.no_grad():
-            call: Callable[[], Any] | None = prepared()
+            call = prepared()
             with alone():  # Triton tunes its kernels at their first launch, some of them on copies of their arguments
                 call()
-            call = None  # its stand-ins go before others are made: twice a region's arguments may be more than there is
+            del call  # its stand-ins go before others are made: twice a region's arguments may be more than there is
             call = prepared()
             with alone():
                 cuda.reset_peak(device)
