@@ -22,6 +22,7 @@ from wholestep.errors import FirstStepDiffers, WholestepWarning
 from wholestep.graph.training_graph import Role
 from wholestep.passes.pipeline import default_pipeline
 from wholestep.verify.check import check_first_step
+from wholestep.verify.fewer_rows import check_on_rows
 from wholestep.verify.first_step import Lean
 
 CPU = torch.device("cpu")
@@ -61,7 +62,7 @@ def captured(chunked: bool, precision: str = "fp32") -> Any:
 @pytest.mark.parametrize("chunked", [True, False])
 def test_logits_count_where_the_captured_step_has_none(chunked: bool) -> None:
     needs = needs_of(captured(chunked))
-    assert LOGITS * LOGIT_BYTES * 0.8 < needs.running < LOGITS * LOGIT_BYTES * 2
+    assert LOGITS * LOGIT_BYTES * 0.8 < needs.running < LOGITS * LOGIT_BYTES * 1.5
     assert needs.saved >= 4 * LOGITS
     assert needs.gradients == _inputs(captured(chunked), Role.PARAMETER)
 
@@ -84,7 +85,7 @@ def test_less_and_less_is_compared() -> None:
     plenty = decided(4 * (held + needs.running + needs.saved))
     assert plenty.rows == 0 and plenty.lean.interpret and plenty.lean.room > needs.saved
     tight = decided((held + needs.running) / 0.96)
-    assert tight.rows == 0 and 0 <= tight.lean.room < 0.1 * needs.running
+    assert tight.rows == 0 and tight.lean.room == 0
     found = [decided(held + share * needs.running).rows for share in (0.9, 0.6, 0.35, 0.3, 0.2)]
     assert found[0] and all(one is not None for one in found)
     assert found == sorted(found, key=lambda rows: -(rows or 0)) and len(set(found)) > 1
@@ -175,12 +176,28 @@ def test_a_check_that_is_left_out_is_told_by_a_warning() -> None:
 def test_a_lack_of_memory_leads_to_fewer_rows() -> None:
     step = checked(Linear(), Decision(0, Lean(0, False)), check=out_of_memory)
     step(batches(1)[0])
-    assert told(step)[0].startswith("reduced: the first step was compared with eager PyTorch on 1 of 6 rows")
+    assert told(step)[0].startswith("reduced: the first step was compared with eager PyTorch on 3 of 6 rows")
+    assert told(step)[0].endswith("(memory did not suffice for all rows)")
 
 
-@pytest.mark.parametrize(("build", "reason"), [(Mlp, "it draws random numbers"), (Normed, "eager fails on so few")])
-def test_or_to_none(build: type[nn.Module], reason: str) -> None:
-    step = checked(build(), Decision(0, Lean(0, False)), check=out_of_memory)
+def test_and_to_fewer_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def one_only(*given: Any, rows: int, lean: Lean) -> None:
+        asked.append(rows)
+        if rows > 1:
+            out_of_memory()
+        check_on_rows(*given, rows=rows, lean=lean)
+
+    monkeypatch.setattr("wholestep.budget_check.check_on_rows", one_only)
+    step = checked(Linear(), Decision(0, Lean(0, False)), check=out_of_memory)
+    step(batches(1)[0])
+    assert asked == [3, 1] and "on 1 of 6 rows" in told(step)[0]
+
+
+@pytest.mark.parametrize(("build", "rows", "reason"), [(Mlp, 0, "it draws random numbers"), (Normed, 1, "eager fails on so few")])
+def test_or_to_none(build: type[nn.Module], rows: int, reason: str) -> None:
+    step = checked(build(), Decision(rows, Lean(0, False)), check=out_of_memory)
     with pytest.warns(WholestepWarning, match=reason):
         step(batches(1)[0])
     assert told(step)[0].startswith("left out: ")
@@ -189,7 +206,7 @@ def test_or_to_none(build: type[nn.Module], reason: str) -> None:
 def test_a_lack_of_memory_for_few_rows_too_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wholestep.budget_check.check_on_rows", out_of_memory)
     step = checked(Normed(), Decision(3, Lean(0, False), "eager takes about 12.0 GiB for all rows"))
-    with pytest.warns(WholestepWarning, match="memory did not suffice for 3 of 6 rows either"):
+    with pytest.warns(WholestepWarning, match=r"12\.0 GiB for all rows, nor for one;"):
         step(batches(1)[0])
 
 

@@ -41,10 +41,8 @@ from wholestep.verify.compare import compute_dtype
 from wholestep.verify.fewer_rows import NotComparable, check_on_rows, rows_in
 from wholestep.verify.first_step import Lean
 
-LOGIT_BYTES = 14
-"""Per logit of a loss that eager has whole, at its peak: bf16 logits, float32 log-softmax, its gradient, and that of the logits."""
-BESIDE_OPERATOR = 1.5
-"""What lies on the device beside an operator that eager runs (a residual, what Python still names), as a share of its own."""
+LOGIT_BYTES = 12
+"""Per logit of a loss that eager has whole, at its peak: log-softmax in float32, its gradient, and that of the logits."""
 ALLOCATOR = 0.97
 """Of the memory there is, what the allocator can use: the rest lies between tensors."""
 
@@ -54,7 +52,9 @@ class Needs:
     """Bytes that eager PyTorch takes for one step beyond parameters, buffers and batch; predicted."""
 
     running: int
-    """At its fullest operator: what that reads and writes, and casts of weights that autocast keeps."""
+    """At its fullest operator, at least: what that reads and writes, and casts of weights that autocast keeps."""
+    beside: int
+    """What may lie beside that operator: a residual, what Python still names."""
     saved: int
     """What waits for the backward pass, at most."""
     gradients: int
@@ -76,21 +76,17 @@ class Decision:
 
 def needs_of(graph: TrainingGraph) -> Needs:
     """What eager takes for the step that was captured as `graph`; a ValueError where sizes are symbolic."""
-    most = saved = 0
+    most = logits = saved = 0
     for node in graph.operations():
         if phase_of(node) == "update" or is_cheap_view(node) or node.target is operator.getitem:
             continue
-        made = _bytes(node)
-        saved += made if phase_of(node) == "forward" else 0
-        name = operator_name(node)
-        if name.startswith("linear_cross_entropy"):
-            logits = _logits(node)
-            saved += 4 * logits if phase_of(node) == "forward" else 0
-            made = LOGIT_BYTES * logits
-        most = max(most, made + sum(_bytes(entry) for entry in node.all_input_nodes))
+        saved += _bytes(node) if phase_of(node) == "forward" else 0
+        most = max(most, _bytes(node) + sum(_bytes(entry) for entry in node.all_input_nodes))
+        if operator_name(node).startswith("linear_cross_entropy"):
+            logits = max(logits, _logits(node))
     casts = _inputs(graph, Role.PARAMETER) // 2 if compute_dtype(graph) in (torch.bfloat16, torch.float16) else 0
     gradients = sum(_bytes(graph.node(name)) for name in graph.gradients.values())
-    return Needs(int(BESIDE_OPERATOR * most) + casts, saved + casts, gradients)
+    return Needs(max(most, LOGIT_BYTES * logits) + casts, most, saved + 4 * logits + casts, gradients)
 
 
 def decide(
@@ -112,19 +108,24 @@ def decide(
     reasons: list[str] = []
     while True:
         room = usable - beside - needs.running
+        near = min(max(room - needs.beside, 0), needs.saved)
         which = "all rows" if not reasons else "one row" if count == 1 else f"{count} rows"
         if room < 0:
             reasons.append(f"eager takes about {show_bytes(beside + needs.running)} for {which}")
-        elif host is not None and needs.on_host - min(room, needs.saved) + copies > host:
-            needed = needs.on_host - min(room, needs.saved) + copies
-            reasons.append(f"eager takes about {show_bytes(needed)} of the host for {which}, which has {show_bytes(host)} left")
+        elif host is not None and (far := needs.on_host - near + copies) > host:
+            reasons.append(f"eager takes about {show_bytes(far)} of the host for {which}, which has {show_bytes(host)} left")
         else:
             interpret = not reasons and _fits_interpreted(graph, usable, held)
-            return Decision(0 if not reasons else count, Lean(room, interpret), "; ".join(reasons[:1]))
+            return Decision(0 if not reasons else count, Lean(max(room - needs.beside, 0), interpret), "; ".join(reasons[:1]))
         if rows is None or count == 1:
             return Decision(None, Lean(0, False), "; ".join(dict.fromkeys((reasons[0], reasons[-1]))))
-        count = next(few for few in range(count // 2, 0, -1) if rows % few == 0)
+        count = fewer(count, rows)
         needs = needs_of(rebatched(graph, count / rows))
+
+
+def fewer(count: int, rows: int) -> int:
+    """At most half as many rows, which divide all of them."""
+    return next(few for few in range(max(count // 2, 1), 0, -1) if rows % few == 0)
 
 
 def _fits_interpreted(graph: TrainingGraph, usable: int, held: int) -> bool:
@@ -193,17 +194,16 @@ class _Checked:
         self.budget, self.device, self.check = budget, device, check
 
     def run(self, decision: Decision, run: Any, variant: Variant, *rest: Any) -> Any:
+        reason: str | None = decision.reason
         if decision.rows == 0:
             short, afterwards = self._tried(self.check, run, variant, *rest, lean=decision.lean)
             if not short:
                 return afterwards and self._held(afterwards)
-            decision = self._next(run, variant, rest[0])
-        if decision.rows:
-            reason = self._on_rows(decision, run, variant, *rest)
-            if reason is None:
-                return None
-            decision = dataclasses.replace(decision, reason=reason)
-        self._left_out(run, decision.reason)
+            reason = "memory did not suffice for all rows"
+        if decision.rows is not None:
+            reason = self._on_rows(decision.rows, str(reason), run, variant, *rest)
+        if reason is not None:
+            self._left_out(run, reason)
         return None
 
     def _tried(self, check: Callable[..., Any], *args: Any, **options: Any) -> tuple[bool, Any]:
@@ -224,28 +224,20 @@ class _Checked:
 
         return held
 
-    def _next(self, run: Any, variant: Variant, args: Any) -> Decision:
-        """After a check of all rows that did not fit: on the fewest."""
-        lean = Lean(0, False)
+    def _on_rows(self, count: int, why: str, run: Any, variant: Variant, *rest: Any) -> str | None:
+        """Fewer and fewer rows, until they fit; the reason where nothing was compared. `why` not all of them: for people."""
         try:
-            rows_in(variant, args, run.batch)
+            whole = rows_in(variant, rest[0], run.batch)
+            count = count or fewer(whole, whole)
+            while self._tried(check_on_rows, run, variant, *rest, rows=count, lean=Lean(0, False))[0]:
+                if count == 1:
+                    return f"{why}, nor for one"
+                count = fewer(count, whole)
         except NotComparable as refused:
-            return Decision(None, lean, f"memory did not suffice, and a few rows cannot stand for all: {refused}")
-        return Decision(1, lean)
-
-    def _on_rows(self, decision: Decision, run: Any, variant: Variant, *rest: Any) -> str | None:
-        """The reason where nothing was compared."""
-        assert decision.rows
-        whole = rows_in(variant, rest[0], run.batch)
-        try:
-            short, _ = self._tried(check_on_rows, run, variant, *rest, rows=decision.rows, lean=decision.lean)
-        except NotComparable as refused:
-            return str(refused)
-        if short:
-            return f"memory did not suffice for {decision.rows} of {whole} rows either"
+            return f"{why}, and a few rows cannot stand for all: {refused}"
         run.step._note(
-            f"check: reduced: the first step was compared with eager PyTorch on {decision.rows} of {whole} rows, which is what "
-            f"memory={self.budget.said} leaves room for ({decision.reason or 'all rows were tried'})"
+            f"check: reduced: the first step was compared with eager PyTorch on {count} of {whole} rows, which is what "
+            f"memory={self.budget.said} leaves room for ({why})"
         )
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -65,6 +66,41 @@ def test_weights_do_not_travel() -> None:
         x = torch.ones(2, 4, requires_grad=True)
         (model(x) * 1.0).sum().backward()
     assert saved.moved_bytes == 4 * x.numel(), "x, which the weight's gradient needs; not the weight"
+
+
+def test_what_two_operators_save_travels_once() -> None:
+    x = torch.randn(5, 5, requires_grad=True)
+    gradients = []
+    for saved in (contextlib.nullcontext(), host.Saved(0, {"x": x})):
+        with saved:
+            middle = x.exp()  # saves its result
+            loss = (middle.square() + middle.sin() * middle).sum()  # three that save it too
+            gradients += torch.autograd.grad(loss, [x])
+    assert torch.equal(*gradients) and isinstance(saved, host.Saved)
+    assert saved.moved_bytes == 2 * x.nbytes, "exp's result and sin's"
+
+
+def test_what_was_written_since_travels_again() -> None:
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        middle = x * 2
+        first = middle.square()
+        with torch.no_grad():
+            middle.add_(1)  # behind autograd's back: the version counts
+        return (first + middle.square()).sum()
+
+    x = torch.ones(4, requires_grad=True)
+    with host.Saved(0, {}):
+        saved = torch.autograd.grad(loss_of(x), [x])[0]
+    assert torch.equal(saved, torch.full((4,), 2 * 2 * 2.0 + 2 * 2 * 3.0))
+
+
+def test_memory_that_is_used_again_is_not_taken_for_what_was_there() -> None:
+    """The storage of a saved tensor may go, and another take its address."""
+    x = torch.randn(64, 64, requires_grad=True)
+    with host.Saved(0, {}):
+        losses = [((x * k).square() * k).sum() for k in range(1, 20)]
+        found = torch.autograd.grad(sum(losses), [x])[0]
+    torch.testing.assert_close(found, sum(2 * k**3 for k in range(1, 20)) * x.detach())
 
 
 def test_what_makes_its_values_again_is_left_to_it() -> None:

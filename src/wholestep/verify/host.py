@@ -8,14 +8,28 @@ one at a time, on the device. What is left on the device is the model and what o
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 SMALL_BYTES = 1 << 20
 """Saved tensors below this stay: hundreds of them are nothing beside one activation, and every copy waits for the device."""
+
+
+@dataclasses.dataclass(eq=False, slots=True, weakref_slot=True)
+class Moved:
+    """A saved tensor that waits on the host."""
+
+    device: torch.device
+    tensor: torch.Tensor
+
+    def back(self) -> torch.Tensor:
+        return self.tensor.to(self.device)
 
 
 class Saved(torch.autograd.graph.saved_tensors_hooks):
@@ -25,6 +39,8 @@ class Saved(torch.autograd.graph.saved_tensors_hooks):
         self.left = room
         self.held = {t.untyped_storage().data_ptr() for t in held.values()}
         self.moved_bytes = 0
+        self._moved: dict[Any, tuple[StorageWeakRef, weakref.ref[Moved]]] = {}
+        """What is saved by several operators goes once (a log-softmax, by itself and by the loss that reads it)."""
         super().__init__(self._pack, _unpack)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
@@ -35,15 +51,22 @@ class Saved(torch.autograd.graph.saved_tensors_hooks):
         if size <= self.left:
             self.left -= size
             return tensor
-        self.moved_bytes += size
-        return tensor.device, tensor.to("cpu", copy=True)
+        storage = StorageWeakRef(tensor.untyped_storage())
+        key = (storage.cdata, tensor._version, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        known = self._moved.get(key)
+        found = None if known is None or known[0].expired() else known[1]()
+        if found is None:
+            self.moved_bytes += size
+            found = self._to_host(tensor)
+            self._moved[key] = storage, weakref.ref(found)
+        return found
+
+    def _to_host(self, tensor: torch.Tensor) -> Moved:
+        return Moved(tensor.device, tensor.to("cpu", copy=True))
 
 
 def _unpack(packed: Any) -> torch.Tensor:
-    if isinstance(packed, torch.Tensor):
-        return packed
-    device, tensor = packed
-    return tensor.to(device)
+    return packed if isinstance(packed, torch.Tensor) else packed.back()
 
 
 class OnHost(Mapping[str, torch.Tensor]):
