@@ -482,3 +482,51 @@ def test_the_smallest_budget_is_kept_on_a_gpu(cuda_graph: bool | None) -> None:
     losses = [float(step(batch)) for _ in range(12)]
     assert card_peak() <= budget
     assert losses[-1] < losses[0] and torch.cuda.get_per_process_memory_fraction() == 1.0
+
+
+class Words(nn.Module):
+    """Layers that save much, and, where there are words, logits that eager has whole."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(words, 1024), nn.Linear(1024, words, bias=False)
+        self.body = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.body(self.words(ids))).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("words", "shape", "told"), [(64, (16, 2048), "check: whole"), (64000, (16, 1024), "check: reduced")])
+def test_the_budget_is_kept_from_the_call_of_compile_on(words: int, shape: Any, told: str, monkeypatch: Any) -> None:
+    torch.manual_seed(0)
+    model = Words(words).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    ids = torch.randint(0, words, shape, device="cuda")
+    most = 0
+    inner = torch.cuda.reset_peak_memory_stats
+
+    def reset(*args: Any) -> None:
+        nonlocal most
+        most = max(most, torch.cuda.max_memory_reserved())
+        inner(*args)
+
+    def compiled(memory: int) -> Any:
+        return wholestep.compile(model, lambda m, b: m(b), optimizer, ids, memory=memory, cache=False, precision="bf16")
+
+    torch.cuda.empty_cache()
+    inner()
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    with pytest.raises(BudgetTooSmall) as refused:
+        compiled(1 << 30)
+    most = 0
+    torch.cuda.empty_cache()
+    inner()
+    budget = int(1.1 * refused.value.smallest_bytes)
+    step = compiled(budget)
+    losses = [float(step(ids)) for _ in range(12)]
+    most = max(most, torch.cuda.max_memory_reserved())
+    held = compat.bytes_on_card(torch.device("cuda"))
+    context = CONTEXT_BYTES if held is None else held - torch.cuda.memory_reserved()
+    assert most + context <= budget and losses[-1] < losses[0]
+    assert any(note.startswith(told) for note in step.notes), step.notes

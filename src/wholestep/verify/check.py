@@ -72,7 +72,7 @@ def check_first_step(
             if not check.undecided:
                 remember_checked(variant.capture)
         except torch.OutOfMemoryError:
-            run.step._note("check: the first step was compared with eager, its update not to the end: memory did not suffice")
+            run.step._note("check: partly: the first step was compared with eager, not all of its update: memory did not suffice")
         except BaseException:
             undo.restore()
             raise
