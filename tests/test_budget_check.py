@@ -34,14 +34,14 @@ LOGITS = ROWS * LENGTH * WORDS
 class Language(nn.Module):
     """Little but logits, as large vocabularies have it."""
 
-    def __init__(self) -> None:
+    def __init__(self, body: int = WIDTH) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.body = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, body), nn.Linear(body, WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(F.gelu(self.body(self.words(ids))))
+        return self.head(self.down(F.gelu(self.up(self.words(ids)))))
 
 
 def guess(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -65,6 +65,15 @@ def test_logits_count_where_the_captured_step_has_none(chunked: bool) -> None:
     assert LOGITS * LOGIT_BYTES * 0.8 < needs.running < LOGITS * LOGIT_BYTES * 1.5
     assert needs.saved >= 4 * LOGITS
     assert needs.gradients == _inputs(captured(chunked), Role.PARAMETER)
+
+
+def test_fewer_rows_have_fewer_logits_whatever_their_shape() -> None:
+    """Rows of the shape of a weight are told from one here."""
+    with torch.device("meta"):
+        model, ids = Language(body=ROWS * LENGTH), torch.zeros(ROWS, LENGTH, dtype=torch.int64)
+    subject = make_subject(model, guess, torch.optim.AdamW(model.parameters()), chunked_loss=True, dry="cuda")
+    graph = capture_example(subject, ids).graph
+    assert needs_of(graph, 1 / ROWS).running < 1.5 * LOGITS * LOGIT_BYTES / ROWS < needs_of(graph).running / 4
 
 
 def test_autocast_holds_a_copy_of_the_weights() -> None:

@@ -74,16 +74,16 @@ class Decision:
     reason: str = ""
 
 
-def needs_of(graph: TrainingGraph) -> Needs:
-    """What eager takes for the step that was captured as `graph`; a ValueError where sizes are symbolic."""
-    most = logits = saved = 0
-    for node in graph.operations():
+def needs_of(graph: TrainingGraph, share: float = 1.0) -> Needs:
+    """What eager takes for the step that was captured as `graph`, on a share of its rows; a ValueError where sizes are symbolic."""
+    # not by the rows that a loss is said to have there: their shape may be that of a weight, which does not shrink
+    logits = int(share * max([_logits(node) for node in graph.operations() if _is_chunked_loss(node)], default=0))
+    most = saved = 0
+    for node in (graph if share == 1.0 else rebatched(graph, share)).operations():
         if phase_of(node) == "update" or is_cheap_view(node) or node.target is operator.getitem:
             continue
         saved += _bytes(node) if phase_of(node) == "forward" else 0
         most = max(most, _bytes(node) + sum(_bytes(entry) for entry in node.all_input_nodes))
-        if operator_name(node).startswith("linear_cross_entropy"):
-            logits = max(logits, _logits(node))
     casts = _inputs(graph, Role.PARAMETER) // 2 if compute_dtype(graph) in (torch.bfloat16, torch.float16) else 0
     gradients = sum(_bytes(graph.node(name)) for name in graph.gradients.values())
     return Needs(max(most, LOGIT_BYTES * logits) + casts, most, saved + 4 * logits + casts, gradients)
@@ -120,7 +120,7 @@ def decide(
         if rows is None or count == 1:
             return Decision(None, Lean(0, False), "; ".join(dict.fromkeys((reasons[0], reasons[-1]))))
         count = fewer(count, rows)
-        needs = needs_of(rebatched(graph, count / rows))
+        needs = needs_of(graph, count / rows)
 
 
 def fewer(count: int, rows: int) -> int:
@@ -140,6 +140,10 @@ def _bytes(node: fx.Node) -> int:
 
 def _inputs(graph: TrainingGraph, *roles: Role) -> int:
     return sum(_bytes(node) for entry, node in zip(graph.inputs, graph.placeholders, strict=True) if entry.role in roles)
+
+
+def _is_chunked_loss(node: fx.Node) -> bool:
+    return operator_name(node).startswith("linear_cross_entropy")
 
 
 def _logits(node: fx.Node) -> int:
