@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.test_budget import Card
 from tests.verify.small_models import Mlp, Normed, batches, loss_fn
 from tests.verify.test_first_step import wrong_runner
 from torch import nn
 
 import wholestep
 from wholestep.budget import Budget
-from wholestep.budget_check import LOGIT_BYTES, Decision, _Checked, _inputs, decide, decide_for, needs_of
+from wholestep.budget_check import LOGIT_BYTES, Decision, _Checked, _inputs, check_within, decide, decide_for, needs_of
 from wholestep.capture.dry import capture_example
 from wholestep.capture.subject import make_subject
 from wholestep.errors import FirstStepDiffers, WholestepWarning
@@ -173,6 +175,30 @@ def test_a_miscompile_is_found_however_little_is_compared(rows: int) -> None:
     wrong_runner(step, "body.weight")
     with pytest.raises(FirstStepDiffers, match=r"the gradient of body\.weight"):
         step(batches(1)[0])
+
+
+def test_on_a_card_before_and_after_are_held_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, total=1 << 30)
+    budget = dataclasses.replace(BUDGET, context_bytes=100 * MIB)
+    seen: list[Any] = []
+    card.allocated = 70 * MIB
+
+    def decided_for(*given: Any, **amounts: int) -> Decision:
+        seen.append(amounts)
+        return Decision(0, Lean(5, True))
+
+    def check(*given: Any, lean: Lean) -> Any:
+        seen.append((card.fraction, lean))
+        return lambda run, result: seen.append((card.fraction, run, result))
+
+    monkeypatch.setattr("wholestep.budget_check.decide_for", decided_for)
+    variant: Any = SimpleNamespace(
+        subject=SimpleNamespace(device=torch.device("cuda")), capture=SimpleNamespace(from_cache=False, key=None)
+    )
+    check_within(budget, check)("run", variant, (), ())("run", "result")
+    share = 500 / 1024
+    assert seen == [{"limit": 500 * MIB, "held": 70 * MIB}, (share, Lean(5, True)), (share, "run", "result")]
+    assert card.fraction == 0.9
 
 
 def test_a_check_that_is_left_out_is_told_by_a_warning() -> None:

@@ -45,7 +45,7 @@ MOST_TRIES = 4
 """Plans that are compiled before the best of them is taken."""
 WORTH_TRYING = 0.02
 """Beside a plan that fits, another is compiled only if it should be faster by this share: compiling takes as long as all else."""
-MISSED_BY = 0.01
+MISSED_BY = 0.02
 """Plans that are compiled should fit with this to spare: predictions are off by as much, and a miss is compiled in vain."""
 
 

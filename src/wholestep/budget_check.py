@@ -15,6 +15,7 @@ is taken then.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 import warnings
@@ -161,7 +162,6 @@ def check_within(budget: Budget, check: Callable[..., Any]) -> Callable[..., Any
         device = variant.subject.device
         if device.type != "cuda" or was_checked(variant.capture):
             return check(run, variant, *rest)
-        give_back()
         held = torch.cuda.memory_allocated(device)
         decision = decide_for(run, variant, rest[0], limit=limit_now(budget, device), held=held)
         return _Checked(budget, device, check).run(decision, run, variant, *rest)
@@ -212,13 +212,9 @@ class _Checked:
 
     def _tried(self, check: Callable[..., Any], *args: Any, **options: Any) -> tuple[bool, Any]:
         """(whether memory did not suffice, what the check returned)."""
-        try:
-            with held_to(self.budget, self.device):
-                return False, check(*args, **options)
-        except torch.OutOfMemoryError:
-            pass  # its frames hold tensors until here
-        finally:
-            give_back()
+        with contextlib.suppress(torch.OutOfMemoryError), held_to(self.budget, self.device):
+            return False, check(*args, **options)
+        give_back()  # the frames of the error are gone only now
         return True, None
 
     def _held(self, afterwards: Callable[..., None]) -> Callable[..., None]:
