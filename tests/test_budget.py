@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -16,8 +17,8 @@ from tests.plan.test_frontier import Gelu
 from torch import nn
 
 import wholestep
-from wholestep import compat
-from wholestep.budget import Budget, Enforced, ForSpeed, make_room
+from wholestep import api, compat
+from wholestep.budget import Budget, Enforced, Fitting, ForSpeed, held_to, make_room
 from wholestep.capture.dry import dry_capture
 from wholestep.cost import find_device
 from wholestep.cost.node_costs import is_recomputed
@@ -26,7 +27,7 @@ from wholestep.graph.plan import Plan
 from wholestep.lower.runner import Runner
 from wholestep.passes.pipeline import Pipeline, default_pipeline, name_of
 from wholestep.passes.update_early import update_early
-from wholestep.plan.frontier import CONTEXT_BYTES
+from wholestep.plan.frontier import CONTEXT_BYTES, Point
 from wholestep.report.memory import memory_profile
 
 
@@ -252,6 +253,105 @@ def test_the_allocator_is_held_to_the_budget_while_the_step_runs(monkeypatch: py
     assert card.seen[-1] == card.fraction == 0.2
 
 
+def test_the_allocator_is_held_to_the_budget_before_the_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, total=1 << 30)
+    budget = Budget(600 << 20, context_bytes=100 << 20, others_bytes=0, slack=0.0, said="600 MiB", enforced=True)
+    cuda = torch.device("cuda")
+    with held_to(budget, cuda):
+        assert card.fraction == 500 / 1024
+    card.context = 130 << 20  # kernels loaded since the budget was made
+    with held_to(budget, cuda):
+        assert card.fraction == 470 / 1024
+    with held_to(None, cuda), held_to(budget, torch.device("cpu")):
+        assert card.fraction == 0.9
+    assert card.fraction == 0.9
+
+
+def test_capturing_and_lowering_are_held_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is compiled, tuned and measured happens there, for the first batch and for every new size."""
+    within: list[str] = []
+
+    @contextlib.contextmanager
+    def noted(budget: Any, device: Any) -> Any:
+        assert budget.card_bytes == 64 << 20
+        within.append("open")
+        yield
+        within.append("closed")
+
+    def inside(name: str) -> Any:
+        inner = getattr(api, name)
+
+        def called(*args: Any, **options: Any) -> Any:
+            within.append(name)
+            return inner(*args, **options)
+
+        return called
+
+    monkeypatch.setattr(api, "held_to", noted)
+    for name in ("cached_capture", "lower_interpret"):
+        monkeypatch.setattr(api, name, inside(name))
+    step, _, _ = compiled(64 << 20)
+    step({name: tensor[:2] for name, tensor in batches(1)[0].items()})
+    assert within == ["open", "cached_capture", "closed", "open", "lower_interpret", "closed"] * 2
+
+
+class Plans(Fitting):
+    """Three plans whose peaks are as given when they are compiled; None where memory does not suffice to measure them."""
+
+    def __init__(self, budget: Budget, backend: str, measured: list[int | None], seconds: tuple[float, ...]) -> None:
+        pipeline: Any = SimpleNamespace(carry_out=lambda graph, plan: plan.reasons["index"])
+        super().__init__(budget, pipeline, backend, torch.device("cpu"))
+        peaks = (1000, 900, 800)
+        self.points = [
+            Point(Plan(reasons={"index": str(i)}), peak, time, {}, "") for i, (peak, time) in enumerate(zip(peaks, seconds))
+        ]
+        self.found, self.tried = measured, []
+
+    def exact_peak(self, graph: Any) -> int:
+        self.tried.append(int(graph))
+        found = self.found[int(graph)]
+        if found is None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return found
+
+
+@pytest.mark.parametrize(
+    ("backend", "measured", "seconds", "tried", "taken"),
+    [
+        ("inductor", [1000, 840, 760], (1.0, 1.01, 1.02), [1], 1),  # the first that fits, though a faster one might
+        ("inductor", [940, 840, 760], (1.0, 1.1, 1.2), [1, 0], 0),  # unless that is much faster
+        ("inductor", [1000, 960, 860], (1.0, 1.1, 1.2), [1, 2], 2),
+        ("interpret", [940, 840, 760], (1.0, 1.01, 1.02), [1, 0], 0),  # which costs nothing to try
+        ("inductor", [1000, None, 760], (1.0, 1.1, 1.2), [1, 2], 2),  # what cannot be measured does not fit
+    ],
+)
+def test_plans_are_compiled_only_as_far_as_needed(
+    backend: str, measured: list[int | None], seconds: tuple[float, ...], tried: list[int], taken: int, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("wholestep.budget.copy_graph", lambda graph: graph)
+    fitting = Plans(Budget(950, 0, 0, 0.0, "950 B"), backend, measured, seconds)
+    fitting.prepared = "prepared"  # type: ignore[assignment]
+    capture: Any = SimpleNamespace(graph="1")
+    plan = fitting._fit(capture)
+    assert (fitting.tried, capture.graph, plan.predicted_bytes) == (tried, str(taken), measured[taken])
+
+
+@pytest.mark.parametrize(("budget", "tried"), [(950, [1, 2]), (750, [2])])
+def test_the_leanest_plan_goes_by_its_prediction_where_it_cannot_be_measured(
+    budget: int, tried: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wholestep.budget.copy_graph", lambda graph: graph)
+    fitting = Plans(Budget(budget, 0, 0, 0.0, f"{budget} B"), "inductor", [None, None, None], (1.0, 1.1, 1.2))
+    fitting.prepared = "prepared"  # type: ignore[assignment]
+    capture: Any = SimpleNamespace(graph=str(tried[0]))
+    if budget > 816:
+        assert fitting._fit(capture).predicted_bytes == 816 and capture.graph == "2"
+    else:
+        with pytest.raises(BudgetTooSmall, match="takes 816"):
+            fitting._fit(capture)
+    assert fitting.tried == tried
+
+
 def test_memory_that_does_not_suffice_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(monkeypatch, total=1 << 30)
     budget = Budget(600 << 20, context_bytes=100 << 20, others_bytes=0, slack=0.0, said="600 MiB", enforced=True)
@@ -382,3 +482,51 @@ def test_the_smallest_budget_is_kept_on_a_gpu(cuda_graph: bool | None) -> None:
     losses = [float(step(batch)) for _ in range(12)]
     assert card_peak() <= budget
     assert losses[-1] < losses[0] and torch.cuda.get_per_process_memory_fraction() == 1.0
+
+
+class Words(nn.Module):
+    """Layers that save much, and, where there are words, logits that eager has whole."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(words, 1024), nn.Linear(1024, words, bias=False)
+        self.body = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.body(self.words(ids))).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("words", "shape", "told"), [(64, (16, 2048), "check: whole"), (64000, (16, 1024), "check: reduced")])
+def test_the_budget_is_kept_from_the_call_of_compile_on(words: int, shape: Any, told: str, monkeypatch: Any) -> None:
+    torch.manual_seed(0)
+    model = Words(words).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    ids = torch.randint(0, words, shape, device="cuda")
+    most = 0
+    inner = torch.cuda.reset_peak_memory_stats
+
+    def reset(*args: Any) -> None:
+        nonlocal most
+        most = max(most, torch.cuda.max_memory_reserved())
+        inner(*args)
+
+    def compiled(memory: int) -> Any:
+        return wholestep.compile(model, lambda m, b: m(b), optimizer, ids, memory=memory, cache=False, precision="bf16")
+
+    torch.cuda.empty_cache()
+    inner()
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    with pytest.raises(BudgetTooSmall) as refused:
+        compiled(1 << 30)
+    most = 0
+    torch.cuda.empty_cache()
+    inner()
+    budget = int(1.1 * refused.value.smallest_bytes)
+    step = compiled(budget)
+    losses = [float(step(ids)) for _ in range(12)]
+    most = max(most, torch.cuda.max_memory_reserved())
+    held = compat.bytes_on_card(torch.device("cuda"))
+    context = CONTEXT_BYTES if held is None else held - torch.cuda.memory_reserved()
+    assert most + context <= budget and losses[-1] < losses[0]
+    assert any(note.startswith(told) for note in step.notes), step.notes

@@ -10,8 +10,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "wholestep"
 # fmt: off
 ORDER = (
     "errors", "compat", "disk", "graph", "cost", "tile", "kernels", "schedule", "capture", "plan", "passes", "distributed",
-    "lower", "runtime", "verify", "relational", "nn", "data", "train", "report", "bench", "budget", "api", "__init__", "cli",
-    "__main__",
+    "lower", "runtime", "verify", "relational", "nn", "data", "train", "report", "bench", "budget", "budget_check", "api",
+    "__init__", "cli", "__main__",
 )
 # fmt: on
 

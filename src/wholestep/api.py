@@ -14,7 +14,17 @@ import torch
 from torch.optim import Optimizer
 
 from wholestep import compat
-from wholestep.budget import Budget, Enforced, Fitting, ForSpeed, check_within, make_budget, make_room, planner_of
+from wholestep.budget import (
+    Budget,
+    Enforced,
+    Fitting,
+    ForSpeed,
+    held_to,
+    make_budget,
+    make_room,
+    planner_of,
+)
+from wholestep.budget_check import check_within
 from wholestep.capture import optimizers
 from wholestep.capture.batch import flatten
 from wholestep.capture.cache import cached_capture
@@ -44,7 +54,7 @@ from wholestep.report.memory.host import fits_beside, refuse_what_cannot_fit
 from wholestep.runtime.one_step import OneStep
 from wholestep.runtime.progress import Progress
 from wholestep.runtime.step import Settings, Step
-from wholestep.verify.first_step import check_first_step, nothing_after
+from wholestep.verify.check import check_first_step, nothing_after
 from wholestep.verify.report import Report
 from wholestep.verify.verify import verify as verify_step
 
@@ -174,9 +184,11 @@ class _Stages:
     budget: Budget | None
     plain: bool
     """Whether the passes are the default ones."""
+    code: list[Any] = dataclasses.field(default_factory=list)
+    """Regions that were compiled to measure plans, until one of the plans is lowered."""
 
     def capture(self, subject: Subject, reading: Reading | None, batch: Any, *, dynamic: Any = None) -> Capture:
-        with self.progress.stage("capturing the step"), compat.no_collection():
+        with self.progress.stage("capturing the step"), compat.no_collection(), held_to(self.budget, self.subject.device):
             return cached_capture(
                 subject, reading, batch, self._finish, finished_by=self._finished_by(), missed=self._warm_up, dynamic=dynamic,
                 enabled=self.cache,
@@ -191,7 +203,7 @@ class _Stages:
         """The passes, and a plan for them."""
         if self.budget is not None:
             with self.progress.stage("planning for the memory budget"):
-                fitting = Fitting(self.budget, self.pipeline, self.backend, self.subject.device)
+                fitting = Fitting(self.budget, self.pipeline, self.backend, self.subject.device, self.code)
                 made.notes += fitting.run_on(made, dump=self.dump)
         elif self.plan is None:
             planning = ForSpeed(self.pipeline, self.backend, self.subject.device)
@@ -209,6 +221,12 @@ class _Stages:
         return f"{self.backend}, {card}"
 
     def lower(self, graph: TrainingGraph, backend: str) -> Any:
+        with held_to(self.budget, self.subject.device):
+            runner = self._lowered(graph, backend)
+        self.code.clear()
+        return runner
+
+    def _lowered(self, graph: TrainingGraph, backend: str) -> Any:
         if self.subject.device.type == "cpu":
             refuse_what_cannot_fit(graph, self.subject.optimizer, backend)
         began = time.perf_counter()
@@ -338,11 +356,11 @@ def _first_check(clip_scope: str, budget: Budget | None) -> Any:
 def _where_it_fits(check: Callable[..., Any]) -> Callable[..., Any]:
     """The first step's check, left out where a CPU has no memory for it: it takes an eager step beside copies of the state."""
 
-    def checked(run: OneStep, variant: Any, *rest: Any) -> Any:
+    def checked(run: OneStep, variant: Any, *rest: Any, **options: Any) -> Any:
         if variant.subject.device.type == "cpu" and not fits_beside(variant.capture.graph):
-            run.step._note("the first step was not checked against eager: that would not fit into memory")
+            run.step._note("check: left out: the first step was not checked against eager: that would not fit into memory")
             return None
-        return check(run, variant, *rest)
+        return check(run, variant, *rest, **options)
 
     return checked
 
@@ -350,8 +368,8 @@ def _where_it_fits(check: Callable[..., Any]) -> Callable[..., Any]:
 def _before_only(check: Callable[..., Any], reason: str) -> Callable[..., Any]:
     """The first step's check of loss and gradients, without that of the update."""
 
-    def checked(run: OneStep, *rest: Any) -> Any:
-        afterwards = check(run, *rest)
+    def checked(run: OneStep, *rest: Any, **options: Any) -> Any:
+        afterwards = check(run, *rest, **options)
         run.step._note(reason)
         return None if afterwards is None else nothing_after
 

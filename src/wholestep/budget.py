@@ -28,11 +28,11 @@ from wholestep.graph.copies import copy_graph
 from wholestep.graph.liveness import tensor_bytes
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Role, TrainingGraph
+from wholestep.lower import give_back
 from wholestep.passes.pipeline import Pipeline
 from wholestep.plan.frontier import CONTEXT_BYTES, SLACK, Point, fastest, frontier, round_up, too_small
 from wholestep.plan.rebatch import at_traced_sizes
 from wholestep.report.memory import measure_scratch, predict_compiled, predict_profile
-from wholestep.verify.first_step import nothing_after
 
 LIBRARY_BYTES = 72 << 20
 """cuBLAS's workspaces, taken from the allocator at their first use and kept: 66 to 68 MiB were measured."""
@@ -43,6 +43,10 @@ SLACK_OF_FIXED_SEGMENTS = 0.09
 TARGETS = 8
 MOST_TRIES = 4
 """Plans that are compiled before the best of them is taken."""
+WORTH_TRYING = 0.02
+"""Beside a plan that fits, another is compiled only if it should be faster by this share: compiling takes as long as all else."""
+MISSED_BY = 0.02
+"""Plans that are compiled should fit with this to spare: predictions are off by as much, and a miss is compiled in vain."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -122,8 +126,14 @@ def _holes(device: torch.device) -> int:
 class Fitting:
     """Plans one captured step for a budget and carries the plan out."""
 
-    def __init__(self, budget: Budget, pipeline: Pipeline, backend: str, device: torch.device) -> None:
+    def __init__(
+        self, budget: Budget, pipeline: Pipeline, backend: str, device: torch.device, code: list[Any] | None = None
+    ) -> None:
+        """`code`: where compiled regions are held until the plan that was chosen is lowered."""
         self.budget, self.pipeline, self.backend = budget, pipeline, backend
+        self.code: list[Any] = [] if code is None else code
+        # a plan that is not compiled costs nothing to try
+        self.worth_trying, self.missed_by = (WORTH_TRYING, MISSED_BY) if backend == "inductor" else (0.0, 0.0)
         self.device: Device = this_device(device.type)
         self.prepared: TrainingGraph | None = None
         self.points: list[Point] = []
@@ -151,29 +161,34 @@ class Fitting:
         except ValueError as error:
             raise BadOption(f"memory= with symbolic sizes: {error}", hint="use dynamic=False") from error
         self.prepared = copy_graph(graph)
-        return self.points[self._choice(1.0, set())].plan
+        return self.points[self._choice(1 + self.missed_by, set())].plan
 
     def _choice(self, ratio: float, failed: set[int]) -> int:
-        """The fastest point that fits when predictions are off by `ratio`; the leanest when none does."""
+        """The fastest point that fits when predictions are off by `ratio`; the leanest when none does. One that takes more than
+        one that failed would fail too."""
         for index, point in enumerate(self.points):
-            if index not in failed and self._takes(ratio * point.peak_bytes) <= self.budget.card_bytes:
+            if index > max(failed, default=-1) and self._takes(ratio * point.peak_bytes) <= self.budget.card_bytes:
                 return index
         return len(self.points) - 1
 
     def _fit(self, capture: Capture) -> Plan:
-        """Measure, correct, choose again: ends at the fastest plan that was measured to fit."""
+        """Measure, correct, choose again: ends at a plan that was measured to fit, when no much faster one should fit as well."""
         measured: dict[int, int] = {}
         graphs: dict[int, TrainingGraph] = {}
-        index = self._choice(1.0, set())
-        graphs[index] = capture.graph
+        index, ratio = self._choice(1 + self.missed_by, set()), 1.0
+        graphs[index] = capture.graph  # as `_first_plan` chose
         while True:
-            measured[index] = self.exact_peak(graphs[index])
+            with contextlib.suppress(torch.OutOfMemoryError):
+                measured[index] = self.exact_peak(graphs[index])
+                ratio = measured[index] / self.points[index].peak_bytes
+            if index not in measured:  # one of its regions alone takes more than the budget leaves
+                measured[index] = self._unmeasured(index, ratio)
+                give_back()
             self.tries = len(measured)
             failed = {i for i, peak in measured.items() if self._takes(peak) > self.budget.card_bytes}
             fits = sorted(set(measured) - failed)
-            ratio = measured[index] / self.points[index].peak_bytes
-            following = self._choice(ratio, failed)
-            if following in measured or len(measured) >= MOST_TRIES or (fits and following > fits[0]):
+            following = self._choice(ratio * (1 + self.missed_by * (index in failed)), failed)
+            if following in measured or len(measured) >= MOST_TRIES or (fits and not self._much_faster(following, fits[0])):
                 following = fits[0] if fits else len(self.points) - 1
                 if following in measured:
                     break
@@ -188,11 +203,21 @@ class Fitting:
             self.points[fits[0]].plan, budget_bytes=self.budget.card_bytes, predicted_bytes=predicted
         )
 
+    def _unmeasured(self, index: int, ratio: float) -> int:
+        """The peak of a plan that memory did not suffice to measure: more than there is; of the leanest, which is the last hope,
+        what is predicted."""
+        predicted = int((1 + MISSED_BY) * ratio * self.points[index].peak_bytes)
+        return predicted if index == len(self.points) - 1 else max(predicted, self.budget.peak() - self.state_bytes + 1)
+
+    def _much_faster(self, one: int, other: int) -> bool:
+        """Whether a plan is worth being compiled where another is known to fit."""
+        return one < other and self.points[one].seconds <= (1 - self.worth_trying) * self.points[other].seconds
+
     def exact_peak(self, graph: TrainingGraph) -> int:
         """Allocated bytes at the peak, by what was really measured of its parts."""
         if self.backend == "inductor":
             with contextlib.suppress(CompilerMissing):
-                return predict_compiled(graph).peak_bytes
+                return predict_compiled(graph, code=self.code, strict=True).peak_bytes
         return predict_profile(graph, scratch=measure_scratch(graph)).peak_bytes
 
     def _too_small(self, measured: dict[int, int]) -> BudgetTooSmall:
@@ -278,6 +303,21 @@ def memory_cap(budget: Budget, device: torch.device, more_bytes: int = 0) -> Ite
         torch.cuda.set_per_process_memory_fraction(before, device)
 
 
+def held_to(budget: Budget | None, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """For whatever is done before a step runs, on a GPU: compiling, tuning and measuring stay within the budget too.
+
+    What they leave cached is given back before the step begins.
+    """
+    if budget is None or device.type != "cuda":
+        return contextlib.nullcontext()
+    return memory_cap(budget, device, limit_now(budget, device) - (budget.card_bytes - budget.context_bytes))
+
+
+def limit_now(budget: Budget, device: torch.device) -> int:
+    """What the allocator may reserve: the context grows as kernels are loaded."""
+    return budget.card_bytes - max(budget.context_bytes, _context_bytes(device))
+
+
 class Enforced:
     """A context for every call of a step: the budget holds, and what the process took for itself since is added to it."""
 
@@ -313,21 +353,3 @@ def make_room(budget: Budget, device: torch.device, variant: Any, recordings: li
             return
     for recording in recordings:
         recording.make_room()
-
-
-def check_within(budget: Budget, check: Callable[..., Any]) -> Callable[..., Any]:
-    """The first step's check, as far as it fits: eager PyTorch may need more than the budget, copies of the state do too."""
-
-    def capped(run: Any, variant: Any, *rest: Any) -> Any:
-        device = variant.subject.device
-        if device.type != "cuda":
-            return check(run, variant, *rest)
-        try:
-            with memory_cap(budget, device):
-                afterwards = check(run, variant, *rest)
-        finally:
-            torch.cuda.empty_cache()
-        run.step._note("within a memory budget the first step is compared before it runs, not after")
-        return None if afterwards is None else nothing_after
-
-    return capped

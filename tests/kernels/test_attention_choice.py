@@ -13,7 +13,7 @@ from wholestep.kernels.attention import measured_choices, reference
 from wholestep.kernels.attention.choice import Choice, choose, disagreement, eligible
 from wholestep.kernels.attention.cuda import _bias
 from wholestep.kernels.attention.implementations import CPU_FLASH, IMPLEMENTATIONS, MATH
-from wholestep.kernels.attention.interface import Signature
+from wholestep.kernels.attention.interface import Implementation, Signature
 
 SIGNATURE = Signature(
     device="card",
@@ -84,6 +84,36 @@ def test_choices_are_kept_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path.write_text("{broken")
     choice_module._FILE_READ.clear()
     assert choice_module._read(path) == {}
+
+
+@pytest.mark.parametrize(
+    ("fits", "lacking", "rows", "kept"),
+    [(8, "math", [8], True), (8, "flash", [8], False), (2, "flash", [8, 4, 2], False)],
+)
+def test_choices_made_in_little_memory_are_for_this_process(
+    fits: int, lacking: str, rows: list[int], kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where none can be tried on all rows, fewer are taken; what lacked memory may win in another process."""
+    monkeypatch.setenv("WHOLESTEP_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(choice_module.torch.cuda, "get_rng_state", lambda device: None)
+    monkeypatch.setattr(choice_module.torch.cuda, "set_rng_state", lambda state, device: None)
+    monkeypatch.setattr(choice_module.torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(choice_module, "_time", lambda implementation, *rest: {"efficient": 1.0}.get(implementation.name, 2.0))
+    tried: list[int] = []
+
+    def disagree(implementation: Implementation, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> None:
+        tried.append(q.shape[0])
+        assert q.shape[0] == k.shape[0] == v.shape[0]
+        if q.shape[0] > fits or implementation.name == lacking:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(choice_module, "disagreement", disagree)
+    q = torch.zeros(8, 4, 64, 64, dtype=torch.bfloat16)
+    signature = dataclasses.replace(SIGNATURE, q_shape=tuple(q.shape))
+    choice = choice_module._decide(signature, q, q, q, None, True, 0.0)
+    assert choice.name == "efficient" and "out of memory" in choice.skipped[lacking]
+    assert sorted(set(tried), reverse=True) == rows
+    assert choice_module.choices_file().exists() is kept
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])

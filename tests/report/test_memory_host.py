@@ -131,7 +131,7 @@ def test_the_check_against_eager_is_left_out_where_it_does_not_fit(monkeypatch: 
     needed = host.transient_bytes(step.graph, "interpret") + host._inputs(step.graph, host.Role.STATE)
     monkeypatch.setattr(host, "available_bytes", lambda: needed)
     step(torch.zeros(256, 2))
-    assert "the first step was not checked against eager: that would not fit into memory" in step.notes
+    assert "check: left out: the first step was not checked against eager: that would not fit into memory" in step.notes
 
 
 KINDS = {

@@ -61,15 +61,15 @@ def cached_capture(
     if found is None:
         missed()
         found = capture_whole(subject, reading)
-        found.key = key
         keeps = len(found.constants) == len(reading.tensors(Role.CONSTANT))  # none of the graph's own
         if finished_by is not None:
             finish(found)
         if keeps:
             _store(path, found)
-    found.key = key
-    if finished_by is None:
+    if finished_by is None:  # other passes or another plan make another step of it, which nobody has compared yet
         finish(found)
+    else:
+        found.key = key
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ class ModuleCalls:
     No hooks are registered on the user's modules: hooks change which fast paths modules take, and would be seen by them.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, noted: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
         self.paths = {id(m): path for path, m in root.named_modules()}
+        self.noted = noted
         self.outputs: dict[str, torch.Tensor] = {}
-        """Module path (`path#2` at its second call) -> its first output tensor, in order of completion."""
+        """Module path (`path#2` at its second call) -> its first output tensor, or what `noted` makes of it, by completion."""
 
     @contextlib.contextmanager
     def recorded(self, *, annotate: bool) -> Iterator[ModuleCalls]:
@@ -52,7 +53,7 @@ class ModuleCalls:
         while name in self.outputs:
             call += 1
             name = f"{path}#{call}"
-        self.outputs[name] = tensor
+        self.outputs[name] = tensor if self.noted is None else self.noted(tensor)
 
 
 def _first_tensor(value: Any) -> torch.Tensor | None:

@@ -52,7 +52,7 @@ class Capture:
     rung: str = "whole step"
     from_cache: bool = False
     key: str | None = None
-    """Under which it is kept on disk."""
+    """Under which it is kept on disk, finished: with its passes and its plan."""
     plan: Plan | None = None
     """What the passes carried out, where a plan was asked for."""
 

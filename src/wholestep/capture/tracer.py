@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,9 +66,13 @@ def run_loss(
     *,
     tracing: bool = False,
     chunked: ChunkedLoss | None = None,
+    noted: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Forward:
-    """The user's own code under our modes, with `tensors` in place of parameters and buffers where they are given."""
-    calls = ModuleCalls(subject.root)
+    """The user's own code under our modes, with `tensors` in place of parameters and buffers where they are given.
+
+    Of every module's output `noted` is kept, the output itself without it.
+    """
+    calls = ModuleCalls(subject.root, noted)
     named = {} if tensors is None else {name: tensors[canonical] for name, canonical in subject.aliases.items()}
     # a copy: torch writes the replaced ones into what it is given
     swapped = contextlib.nullcontext() if tensors is None else compat.swapped_tensors(subject.root, dict(named))

@@ -100,7 +100,7 @@ def compile_region(region: Region) -> Compiled:
     hits = _cache_hits()
     module = region.build_module()
     try:
-        function = _compile(module, region.signature)
+        function = _compiled(module, region.signature)
         compiled = Compiled(function, time.perf_counter() - started, _cache_hits() > hits)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
@@ -124,6 +124,16 @@ def _uncompiled(module: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     placeholders = [node for node in nodes if node.op == "placeholder"]
     constants = constants_of(module.graph, module)
     return build_driver(placeholders, statements, results, constants, consume=True).function
+
+
+def _compiled(module: fx.GraphModule, signature: str) -> Callable[[list[Any]], Sequence[Any]]:
+    """Inductor tries padded matrix products out on tensors of their sizes; where memory is short, it does without."""
+    from torch._inductor import config
+
+    with contextlib.suppress(torch.OutOfMemoryError):
+        return _compile(module, signature)
+    with config.patch(shape_padding=False):
+        return _compile(module, signature)
 
 
 def _compile(module: fx.GraphModule, signature: str) -> Callable[[list[Any]], Sequence[Any]]:

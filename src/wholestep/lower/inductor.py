@@ -39,7 +39,7 @@ def lower_inductor(graph: TrainingGraph, *, watch: Sequence[str] = (), progress:
     regions = [piece for piece in pieces if isinstance(piece, Region)]
     require_compiler(regions)
     split_seconds = time.perf_counter() - started
-    compiled = _compile_together(regions, progress)
+    compiled = compile_together(regions, progress)
     driver = build_driver(
         imperative.placeholders,
         _statements(pieces, compiled),
@@ -58,8 +58,8 @@ def take_fused_updates(imperative: ImperativeGraph) -> None:
             node.update_arg(len(node.args) - 1, "fused")
 
 
-def _compile_together(regions: list[Region], progress: Progress | None) -> dict[str, Compiled]:
-    """All C++ and Triton is waited for at the end; if any of it fails, again one by one, to know which."""
+def compile_together(regions: list[Region], progress: Progress | None = None) -> dict[str, Compiled]:
+    """Signature -> compiled code. Waits for all C++ and Triton at the end; if any of it fails, again one by one, to know which."""
     try:
         with one_wait_for_all():
             return _compile_distinct(regions, progress)

@@ -73,6 +73,7 @@ def explain(step: Step) -> str:
     passes = [note.removeprefix("pass ").split(" nodes")[0] for note in step.notes if note.startswith("pass ")]
     if passes:
         lines.append(f"passes     {'; '.join(passes)} nodes")
-    lines += [f"note       {note}" for note in step.notes if not note.startswith("pass ")][:5]
+    lines += [f"check      {note.removeprefix('check: ')}" for note in step.notes if note.startswith("check: ")]
+    lines += [f"note       {note}" for note in step.notes if not note.startswith(("pass ", "check: "))][:5]
     lines.append(f"so far     {step.captures} captures, {step.compilations} compilations, {step.count} steps")
     return "\n".join(lines)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -42,6 +42,8 @@ class Comparison:
         return self.bitwise or self.error <= self.tolerance
 
 
+ELEMENTS_AT_ONCE = 1 << 24
+"""Of a tensor that is compared in float64: 128 MiB."""
 MISSING = Comparison(math.inf, 0.0, False)
 """One side has no such value."""
 
@@ -117,7 +119,21 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def distance(a: torch.Tensor, b: torch.Tensor, usable: torch.Tensor | None = None) -> float:
     """||a - b|| in float64, over the elements that are `usable`."""
-    return _norm(a.detach().double() - b.detach().double(), usable)
+    shares = []
+    for one, other, *keep in parts(a.detach(), b.detach(), *(() if usable is None else (usable,))):
+        shares.append(_norm(one.double() - other.double(), *keep))
+    return math.hypot(*shares)
+
+
+def parts(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """Tensors of one shape, a part of all of them at a time: in float64 a large one would take twice or more of what it takes."""
+    first = tensors[0]
+    if first.numel() <= ELEMENTS_AT_ONCE or any(t.shape != first.shape for t in tensors):
+        yield list(tensors)
+        return
+    dim = max(range(first.dim()), key=first.size)
+    size = max(1, ELEMENTS_AT_ONCE * first.size(dim) // first.numel())
+    yield from map(list, zip(*(t.split(size, dim) for t in tensors), strict=True))
 
 
 def _norm(value: torch.Tensor, usable: torch.Tensor | None = None) -> float:
@@ -127,9 +143,10 @@ def _norm(value: torch.Tensor, usable: torch.Tensor | None = None) -> float:
     return float(torch.linalg.vector_norm(value))
 
 
-def norm(value: torch.Tensor) -> float:
-    """||value|| over its finite elements, in float64."""
-    return _norm(value, value.isfinite())
+def norm(value: torch.Tensor, device: torch.device | None = None) -> float:
+    """||value|| over its finite elements, in float64; on a device, part by part."""
+    near = (part.to(device or part.device) for (part,) in parts(value.detach()))
+    return math.hypot(*(_norm(part, part.isfinite()) for part in near))
 
 
 def total_norm(values: Mapping[str, torch.Tensor]) -> float:
@@ -138,8 +155,9 @@ def total_norm(values: Mapping[str, torch.Tensor]) -> float:
 
 def gradient_rms(gradients: Mapping[str, torch.Tensor]) -> float:
     """Root mean square over all elements of all gradients."""
-    count = sum(g.numel() for g in gradients.values())
-    return total_norm(gradients) / math.sqrt(count) if count else 0.0
+    found = [(norm(g), g.numel()) for g in gradients.values()]
+    count = sum(numel for _, numel in found)
+    return math.hypot(*(size for size, _ in found)) / math.sqrt(count) if count else 0.0
 
 
 def compute_dtype(graph: TrainingGraph) -> torch.dtype:

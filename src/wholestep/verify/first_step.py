@@ -1,4 +1,4 @@
-"""`compile(check="first")`: before and after a variant's first live step, compare it with eager PyTorch.
+"""The comparison of a variant's first live step with eager PyTorch, before and after that step (check.py calls it).
 
 Before the step the user's own code runs, for real and on the live model, with the random keys of the step; what Python does
 beside the computation is done by it and not replayed. Its loss and gradients are compared with those of the captured
@@ -7,25 +7,27 @@ runs on the first micro-batch, and what it wrote is put back. After the step, th
 reached the optimizer is seen in the state that is linear in it (Adam's exp_avg, SGD's momentum, the parameter itself
 for plain SGD), and buffers are compared directly. On a difference the state is put back and FirstStepDiffers names
 the module. Costs one eager forward and backward, one interpreted one, and a copy of the state during the first step.
+Within a memory budget (`Lean`) what eager keeps, its gradients and the copies of the state wait on the host, and the
+interpreted run is left out where it does not fit: the compiled step is compared all the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import math
-import random
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 
-from wholestep.capture.cache import remember_checked, was_checked
 from wholestep.capture.optimizers import UpdatePlan
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT
-from wholestep.capture.undo import Undo
-from wholestep.errors import CaptureRefused, FirstStepDiffers
+from wholestep.errors import FirstStepDiffers, WholestepWarning
+from wholestep.graph.bytes import show_bytes
 from wholestep.graph.copies import without_updates
 from wholestep.graph.training_graph import Input, OutputKind, Role, TrainingGraph
 from wholestep.lower import lower_interpret
@@ -34,102 +36,46 @@ from wholestep.runtime.one_step import OneStep
 from wholestep.runtime.random import seeded_generator
 from wholestep.runtime.variant import Variant
 from wholestep.verify.blame import module_of_tensor, nearest_to_loss
-from wholestep.verify.compare import compute_dtype, distance, gradient_rms, norm, total_norm
+from wholestep.verify.compare import distance, gradient_rms, norm
+from wholestep.verify.host import copied_to_host, zeros_set_aside
+from wholestep.verify.limits import LIMITS, precision_of
 from wholestep.verify.reference import Reference, live_reference, reference_gradients
+from wholestep.verify.updates import linear_state, rule_of, update_error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
-    """Errors relative to the norm of the tensor. They find a wrong step, not a rounding: `verify` measures that."""
+class Lean:
+    """A check in little of the device's memory."""
 
-    graph: float
-    """The captured graph, interpreted: the same operators as eager."""
-    lowered: float
-    """The compiled step, which sums in another order."""
-    floor: float
-    """In units of the root mean square of all gradients: a gradient that is truly zero is noise in eager as well."""
-    loss: float
+    room: int | None
+    """Bytes of saved tensors that may stay on the device; None keeps all there, and gradients too."""
+    interpret: bool
+    """Whether there is memory to run the captured graph operator by operator."""
 
 
-LIMITS = {
-    "fp32": Limits(1e-3, 5e-3, 1e-4, 1e-4),
-    "tf32": Limits(5e-3, 2e-2, 2e-3, 2e-3),
-    "bf16": Limits(6e-2, 0.1, 2e-2, 2e-2),
-}
-
-
-def check_first_step(
-    run: OneStep, variant: Variant, args: Sequence[Any], numbers: Sequence[Any]
-) -> Callable[[OneStep, Result], None] | None:
-    """Compare before the live step; returns what is to be called with its result after it, or None when skipped."""
-    if was_checked(variant.capture):
-        run.step._note("this captured step was compared with eager PyTorch by an earlier process")
-        return None
-    check = _FirstStep(run, variant, args, numbers)
-    undo = Undo(variant.subject.loss_fn, variant.subject.model, run.batch)
-    if run.python_random is not None:  # Dynamo's code has drawn what the loss draws from Python's generators
-        random.setstate(run.python_random[0])
-        np.random.set_state(run.python_random[1])
-    try:
-        check.before()
-        undo.detach_new()
-    except (torch.OutOfMemoryError, NotImplementedError, CaptureRefused) as error:
-        undo.restore()
-        reason = (str(error).strip().splitlines() or [""])[0][:120]
-        run.step._note(f"the first step was not checked against eager: {type(error).__name__}: {reason}")
-        return None
-    except BaseException:
-        undo.restore()
-        variant.uses = 0  # checked again at the next call
-        raise
-    finally:
-        _give_back(variant.subject.device)
-
-    def after(run: OneStep, result: Result) -> None:
-        try:
-            check.after(result, run.norm)
-            remember_checked(variant.capture)
-        except BaseException:
-            undo.restore()
-            raise
-        finally:
-            check.forget()
-
-    return after
-
-
-def nothing_after(run: OneStep, result: Result) -> None:
-    """In place of the check after a step, where only the one before it is wanted."""
-
-
-def _give_back(device: torch.device) -> None:
+def give_back(device: torch.device) -> None:
     """Eager's step may have taken twice what this one will ever need; the card need not stay full of it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _precision(graph: TrainingGraph, device: torch.device) -> str:
-    if compute_dtype(graph) in (torch.bfloat16, torch.float16):
-        return "bf16"
-    if device.type != "cuda":
-        return "fp32"
-    convolves = any("convolution" in str(node.target) for node in graph.operations())
-    loose = torch.get_float32_matmul_precision() != "highest" or (convolves and torch.backends.cudnn.allow_tf32)
-    return "tf32" if loose else "fp32"
-
-
-class _FirstStep:
+class FirstStep:
     """One check at work."""
 
-    def __init__(self, run: OneStep, variant: Variant, args: Sequence[Any], numbers: Sequence[Any]) -> None:
+    def __init__(
+        self, run: OneStep, variant: Variant, args: Sequence[Any], numbers: Sequence[Any], lean: Lean | None = None
+    ) -> None:
+        self.lean, self.room, self.python_random = lean, None if lean is None else lean.room, run.python_random
         self.step, self.batch, self.micro = run.step, run.batch, len(run.results)
         self.variant, self.args, self.given = variant, args, numbers
         self.subject, self.binding, self.graph = variant.subject, variant.binding, variant.capture.graph
         self.accumulates = self.subject.accumulate > 1
-        self.limits = LIMITS[_precision(self.graph, self.subject.device)]
+        self.limits = LIMITS[precision_of(self.graph, self.subject.device)]
         self.kept: dict[Input, tuple[torch.Tensor, torch.Tensor]] = {}
         """Input -> (live tensor, its value before the step)."""
         self.complete = True
+        self.undecided = False
+        """Whether something differed that memory did not suffice to judge."""
         self.empty_grads: list[str] = []
 
     # ---- before the live step ----
@@ -139,14 +85,32 @@ class _FirstStep:
         targets = [entry.target for entry in self.graph.outputs if entry.target is not None]
         live = self.variant.inputs(self.args)
         written = [live[t] for t in targets if self.graph.inputs[t].role in (Role.CONSTANT, Role.BATCH)]
-        self.eager = live_reference(
-            self.subject, self.batch, self.step.seed, self.step.count, self.micro,
-            num_sites=self.variant.capture.num_sites, written=written,
-        )  # fmt: skip
+        with self._state_set_aside():
+            self.eager = live_reference(
+                self.subject, self.batch, self.step.seed, self.step.count, self.micro,
+                num_sites=self.variant.capture.num_sites, written=written, room=self.room,
+            )  # fmt: skip
         self.rms = gradient_rms(self.eager.gradients)
         sites = self.variant.capture.num_sites
         if self.eager.draws != sites:
             raise self._differs(f"eager draws {self.eager.draws} random numbers, the captured step {sites}", None)
+        if self.lean is None or self.lean.interpret:
+            self._compare_graph()
+        if self.accumulates:
+            self._check_micro_step()
+        self._keep()
+
+    def _state_set_aside(self) -> contextlib.AbstractContextManager[None]:
+        """Within a budget the state of a first step, which eager does not need, makes room for it."""
+        if self.lean is None:
+            return contextlib.nullcontext()
+        states = dict(self._states())
+        return zeros_set_aside(
+            states[n][key] for plan, names in self.binding.members.items() for n in names for key in plan.state_keys
+        )
+
+    def _compare_graph(self) -> None:
+        """The captured graph, interpreted without its updates."""
         bare = without_updates(self.graph)
         watched = list(bare.gradients.items())
         values = self._run(lower_interpret(bare, watch=[node for _, node in watched]))
@@ -157,17 +121,14 @@ class _FirstStep:
             gradients = self._unscaled(gradients)
         failing = self._failing(gradients, self.limits.graph)
         if failing:
-            failing = self._failing(gradients, self.limits.graph, self._own_rounding(failing))
+            failing = self._judged(failing, lambda rounding: self._failing(gradients, self.limits.graph, rounding))
         if failing or self._loss_differs(loss):
             self._report_graph(bare, loss, failing)
-        if self.accumulates:
-            self._check_micro_step()
-        self._keep()
 
     def _unscaled(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """As the update sees them. An overflow is the loss scale's business: it is halved, and nothing is to be compared."""
         assert self.subject.loss_scale is not None
-        if not all(bool(g.isfinite().all()) for g in (*self.eager.gradients.values(), *gradients.values())):
+        if not all(bool(g.isfinite().all()) for g in itertools.chain(self.eager.gradients.values(), gradients.values())):
             scale = float(self.subject.loss_scale.numbers[0])
             raise NotImplementedError(f"gradients overflow at the loss scale {scale:g}")
         scale_now = self.subject.loss_scale.on(self.subject.device)[0]
@@ -177,7 +138,7 @@ class _FirstStep:
         capture = self.variant.capture
         return reference_gradients(
             self.subject, self.batch, self.step.seed, self.step.count, self.micro,
-            num_sites=capture.num_sites, constants=capture.constants, **options,
+            num_sites=capture.num_sites, constants=capture.constants, room=self.room, **options,
         )  # fmt: skip
 
     def _run(self, runner: Any) -> list[Any]:
@@ -193,7 +154,7 @@ class _FirstStep:
         return abs(ours - eager) > self.limits.loss * (abs(eager) + self.eager.activation_rms)
 
     def _failing(
-        self, gradients: dict[str, torch.Tensor], relative: float, rounding: Mapping[str, float] = MappingProxyType({})
+        self, gradients: Mapping[str, torch.Tensor], relative: float, rounding: Mapping[str, float] = MappingProxyType({})
     ) -> dict[str, tuple[float, float]]:
         """Parameter -> (error, allowed), for every gradient that is further from eager's than allowed."""
         failing = {}
@@ -213,7 +174,7 @@ class _FirstStep:
         """The compiled micro-step on the first micro-batch: its gradients are all there to be compared."""
         live = self.variant.inputs(self.args)
         targets = [entry.target for entry in self.graph.outputs if entry.target is not None]
-        before = [(live[t], live[t].clone()) for t in targets]
+        before = [(live[t], self._copied(live[t])) for t in targets]
         for gradient in self.binding.gradients.values():
             gradient.zero_()
         self._run(self.variant.runner)
@@ -236,18 +197,21 @@ class _FirstStep:
             for entry in graph.outputs:
                 if entry.target is not None and graph.inputs[entry.target].role is not Role.GRADIENT:
                     found[graph.inputs[entry.target]] = live[entry.target]
-        if self.subject.device.type == "cuda":
+        if self.subject.device.type == "cuda" and self.lean is None:
             wanted = sum(t.numel() * t.element_size() for t in found.values())
             unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
             if torch.cuda.mem_get_info()[0] + unused < 1.2 * wanted:
                 self.complete = False
                 found = {e: t for e, t in found.items() if self._is_linear(e)}
-        self.kept = {entry: (tensor, tensor.detach().clone()) for entry, tensor in found.items()}
+        self.kept = {entry: (tensor, self._copied(tensor)) for entry, tensor in found.items()}
         self.counters = {
             n: state["step"].clone() for n, state in self._states() if isinstance(state.get("step"), torch.Tensor)
         }
         self.first = {plan for plan, steps in self.binding.steps.items() if steps == 0}
         self.empty_grads = [n for n, p in self.subject.trained.items() if p.grad is None]
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone() if self.lean is None else copied_to_host(tensor)
 
     def _is_linear(self, entry: Input) -> bool:
         if entry.role is Role.STATE:
@@ -292,8 +256,8 @@ class _FirstStep:
         failing = self._failing_updates(scale, {})
         if failing and self.complete:
             before = {e.name: old for e, (_, old) in self.kept.items() if e.role in (Role.PARAMETER, Role.BUFFER)}
-            failing = self._failing_updates(scale, self._own_rounding(failing, before))
-        if self.subject.optimizer is None and not self.accumulates:
+            failing = self._judged(failing, lambda rounding: self._failing_updates(scale, rounding), before)
+        if not self.variant.capture.plans and not self.accumulates:  # the update is the user's, or torch's and yet to come
             grads = {n: self.subject.parameters[n].grad for n in self.eager.gradients if n in self.empty_grads}
             left = {n: g for n, g in grads.items() if g is not None}
             failing |= {n: e for n, e in self._failing(left, self.limits.lowered).items() if n in self.empty_grads}
@@ -307,7 +271,7 @@ class _FirstStep:
         """Drop the copies and eager's gradients."""
         self.kept = {}
         del self.eager
-        _give_back(self.subject.device)
+        give_back(self.subject.device)
 
     def _gradient(self, name: str) -> torch.Tensor | None:
         """What the optimizer should have been given: eager's gradient, or the (checked) accumulated one."""
@@ -324,8 +288,8 @@ class _FirstStep:
         """
         if self.subject.clip_norm is None or total is None or not self.binding.members:
             return 1.0, 0.0
-        every = {n: self._gradient(n) for names in self.binding.members.values() for n in names}
-        expected = total_norm({n: g for n, g in every.items() if g is not None})
+        every = (self._gradient(n) for names in self.binding.members.values() for n in names)
+        expected = math.hypot(*(norm(g) for g in every if g is not None))
         ours = float(total)
         return min(1.0, self.subject.clip_norm / (ours + 1e-6)), abs(ours - expected) / max(expected, 1e-30)
 
@@ -339,51 +303,60 @@ class _FirstStep:
                     failing[name] = outcome
         return failing
 
+    def _judged(
+        self,
+        failing: dict[str, tuple[float, float]],
+        again: Callable[[dict[str, float]], dict[str, tuple[float, float]]],
+        before: Mapping[str, torch.Tensor] | None = None,
+    ) -> dict[str, tuple[float, float]]:
+        """What fails `again` when eager's own rounding is allowed as well; a warning where memory does not suffice to know that."""
+        try:
+            rounding = self._own_rounding(failing, before)
+        except torch.OutOfMemoryError:
+            self.undecided = True
+            name = nearest_to_loss(self.graph, failing)
+            error, allowed = failing[name]
+            others = f", {len(failing) - 1} others likewise" if len(failing) > 1 else ""
+            text = f"the gradient of {name} is off by {error:.2g} (limit {allowed:.2g}){others}"
+            self.step._note(f"check: undecided: {text}; memory does not suffice to tell whether that is eager's own rounding")
+            warnings.warn(f"{text}: wholestep.verify(...) tells whether that is rounding", WholestepWarning, stacklevel=2)
+            return {}
+        return again(rounding)
+
     def _own_rounding(self, names: Iterable[str], before: Mapping[str, torch.Tensor] | None = None) -> dict[str, float]:
         """Twice the rounding of eager's own gradients, found in a wider type on the state `before` the step (or the live one).
 
         Some gradients are mostly rounding in eager as well (of a first convolution, summed over a million positions; of a bias in
-        front of a norm, which is zero in truth); a fixed share of their norm says nothing then. Empty where it cannot be known.
+        front of a norm, which is zero in truth); a fixed share of their norm says nothing then. Empty where it cannot be known;
+        torch.OutOfMemoryError where memory does not suffice.
         """
         if self.accumulates:
             return {}
         wider = torch.float32 if self.limits is LIMITS["bf16"] else torch.float64
         try:
             exact = self._reference(tensors=before, dtype=wider).gradients
-        except (torch.OutOfMemoryError, RuntimeError, TypeError):
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError):
             return {}
         return {n: 2 * distance(self.eager.gradients[n], exact[n]) for n in names if n in exact}
 
     def _update_error(self, plan: UpdatePlan, name: str, scale: float, slack: float) -> tuple[float, float] | None:
-        """(error, allowed) of the state that is linear in the gradient; None where it says too little.
-
-        Adam: m' = b1 m + (1 - b1) g.  Momentum: b' = mu b + (1 - d) g.  Plain SGD: p' = p - lr g.
-        """
-        key = {"adamw": "exp_avg", "sgd": "momentum_buffer"}[plan.kind]
-        entry = Input(Role.STATE, f"{name}/{key}") if plan.state_keys else Input(Role.PARAMETER, name)
-        gradient = self._gradient(name)
+        """(error, allowed) of the state that is linear in the gradient; None where it says too little."""
+        entry, gradient = linear_state(plan, name), self._gradient(name)
         if entry not in self.kept or gradient is None or not bool(gradient.isfinite().all()):
             return None
-        numbers, flags = self.numbers[plan.hyper_name], dict(plan.flags)
-        decay = numbers[-1] if plan.kind == "sgd" or not flags["decoupled"] else 0.0
-        parameter = self.kept.get(Input(Role.PARAMETER, name))
-        if decay and parameter is None:
+        rule, parameter = rule_of(plan, self.numbers[plan.hyper_name]), self.kept.get(Input(Role.PARAMETER, name))
+        if rule.decay and parameter is None:
             return None
-        gradient = gradient.double() * (-scale if flags["maximize"] else scale)
-        pull = gradient if not decay else gradient + decay * parameter[1].double()  # type: ignore[index]
-        if plan.kind == "adamw":
-            carried, share = numbers[2], 1 - numbers[2]
-        elif plan.state_keys:
-            carried, share = numbers[1], 1 - numbers[2]
-        else:
-            carried, share = 1.0, -numbers[0]
         live, old = self.kept[entry]
-        rounding = 4 * torch.finfo(live.dtype).eps * (norm(live) + norm(old))
-        if rounding > abs(share) * norm(gradient):
+        size = scale * norm(gradient)
+        rounding = 4 * torch.finfo(live.dtype).eps * (norm(live) + norm(old, live.device))
+        if rounding > abs(rule.share) * size:
             return None
         floor = self.limits.floor * self.rms * scale * math.sqrt(gradient.numel())
-        error = distance(live, carried * old.double() + share * pull)
-        return error, abs(share) * (self.limits.lowered * norm(gradient) + floor + scale * slack) + rounding
+        error = update_error(rule, live, old, gradient, scale, None if parameter is None else parameter[1])
+        return error, abs(rule.share) * (self.limits.lowered * size + floor + scale * slack) + rounding
 
     def _check_buffers(self) -> None:
         if self.accumulates:
@@ -401,6 +374,13 @@ class _FirstStep:
                 raise self._differs(f"the compiled step: {told}; {self._put_back()}", module_of_tensor(name))
 
     # ---- telling ----
+
+    def told(self) -> str:
+        """How much of the check was done, where memory is short."""
+        assert self.lean is not None
+        moved = f", {show_bytes(self.eager.moved_bytes)} of what eager saves on the host" if self.eager.moved_bytes else ""
+        graph = "" if self.lean.interpret else "; the captured graph was not run by itself, for which memory does not suffice"
+        return f"check: whole: the first step is compared with eager PyTorch on all rows{moved}{graph}"
 
     def _report_graph(self, bare: TrainingGraph, loss: torch.Tensor, failing: dict[str, tuple[float, float]]) -> None:
         """The module is the first whose output departs; where none does, the fault is in the backward."""

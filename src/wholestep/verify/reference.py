@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ from wholestep.capture.tracer import run_loss
 from wholestep.capture.undo import Undo
 from wholestep.errors import BadBatch, BadLoss
 from wholestep.runtime.random import keys_for, seeded_generator
+from wholestep.verify.compare import parts
+from wholestep.verify.host import Saved, gradients_to_host
 
 SPARE_KEYS = 256
 """So that a forward which draws more often than the captured one runs to its end, and can be told from it."""
@@ -38,7 +40,7 @@ class Reference:
 
     loss: torch.Tensor
     aux: dict[str, torch.Tensor]
-    gradients: dict[str, torch.Tensor]
+    gradients: Mapping[str, torch.Tensor]
     """Of the micro-step's objective: with accumulation the loss over the count, or times aux["weight"]."""
     buffers: dict[str, torch.Tensor]
     """All buffers after the forward."""
@@ -48,6 +50,8 @@ class Reference:
     """Random numbers asked for: the captured step must have as many sites."""
     activation_rms: float
     """Median over modules of the root mean square of their outputs: the scale of what losses are made of."""
+    moved_bytes: int = 0
+    """Saved tensors that waited on the host."""
 
 
 def reference_gradients(
@@ -62,31 +66,30 @@ def reference_gradients(
     dtype: torch.dtype | None = None,
     constants: Sequence[torch.Tensor] = (),
     keep_outputs: bool = False,
+    room: int | None = None,
 ) -> Reference:
     """Loss and gradients in eager PyTorch.
 
     `tensors` replaces live parameters and buffers by name (buffers after the previous micro-batch, for example);
-    `constants` are closure tensors to put back, should the forward write to them.
+    `constants` are closure tensors to put back, should the forward write to them. With `room`, saved tensors beyond so many
+    bytes and all gradients wait on the host.
     """
     given = dict(tensors or {})
     if dtype is not None:
         subject = dataclasses.replace(subject, precision="fp32")
     leaves = _leaves(subject, given, dtype)
-    buffers = {n: _copied(given.get(n, b), dtype) for n, b in subject.buffers.items()}
+    buffers = {n: _copied(given.get(n, b).to(b.device), dtype) for n, b in subject.buffers.items()}
     copied = own_batch(batch, dtype)
     sites = Sites(list(keys_for(seed, step, micro, num_sites + SPARE_KEYS).to(subject.device).unbind()))
-    with _untouched(subject, constants), seeded_generator(subject.device, seed, step, micro):
-        run = run_loss(subject, {**leaves, **buffers}, copied, sites)
-        outputs = {n: t.detach() for n, t in run.outputs.items()}
-        rms = _median_rms(outputs.values())
+    saved = None if room is None else Saved(room, {**leaves, **buffers})
+    with _untouched(subject, constants), seeded_generator(subject.device, seed, step, micro), saved or contextlib.nullcontext():
+        run = run_loss(subject, {**leaves, **buffers}, copied, sites, noted=None if keep_outputs else _rms)
+        outputs = {n: t.detach() for n, t in run.outputs.items()} if keep_outputs else {}
+        rms = _median_rms(map(_rms, outputs.values()) if keep_outputs else run.outputs.values())
         run.outputs.clear()  # kept alive any longer they would hold every activation through the backward
-        if not keep_outputs:
-            outputs = {}
         objective = _objective(subject, run.loss, run.aux)
         scale = None if dtype is not None or subject.loss_scale is None else subject.loss_scale.on(subject.device)[0].clone()
-        gradients = _differentiate(subject, objective if scale is None else objective * scale, leaves)
-        if scale is not None:
-            gradients = {n: g / scale for n, g in gradients.items()}
+        gradients = _differentiate(subject, objective, leaves, scale, on_host=room is not None)
     after = buffers | run.reassigned
     return Reference(
         run.loss.detach(),
@@ -96,32 +99,31 @@ def reference_gradients(
         outputs,
         sites.used,
         rms,
+        0 if saved is None else saved.moved_bytes,
     )
 
 
 def live_reference(
-    subject: Subject, batch: Any, seed: int, step: int, micro: int, *, num_sites: int, written: Sequence[torch.Tensor] = ()
-) -> Reference:
+    subject: Subject, batch: Any, seed: int, step: int, micro: int, *, num_sites: int, written: Sequence[torch.Tensor] = (),
+    room: int | None = None,
+) -> Reference:  # fmt: skip
     """Loss and gradients of the live model; `written` are tensors, beside buffers, that the step writes.
 
-    Those, and the buffers, are as before when it returns; Python state is as the user's code leaves it.
+    Those, and the buffers, are as before when it returns; Python state is as the user's code leaves it. `room` as above.
     """
     sites = Sites(list(keys_for(seed, step, micro, num_sites + SPARE_KEYS).to(subject.device).unbind()))
     held: dict[str, torch.Tensor] = dict(subject.buffers)
     kept = [(t, t.detach().clone()) for t in (*held.values(), *written)]
     trained = subject.trained
+    saved = None if room is None else Saved(room, {**subject.parameters, **held})
+    generator = seeded_generator(subject.device, seed, step, micro)
     try:
-        with torch.enable_grad(), set_aside(subject), seeded_generator(subject.device, seed, step, micro):
-            run = run_loss(subject, None, batch, sites)
-            outputs = {n: t.detach() for n, t in run.outputs.items()}
-            rms = _median_rms(outputs.values())
-            run.outputs.clear()
-            outputs.clear()
+        with torch.enable_grad(), set_aside(subject), generator, saved or contextlib.nullcontext():
+            run = run_loss(subject, None, batch, sites, noted=_rms)
+            rms = _median_rms(run.outputs.values())
             objective = _objective(subject, run.loss, run.aux)
             scale = None if subject.loss_scale is None else subject.loss_scale.on(subject.device)[0].clone()
-            gradients = _differentiate(subject, objective if scale is None else objective * scale, trained)
-            if scale is not None:
-                gradients = {n: g / scale for n, g in gradients.items()}
+            gradients = _differentiate(subject, objective, trained, scale, on_host=room is not None)
         # one that was replaced is Python's to hold, not the step's to write
         now: dict[str, torch.Tensor] = dict(subject.root.named_buffers())
         buffers = {n: b.detach().clone() for n, b in held.items() if n in now and now[n] is b}
@@ -130,7 +132,8 @@ def live_reference(
             for tensor, value in kept:
                 tensor.detach().copy_(value)
     aux = {n: v.detach() for n, v in run.aux.items()}
-    return Reference(run.loss.detach(), aux, gradients, buffers, {}, sites.used, rms)
+    moved = 0 if saved is None else saved.moved_bytes
+    return Reference(run.loss.detach(), aux, gradients, buffers, {}, sites.used, rms, moved)
 
 
 def own_batch(batch: Any, dtype: torch.dtype | None = None) -> Any:
@@ -166,7 +169,7 @@ def _leaves(subject: Subject, given: Mapping[str, torch.Tensor], dtype: torch.dt
     trained = subject.trained
     leaves = {}
     for name, parameter in subject.parameters.items():
-        value = given.get(name, parameter).detach()
+        value = given.get(name, parameter).detach().to(parameter.device)
         if dtype is not None and value.is_floating_point():
             value = value.to(dtype)
         leaf = value.detach().requires_grad_(name in trained)
@@ -191,13 +194,23 @@ def _objective(subject: Subject, loss: torch.Tensor, aux: Mapping[str, torch.Ten
 
 
 def _differentiate(
-    subject: Subject, objective: torch.Tensor, leaves: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+    subject: Subject,
+    objective: torch.Tensor,
+    leaves: Mapping[str, torch.Tensor],
+    scale: torch.Tensor | None,
+    *,
+    on_host: bool,
+) -> Mapping[str, torch.Tensor]:
+    """Gradients by name; with a loss scale of what it scales, and divided by it again."""
     if not objective.requires_grad:
         raise BadLoss("the loss does not depend on any trained parameter")
-    names = list(subject.trained)
-    found = torch.autograd.grad(objective, [leaves[n] for n in names], allow_unused=True)
-    return {n: g.detach() for n, g in zip(names, found, strict=True) if g is not None}
+    scaled = objective if scale is None else objective * scale
+    trained = {n: leaves[n] for n in subject.trained}
+    if on_host:
+        return gradients_to_host(scaled, trained, scale, subject.device)
+    found = torch.autograd.grad(scaled, list(trained.values()), allow_unused=True)
+    pairs = [(n, g.detach()) for n, g in zip(trained, found, strict=True) if g is not None]
+    return {n: g if scale is None else g / scale for n, g in pairs}
 
 
 @contextlib.contextmanager
@@ -214,8 +227,17 @@ def _untouched(subject: Subject, constants: Sequence[torch.Tensor]) -> Iterator[
             live.data.copy_(value)
 
 
-def _median_rms(outputs: Any) -> float:
+def _rms(output: torch.Tensor) -> torch.Tensor:
+    """The root mean square of a module's output, noted in place of the output, which may go."""
+    value = output.detach()
+    if not value.is_floating_point() or not value.numel():
+        return torch.full((), float("nan"), device=value.device)
+    wide = torch.float64 if value.dtype is torch.float64 else torch.float32
+    norms = [torch.linalg.vector_norm(part, dtype=wide) for (part,) in parts(value)]  # autocast would copy a whole one
+    return (torch.linalg.vector_norm(torch.stack(norms)) / value.numel() ** 0.5).float()
+
+
+def _median_rms(scales: Iterable[torch.Tensor]) -> float:
     """The median is not moved by a mask of -1e9 among the outputs."""
-    scales = [t.float().square().mean().sqrt() for t in outputs if t.is_floating_point() and t.numel()]
-    finite = [s for s in torch.stack(scales).tolist() if 0 <= s < float("inf")] if scales else []
-    return sorted(finite)[len(finite) // 2] if finite else 0.0
+    finite = sorted(s for s in map(float, scales) if 0 <= s < float("inf"))
+    return finite[len(finite) // 2] if finite else 0.0

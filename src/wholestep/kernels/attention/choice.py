@@ -36,6 +36,8 @@ class Choice:
     name: str
     milliseconds: dict[str, float] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    short_of_memory: bool = False
+    """Whether memory did not suffice to try one that might have won: good for this process, not for others, which may have more."""
 
 
 CHOICES: dict[Signature, Choice] = {}
@@ -105,8 +107,13 @@ def _decide(
     known = _read(path).get(text)
     if known is not None and known.name in {i.name for i in usable}:
         return known
-    choice = measure(signature, usable, skipped, q, k, v, mask, causal, dropout_p)
-    _write(path, text, choice)
+    choice, rows = measure(signature, usable, skipped, q, k, v, mask, causal, dropout_p), q.shape[0]
+    if not choice.short_of_memory:
+        _write(path, text, choice)
+    while choice.short_of_memory and not choice.milliseconds and rows > 1:  # none could be tried: on fewer rows, then
+        rows //= 2
+        few = mask[:rows] if mask is not None and mask.dim() == 4 and mask.shape[0] > 1 else mask
+        choice = measure(signature, usable, skipped, q[:rows], k[:rows], v[:rows], few, causal, dropout_p)
     return choice
 
 
@@ -125,7 +132,7 @@ def measure(
     dropout_p: float,
 ) -> Choice:
     """Check and time each candidate on random data laid out like the arguments; a failure is a reason, not an error."""
-    milliseconds, reasons = {}, dict(skipped)
+    milliseconds, reasons, short = {}, dict(skipped), False
     generator_state = torch.cuda.get_rng_state(q.device)  # trial dropout must not move the user's random numbers
     try:
         for implementation in usable:
@@ -137,12 +144,13 @@ def measure(
                         milliseconds[implementation.name] = _time(implementation, q, k, v, mask, causal, dropout_p)
                 except (RuntimeError, ValueError) as error:
                     reason = str(error).splitlines()[0]
+                    short |= isinstance(error, torch.OutOfMemoryError) and implementation is not MATH  # which is never lean
             if reason is not None:
                 reasons[implementation.name] = reason
     finally:
         torch.cuda.set_rng_state(generator_state, q.device)
     name = min(milliseconds, key=lambda n: milliseconds[n]) if milliseconds else MATH.name
-    return Choice(name, milliseconds, reasons)
+    return Choice(name, milliseconds, reasons, short)
 
 
 def _too_large(implementation: Implementation, signature: Signature) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,8 +18,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep.graph.liveness import tensor_bytes
 from wholestep.graph.training_graph import TrainingGraph, tensors_in
 from wholestep.graph.views import is_cheap_view
+from wholestep.kernels import IN_PLACE, multi_tensor
 from wholestep.lower.in_place import write_state_in_place
 from wholestep.lower.interpret import statement_of
 from wholestep.lower.regions import describe_value
@@ -41,6 +44,10 @@ class Scratch:
 
 alone: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 """Open while a call runs on a GPU; a benchmark whose processes share one puts its turns here."""
+
+
+UPDATED_BYTES = 64 << 20
+"""Of parameters that an optimizer's update is measured on."""
 
 
 class _Unknown(Exception):
@@ -74,11 +81,13 @@ def _described(node: fx.Node) -> Any:
     return fx.map_arg((node.args, node.kwargs), lambda entry: describe_value(entry.meta.get("val")))
 
 
-def measure_calls(prepare: Sequence[Callable[[], Callable[[], Any]]], device: torch.device) -> list[Scratch | None]:
+def measure_calls(
+    prepare: Sequence[Callable[[], Callable[[], Any]]], device: torch.device, *, strict: bool = False
+) -> list[Scratch | None]:
     """One Scratch per call, from one recording. Each entry makes the stand-ins and returns the call itself; None where
-    that raised."""
+    that raised. With `strict` a call that memory does not suffice for raises torch.OutOfMemoryError."""
     if device.type == "cuda":
-        return [_measure_on_cuda(prepared, device) for prepared in prepare]
+        return [_measure_on_cuda(prepared, device, strict) for prepared in prepare]
     failed: set[int] = set()
     addresses: list[tuple[int, ...]] = []
     with torch.no_grad(), record(device, reads=False) as recording:
@@ -99,18 +108,23 @@ def measure_calls(prepare: Sequence[Callable[[], Callable[[], Any]]], device: to
     return [None if number in failed else count.scratch(addresses[number]) for number, count in enumerate(found)]
 
 
-def _measure_on_cuda(prepared: Callable[[], Callable[[], Any]], device: torch.device) -> Scratch | None:
+def _measure_on_cuda(prepared: Callable[[], Callable[[], Any]], device: torch.device, strict: bool) -> Scratch | None:
     """By the allocator's count of bytes asked for: its blocks are larger by what it found not worth splitting off."""
     try:
         with torch.no_grad():
             call = prepared()
             with alone():  # Triton tunes its kernels at their first launch, some of them on copies of their arguments
                 call()
+            del call  # its stand-ins go before others are made: twice a region's arguments may be more than there is
             call = prepared()
             with alone():
                 cuda.reset_peak(device)
                 result = call()
                 left, most = cuda.requested(device)
+    except torch.OutOfMemoryError:
+        if strict:
+            raise
+        return None
     except _FAILURES:
         return None
     del result
@@ -152,9 +166,27 @@ class _Count:
 
 def prepare_node(node: fx.Node) -> Callable[[], Any]:
     """The call of a node on stand-ins, by the function that the driver calls for it."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), stand_in)
+    given: Any = (_fewer_to_update(node), node.kwargs)
+    args, kwargs = fx.map_arg(given, stand_in)
     function = statement_of(node).function
     return lambda: function(*args, **kwargs)
+
+
+def _fewer_to_update(node: fx.Node) -> tuple[Any, ...]:
+    """The arguments of a node; of an optimizer's update on a GPU its first parameters only.
+
+    Stand-ins for all would be a second copy of weights, gradients and state. One kernel goes over all of them in place, so what
+    it takes for itself, a table of addresses, is next to nothing for any number of parameters.
+    """
+    if node.target not in IN_PLACE.values() or not _on_gpu(node) or multi_tensor.triton_reason() is not None:
+        return node.args
+    bytes_of = [sum(tensor_bytes(t) for t in tensors_in(entry.meta.get("val"))) for entry in node.args[0]]  # type: ignore[union-attr]
+    count = max(1, sum(total <= UPDATED_BYTES for total in itertools.accumulate(bytes_of)))
+    return tuple(arg[:count] if isinstance(arg, list | tuple) else arg for arg in node.args)
+
+
+def _on_gpu(node: fx.Node) -> bool:
+    return any(t.is_cuda for entry in node.all_input_nodes for t in tensors_in(entry.meta.get("val")))
 
 
 def stand_in(node: fx.Node) -> Any:

@@ -1,0 +1,86 @@
+"""`compile(check="first")`: before and after a variant's first live step, compare it with eager PyTorch (first_step.py).
+
+In: a step at work and a variant that has not run. Out: what is to be called with the result of the live step, or None where
+nothing is left to compare. Whatever goes wrong, the Python state that the user's code changed is as it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from wholestep.capture.cache import remember_checked, was_checked
+from wholestep.capture.undo import Undo
+from wholestep.errors import CaptureRefused
+from wholestep.runtime.eager import Result
+from wholestep.runtime.one_step import OneStep
+from wholestep.runtime.variant import Variant
+from wholestep.verify.first_step import FirstStep, Lean, give_back
+
+NO_HOOKS = "support saved tensor hooks"
+"""In what torch.func says of them."""
+
+
+def check_first_step(
+    run: OneStep, variant: Variant, args: Sequence[Any], numbers: Sequence[Any], *, lean: Lean | None = None
+) -> Callable[[OneStep, Result], None] | None:
+    """Compare before the live step; returns what is to be called with its result after it, or None when skipped.
+
+    With `lean`, a lack of memory is for the caller to tell: torch.OutOfMemoryError, with everything as it was.
+    """
+    if was_checked(variant.capture):
+        run.step._note("this captured step was compared with eager PyTorch by an earlier process")
+        return None
+    check = FirstStep(run, variant, args, numbers, lean)
+    undo = Undo(variant.subject.loss_fn, variant.subject.model, run.batch)
+    if run.python_random is not None:  # Dynamo's code has drawn what the loss draws from Python's generators
+        random.setstate(run.python_random[0])
+        np.random.set_state(run.python_random[1])
+    unhookable = False
+    try:
+        check.before()
+        undo.detach_new()
+    except (torch.OutOfMemoryError, NotImplementedError, CaptureRefused) as error:
+        undo.restore()
+        if lean is not None and isinstance(error, torch.OutOfMemoryError):
+            raise
+        reason = (str(error).strip().splitlines() or [""])[0][:120]
+        run.step._note(f"check: left out: the first step was not checked against eager: {type(error).__name__}: {reason}")
+        return None
+    except BaseException as error:
+        undo.restore()
+        unhookable = lean is not None and lean.room is not None and NO_HOOKS in str(error)
+        if not unhookable:
+            variant.uses = 0  # checked again at the next call
+            raise
+    finally:
+        give_back(variant.subject.device)
+
+    if lean is not None and unhookable:
+        return check_first_step(run, variant, args, numbers, lean=dataclasses.replace(lean, room=None))
+    if lean is not None:
+        run.step._note(check.told())
+
+    def after(run: OneStep, result: Result) -> None:
+        try:
+            check.after(result, run.norm)
+            if not check.undecided:
+                remember_checked(variant.capture)
+        except torch.OutOfMemoryError:
+            run.step._note("check: partly: the first step was compared with eager, not all of its update: memory did not suffice")
+        except BaseException:
+            undo.restore()
+            raise
+        finally:
+            check.forget()
+
+    return after
+
+
+def nothing_after(run: OneStep, result: Result) -> None:
+    """In place of the check after a step, where only the one before it is wanted."""
