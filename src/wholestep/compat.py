@@ -162,6 +162,28 @@ def mend_lstm() -> None:
         decompositions.one_layer_lstm = one_layer_lstm
 
 
+def keep_validation() -> None:
+    """Dynamo switches the validation of torch.distributions off, for the whole process, when it is first used: not for us."""
+    from torch._dynamo.eval_frame import TorchPatcher
+
+    kept = torch.distributions.Distribution._validate_args
+    TorchPatcher.patch()  # once per process
+    torch.distributions.Distribution.set_default_validate_args(kept)
+    # `Categorical.probs`, which validation looks at, is an object that is made for every look (so that Sphinx finds a property):
+    # no guard on it would hold
+    torch.distributions.utils.lazy_property.__get__ = _lazy_value
+
+
+def _lazy_value(self: Any, instance: Any, owner: Any = None) -> Any:
+    """lazy_property.__get__, but for the first line."""
+    if instance is None:
+        return self
+    with torch.enable_grad():
+        value = self.wrapped(instance)
+    setattr(instance, self.wrapped.__name__, value)
+    return value
+
+
 @contextlib.contextmanager
 def without_onednn() -> Iterator[None]:
     """oneDNN off; torch.backends.mkldnn.flags would also touch TF32 settings, and warn about them."""

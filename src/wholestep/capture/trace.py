@@ -18,13 +18,13 @@ import torch
 from wholestep import compat
 from wholestep.capture.assemble import functional, lift_constants
 from wholestep.capture.chunked_loss import WHOLE_LOGITS_BYTES
-from wholestep.capture.nonfinite import keep_buffers
+from wholestep.capture.nonfinite import keep_all, keep_buffers
 from wholestep.capture.optimizers import UpdatePlan
 from wholestep.capture.provenance import attribute_backward
 from wholestep.capture.reading import Reading
 from wholestep.capture.sites import Sites, TooFewKeys
 from wholestep.capture.subject import Subject
-from wholestep.capture.tracer import ACCUMULATED_WEIGHT, Tracer
+from wholestep.capture.tracer import ACCUMULATED_WEIGHT, HOLDS, Tracer
 from wholestep.errors import BadOption, CaptureRefused
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Input, Output, Role, TrainingGraph
@@ -129,6 +129,8 @@ def _trace(tracer: Tracer) -> tuple[TrainingGraph, tuple[torch.Tensor, ...]]:
     graph.for_gpu = tracer.subject.on_gpu
     if tracer.subject.nonfinite == "skip":
         keep_buffers(graph)
+    if tracer.holds is not None:
+        keep_all(graph, HOLDS)
     return graph, constants
 
 
@@ -138,6 +140,7 @@ def _trace_update(tracer: Tracer) -> TrainingGraph:
     weighted = Input(Role.GRADIENT, ACCUMULATED_WEIGHT)
     update = Tracer.__new__(Tracer)
     update.subject, update.plans, update.mode, update.captured_update = subject, tracer.plans, tracer.mode, True
+    update.holds = update.go = None  # looked at before the update
     update.fakes = {Input(Role.PARAMETER, n): tracer.fakes[Input(Role.PARAMETER, n)] for n in tracer.used}
     with tracer.mode:
         update.add_update_inputs(subject.device)

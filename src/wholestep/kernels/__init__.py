@@ -16,6 +16,7 @@ from wholestep.kernels import (
     add_rows,
     attention,
     clip,
+    ctc,
     dropout,
     grouped_mm,
     linear_cross_entropy,
@@ -49,11 +50,11 @@ IN_ORDER: dict[OpOverload, Callable[..., Any]] = {
 
 UNCOMPILED: frozenset[OpOverload] = frozenset({
     torch.ops.ws.recurrent.default, torch.ops.ws.recurrent_backward.default,
-    torch.ops.ws.grouped_mm.default, torch.ops.ws.grouped_mm_backward.default,
+    torch.ops.ws.grouped_mm.default, torch.ops.ws.grouped_mm_backward.default, torch.ops.ws.ctc.default,
 })  # fmt: skip
 """The sizes of some results are known only to cuDNN, and Inductor would check them against the guess; or a value is read."""
 
 __all__ = [
-    "DECOMPOSITIONS", "IN_ORDER", "IN_PLACE", "UNCOMPILED", "adamw", "add_rows", "attention", "clip", "dropout", "grouped_mm",
+    "DECOMPOSITIONS", "IN_ORDER", "IN_PLACE", "UNCOMPILED", "adamw", "add_rows", "attention", "clip", "ctc", "dropout", "grouped_mm",
     "linear_cross_entropy", "random_bits", "recurrent", "scatter_shared", "sgd",
 ]  # fmt: skip

@@ -11,7 +11,8 @@ import torch
 from wholestep.capture.reading import Reading
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
-from wholestep.capture.tracer import ACCUMULATED_WEIGHT
+from wholestep.capture.tracer import ACCUMULATED_WEIGHT, HOLDS
+from wholestep.errors import CaptureRefused
 from wholestep.graph.training_graph import OutputKind, Role, TrainingGraph
 from wholestep.runtime.binding import Binding
 from wholestep.runtime.eager import update_in_torch
@@ -27,6 +28,10 @@ def without_autocast(device: torch.device) -> Any:
 
 
 Lowering = Callable[[TrainingGraph], Any]
+
+
+class AssumptionFailed(CaptureRefused):
+    """Something about data that the graph takes for granted does not hold: nothing was changed, and eager takes this step."""
 
 
 class Variant:
@@ -60,6 +65,8 @@ class Variant:
         # on a GPU nothing that a batch holds can end a step that has begun, but for an assertion that ends the process
         self.written = [i for i in written if capture.graph.inputs[i].role in beside] if subject.device.type == "cpu" else []
         """Inputs that the graph writes beside parameters and their state."""
+        self.assumed = [] if reading is None else reading.graph.assumed
+        """Where the user's code looks at data that the graph takes for granted."""
         self.before = Kept()
         self.uses = 0
         self.checked = False
@@ -103,7 +110,15 @@ class Variant:
                 gradients[name] = value
             else:
                 named[name] = value
+        if HOLDS in named:
+            self.check_assumed(named[HOLDS])
         return named, gradients, norm
+
+    def check_assumed(self, holds: torch.Tensor) -> None:
+        """Raise AssumptionFailed where one of the step's assumptions about data does not hold; waits for the device."""
+        if not bool(holds.all()):
+            where = self.assumed[holds.tolist().index(False)]
+            raise AssumptionFailed("a condition on data, which is taken for granted, does not hold", where=where or None)
 
     def inputs(self, args: Sequence[Any]) -> list[Any]:
         return self.binding.inputs(self.capture.graph, [args[i] for i in self.brought])

@@ -23,7 +23,7 @@ import torch
 
 from wholestep.capture.cache import remember_checked, was_checked
 from wholestep.capture.optimizers import UpdatePlan
-from wholestep.capture.tracer import ACCUMULATED_WEIGHT
+from wholestep.capture.tracer import ACCUMULATED_WEIGHT, HOLDS
 from wholestep.capture.undo import Undo
 from wholestep.errors import CaptureRefused, FirstStepDiffers
 from wholestep.graph.copies import without_updates
@@ -152,6 +152,9 @@ class _FirstStep:
         values = self._run(lower_interpret(bare, watch=[node for _, node in watched]))
         kinds = [entry.kind for entry in bare.outputs]
         loss = values[kinds.index(OutputKind.LOSS)]
+        for entry, value in zip(bare.outputs, values):
+            if entry.name == HOLDS:
+                self.variant.check_assumed(value)
         gradients = dict(zip([name for name, _ in watched], values[len(kinds) :], strict=True))
         if self.subject.loss_scale is not None:
             gradients = self._unscaled(gradients)

@@ -29,6 +29,8 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._guards import TracingContext
 
 from wholestep import compat
+from wholestep.capture.front import replaced  # noqa: F401 - tells Dynamo what to call in the place of what
+from wholestep.capture.front.assumed import assuming
 from wholestep.capture.front.growing import growing
 
 SAFE = {
@@ -124,11 +126,11 @@ def switched_off() -> str | None:
 def settings(loggers: Any, lists: Iterable[str] = (), **more: Any) -> Iterator[None]:
     """Dynamo's settings as a faithful capture needs them, for this process, while the context is open."""
     with compat.ONE_AT_A_TIME, dynamo.config.patch(**_wanted(loggers, more)), _quiet():
-        growing.on, growing.lists = True, frozenset(lists)
+        growing.on, growing.lists, assuming.on = True, frozenset(lists), True
         try:
             yield
         finally:
-            growing.on, growing.lists = False, frozenset()
+            growing.on, growing.lists, assuming.on = False, frozenset(), False
 
 
 def _wanted(loggers: Any, more: dict[str, Any]) -> dict[str, Any]:
@@ -317,4 +319,5 @@ def _scalar_draw(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
 
 TorchInGraphFunctionVariable._get_handlers()[torch.rand] = _scalar_draw
 compat.mend_lstm()
+compat.keep_validation()
 

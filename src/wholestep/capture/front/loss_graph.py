@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import os
 import re
 import sys
 import types
@@ -22,8 +21,7 @@ from torch import fx
 from wholestep import compat
 from wholestep.capture.front import traced as marks
 from wholestep.capture.front.numbers import Argument, HostPart, split_numbers
-from wholestep.capture.front.replay import Replay, target_name, user_line
-from wholestep.capture.modes import is_own_file
+from wholestep.capture.front.replay import Replay, is_assumption, target_name, user_line
 from wholestep.errors import BadLoss, CaptureRefused
 
 LOSS, AUX, KEPT, NUMBER, NOTHING = "loss", "aux", "kept", "number", "nothing"
@@ -50,6 +48,8 @@ class Replayed:
     """Of the trained parameters, where hooks had their say."""
     outputs: dict[str, torch.Tensor]
     """Module path -> a value it returned."""
+    assumed: list[torch.Tensor]
+    """Whether what is taken for granted holds, one 0-d bool for each."""
 
 
 class LossGraph:
@@ -60,7 +60,6 @@ class LossGraph:
         placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         self.arguments = _arguments(placeholders)
         _check_marks(self.module)
-        _check_asserts(self.module)
         _check_backward(self.module)
         _check_replaced(self.module)
         self.host: HostPart = split_numbers(self.module, self.arguments)
@@ -73,6 +72,8 @@ class LossGraph:
             self.surroundings += [torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)]
         self.enters_autocast = sum(_is_autocast(n) for n in self.module.graph.nodes)
         self.checkpoints = any(_is_checkpoint(n) for n in self.module.graph.nodes)
+        self.assumed = [_where(n) or "" for n in self.module.graph.nodes if is_assumption(n)]
+        """Where something about data is taken for granted, in the order of the graph."""
 
     def detaches(self, argument: int) -> bool:
         """Whether nothing but `detach` is done with a tensor: then its history does not matter."""
@@ -128,7 +129,7 @@ class LossGraph:
         if replay.loss is None:
             raise CaptureRefused("the loss was not found in Dynamo's graph")
         kept = {r.name: value for r, value in zip(self.returned, found, strict=True) if r.kind == KEPT}
-        return Replayed(replay.loss, replay.aux, kept, replay.gradients, replay.boundaries())
+        return Replayed(replay.loss, replay.aux, kept, replay.gradients, replay.boundaries(), replay.assumed)
 
 
 _PROPERTIES: dict[str, Callable[[torch.Tensor, int], Any]] = {
@@ -136,8 +137,6 @@ _PROPERTIES: dict[str, Callable[[torch.Tensor, int], Any]] = {
     "STRIDE": lambda t, dim: t.stride(dim),
     "STORAGE_OFFSET": lambda t, dim: t.storage_offset(),
 }
-
-_ASSERTS_OF_PYTHON = {torch._assert, torch._assert_async, torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default}
 
 _RANDOM = re.compile(r"drop|rand|bernoulli|normal|uniform|exponential|multinomial|attention|poisson|rrelu|gumbel|cauchy|geometric")
 _RECURRENT = re.compile(r"^(lstm|gru|rnn_tanh|rnn_relu)$")
@@ -235,16 +234,6 @@ def _check_backward(module: fx.GraphModule) -> None:
 
 def _where(node: fx.Node) -> str | None:
     return user_line(node.meta.get("stack_trace") or "")
-
-
-def _check_asserts(module: fx.GraphModule) -> None:
-    """`assert` on the data of a tensor in the user's own code: eager stops there, before the update."""
-    for node in module.graph.nodes:
-        if node.target in _ASSERTS_OF_PYTHON:
-            frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-            if frames and is_own_file(frames[-1][0]):
-                where = f"{os.path.basename(frames[-1][0])}:{frames[-1][1]}"
-                raise CaptureRefused("an assert looks at the data of a tensor; a captured step would go on", where=where)
 
 
 def _returned(module: fx.GraphModule, host: HostPart) -> list[Returned]:

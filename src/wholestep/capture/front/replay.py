@@ -35,6 +35,7 @@ class Replay(fx.Interpreter):
         self.loss: torch.Tensor | None = None
         self.aux: dict[str, torch.Tensor] = {}
         self.gradients: list[torch.Tensor] | None = None
+        self.assumed: list[torch.Tensor] = []
         self.sources: dict[str, str | None] = {}
         self.calls: dict[str, fx.Node] = {}
         self.numbers: dict[int, torch.Tensor] = {}
@@ -125,7 +126,13 @@ class Replay(fx.Interpreter):
             self.aux[args[0]] = args[1]
         elif target is marks.mark_gradients:
             self.gradients = list(args)
-        elif target in _ASSERTIONS:
+        elif target is marks.mark_assumed:
+            self._assume(*args)
+            return None
+        elif target in _ASSERTS:
+            self._assume(args[0], True)
+            return None
+        elif target in _SIZE_CHECKS:
             return None
         elif str(target).startswith("transformers.grouped_mm_fallback"):
             return torch.ops.ws.grouped_mm(*args, *kwargs.values())
@@ -137,6 +144,12 @@ class Replay(fx.Interpreter):
         elif target in _NUMBERS and any(isinstance(a, torch.Tensor) for a in args):
             return _NUMBERS[target](*args)
         return super().call_function(target, args, kwargs)
+
+    def _assume(self, condition: Any, truth: bool) -> None:
+        if not isinstance(condition, torch.Tensor):  # known while tracing: it is as assumed, or Dynamo had raised
+            condition = torch.full((), bool(condition))
+        holds = condition.detach().reshape(()) != 0
+        self.assumed.append(holds if truth else holds.logical_not())
 
     def call_method(self, target: Any, args: tuple, kwargs: dict) -> Any:
         if target == "item":
@@ -193,12 +206,17 @@ _NUMBERS: dict[Any, Callable[..., Any]] = {
 }
 """Arithmetic on Python numbers, where the number is a value of the graph."""
 
-_ASSERTIONS = {
+_ASSERTS = {torch._assert, torch._assert_async, torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default}
+_SIZE_CHECKS = {
     torch._check, torch._check_is_size, torch._check_value, torch._check_type, torch._check_index,
-    torch._assert, torch._assert_async, torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default,
     torch.ops.aten._assert_scalar.default,
 }  # fmt: skip
-"""Assertions about data, which libraries make where they are traced; the user's own are refused (`_check_asserts`)."""
+"""Facts about numbers that Dynamo and libraries note for the compiler's sake."""
+
+
+def is_assumption(node: fx.Node) -> bool:
+    """Whether something about data is taken for granted at this node."""
+    return node.op == "call_function" and (node.target is marks.mark_assumed or node.target in _ASSERTS)
 
 
 def user_line(trace: str) -> str | None:
