@@ -219,7 +219,7 @@ class Tracer:
         results: list[tuple[Any, Output]] = []
         with compat.annotate(phase="forward"):
             run, leaves = self.forward(values, sites)
-            self._assume(run.assumed)
+            self._assume(run.assumed + sites.assumed)
         self.aux_names = tuple(run.aux)
         self._note_run(run)
         accumulate = self.subject.accumulate

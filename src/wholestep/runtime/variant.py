@@ -117,7 +117,7 @@ class Variant:
     def check_assumed(self, holds: torch.Tensor) -> None:
         """Raise AssumptionFailed where one of the step's assumptions about data does not hold; waits for the device."""
         if not bool(holds.all()):
-            where = self.assumed[holds.tolist().index(False)]
+            where = dict(enumerate(self.assumed)).get(holds.tolist().index(False))
             raise AssumptionFailed("a condition on data, which is taken for granted, does not hold", where=where or None)
 
     def inputs(self, args: Sequence[Any]) -> list[Any]:

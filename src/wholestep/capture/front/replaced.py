@@ -33,8 +33,13 @@ def _is_dependent(constraint: Any) -> bool:
     return isinstance(constraint, constraints._Dependent)
 
 
-IN_GRAPH: dict[Any, Callable[..., Any]] = {F.ctc_loss: _ctc_by_name, torch.ctc_loss: ctc_loss}
-"""What Dynamo would put into its graph as it is: data tells the size of what CTC keeps, so that cannot be traced further."""
+def _assert(condition: Any, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)
+
+
+IN_GRAPH: dict[Any, Callable[..., Any]] = {F.ctc_loss: _ctc_by_name, torch.ctc_loss: ctc_loss, torch._assert: _assert}
+"""What Dynamo would put into its graph as it is. Data tells the size of what CTC keeps, so that cannot be traced further."""
 SKIPPED: dict[Any, Callable[..., Any]] = {constraints.is_dependent: _is_dependent}
 """What Dynamo refuses."""
 
