@@ -11,6 +11,7 @@ import gc
 import os
 import re
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_unbacked_symbols
 from torch.nn.utils import stateless
 
 TESTED_TORCH = ("2.11", "2.13")
@@ -201,7 +202,43 @@ def traced_size(size: int | torch.SymInt, *, extra: int = 0) -> int:
         return int(size)
     env, expression = size.node.shape_env, size.node.expr
     values = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # renamed between versions
-    return int(expression.xreplace({symbol: int(values[symbol]) + extra for symbol in expression.free_symbols}))
+
+    def value(symbol: Any) -> int:
+        return (int(values[symbol]) if symbol in values else _most(env, symbol)) + extra
+
+    return int(expression.xreplace({symbol: value(symbol) for symbol in expression.free_symbols}))
+
+
+def _most(env: ShapeEnv, symbol: Any) -> int:
+    """The largest that a size can be which only data tells; 1 where that is not known."""
+    return traced_size(_picked_from.get(env, {}).get(symbol, 1))
+
+
+_picked_from: weakref.WeakKeyDictionary[ShapeEnv, dict[Any, Any]] = weakref.WeakKeyDictionary()
+"""Symbol of a size that only data tells -> among how many places it counts: a mask picks no more than it has."""
+
+
+def note_picked_sizes() -> None:
+    """Have torch's rules for tensors without data tell of the sizes that they make up."""
+    from torch._subclasses.fake_impls import op_implementations_dict as rules
+
+    aten = torch.ops.aten
+    for operator in (aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.unique_dim.default):
+        if operator in rules:
+            rules[operator] = _noting_sizes(rules[operator])
+
+
+def _noting_sizes(rule: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(rule)
+    def noting(mode: FakeTensorMode, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        made = rule(mode, func, tensor, *args, **kwargs)
+        first = made[0] if isinstance(made, tuple) else made
+        for size in first.shape:
+            if isinstance(size, torch.SymInt) and free_unbacked_symbols(size) and size.node.expr.is_symbol:
+                _picked_from.setdefault(mode.shape_env, {})[size.node.expr] = tensor.numel()
+        return made
+
+    return noting
 
 
 def saved_tensor_hooks() -> Any:

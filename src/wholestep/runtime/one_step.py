@@ -24,7 +24,7 @@ from wholestep.runtime.binding import StateMoved
 from wholestep.runtime.compiled import LowerRung
 from wholestep.runtime.eager import Result, clear_gradients, combine, update_in_torch
 from wholestep.runtime.kept import Kept
-from wholestep.runtime.variant import Variant
+from wholestep.runtime.variant import AssumptionFailed, Variant
 
 if TYPE_CHECKING:
     from wholestep.runtime.step import Step
@@ -126,7 +126,11 @@ class OneStep:
         for variant in self.variants:
             variant.before.put_back()
         unasked = (WholestepError, CaptureRefused, StateMoved, MemoryError, torch.OutOfMemoryError)
-        if isinstance(error, unasked) or self.subject.device.type != "cpu":
+        if isinstance(error, unasked):
+            return error
+        if any(variant.assumed for variant in self.variants):  # what does not hold may also end the step
+            return AssumptionFailed(f"{type(error).__name__}: {error}")
+        if self.subject.device.type != "cpu":
             return error
         randomness, buffers = RandomStates(), Kept()
         buffers.keep([tensor for tensor in self.subject.buffers.values() if not tensor.is_inference()])

@@ -33,7 +33,8 @@ from wholestep.runtime.variants import Making, TooManyShapes, Variants
 TRIES = 2
 """Captures tried in a row where an eager step between them may help."""
 MOST_WRONG = 4
-"""Steps for which something about data was taken for granted that did not hold, and in which eager PyTorch met no error."""
+"""Steps for which something about data was taken for granted that did not hold, and in which eager PyTorch met no error: so many,
+and one in so many, end the attempt."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -152,7 +153,7 @@ class Step:
         result = run.in_torch(LowerRung(self.subject, self._note, compiled=False))
         self._note(f"a step ran in eager PyTorch: {refused}")
         self._assumed_wrongly += 1
-        if self._assumed_wrongly >= MOST_WRONG:
+        if self._assumed_wrongly >= MOST_WRONG and self._assumed_wrongly * MOST_WRONG > self.count:
             self._forget_graphs()
             self._fall(refused)
         return result

@@ -1,9 +1,10 @@
-"""Branches on data of which one side raises: the graph takes the other side, and computes whether it may.
+"""Branches on data of which one side is the exception: the graph takes the other side, and computes whether it may.
 
 `if not valid.all(): raise ValueError(...)`, `assert (x > 0).all()`: torch.distributions validates its arguments so, and so do
-people. Dynamo cannot follow a branch on data. Here it goes on where nothing is raised, and a mark in its graph holds the
-condition. A captured step computes all of them; where one does not hold the step changes nothing, and eager PyTorch takes
-it: which raises what it raises, at its line, in its words, or catches it and goes on.
+people; `if mask.sum() == 0: return ...` is written for the batch in which nothing is masked. Dynamo cannot follow a branch on
+data. Here it goes on where nothing is raised and no mask is empty, and a mark in its graph holds the condition. A captured
+step computes all of them; where one does not hold the step changes nothing, and eager PyTorch takes it: which raises what it
+raises, at its line, in its words, or goes on the other way.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import sympy
 import torch
+from torch import fx
 from torch._dynamo import symbolic_convert
 from torch._dynamo.variables import SymNodeVariable, TensorVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -56,9 +59,42 @@ def _assumed_truth(tx: Any, inst: Any, jumps_at: bool) -> bool | None:
     jump_raises, next_raises = _always_raises(tx, tx.indexof[inst.target]), _always_raises(tx, tx.instruction_pointer)
     if jump_raises != next_raises:
         return jumps_at if next_raises else not jumps_at
-    # `if not symmetric.all(): return symmetric`: what is not valid is returned early, and raised about by the caller
-    checks = isinstance(value, TensorVariable) and value.as_proxy().node.target in ("all", torch.all)
-    return True if checks and tx.f_code.co_filename.startswith(_DISTRIBUTIONS) else None
+    if isinstance(value, SymNodeVariable):
+        return _number_is_likely(value.sym_num)
+    return _tensor_is_likely(value.as_proxy().node, in_validation=tx.f_code.co_filename.startswith(_DISTRIBUTIONS))
+
+
+def _number_is_likely(number: Any) -> bool | None:
+    """Where a whole number that only data tells is compared with another: it is a count, and it is large."""
+    symbols = free_unbacked_symbols(number)
+    if not all(symbol.is_integer for symbol in symbols) or number.node.expr.free_symbols - symbols:
+        return None
+    found = number.node.expr.xreplace(dict.fromkeys(symbols, sympy.Integer(_LARGE)))
+    return bool(found) if found.is_number or found in (sympy.true, sympy.false) else None
+
+
+_LARGE = 10007
+
+
+def _tensor_is_likely(node: fx.Node, *, in_validation: bool) -> bool | None:
+    """`mask.any()`, `mask.sum() == 0` and the like ask whether a mask is empty: it is not."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name == "any":
+        return True
+    if name == "all":  # `if not symmetric.all(): return symmetric`: what is not valid is told, and raised about by the caller
+        return True if in_validation else None
+    if name in _AGAINST_ZERO and len(node.args) == 2 and node.args[1] == 0:
+        return _AGAINST_ZERO[name] if _is_count(node.args[0]) else None
+    return True if _is_count(node) else None
+
+
+_AGAINST_ZERO = {"eq": False, "ne": True, "gt": True, "le": False}
+
+
+def _is_count(node: Any) -> bool:
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    name = getattr(getattr(node, "target", None), "__name__", getattr(node, "target", ""))
+    return name in ("sum", "count_nonzero") and isinstance(value, torch.Tensor) and value.dtype == torch.int64
 
 
 def _is_data(value: Any) -> bool:

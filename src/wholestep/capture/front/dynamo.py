@@ -48,7 +48,7 @@ TRACING = {
     "allow_rnn": True,  # else "Attempted to wrap RNN, GRU, or LSTM"
     "allow_unspec_int_on_nn_module": True,  # False by default: `self.calls += 1` in a forward would capture every step
     "capture_scalar_outputs": True,
-    "capture_dynamic_output_shape_ops": False,
+    "capture_dynamic_output_shape_ops": True,
     "recompile_limit": 1000,  # `Front` counts
     "accumulated_recompile_limit": 100_000,
     "automatic_dynamic_local_pgo": False,  # sizes that another run of the program met
@@ -320,4 +320,5 @@ def _scalar_draw(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
 TorchInGraphFunctionVariable._get_handlers()[torch.rand] = _scalar_draw
 compat.mend_lstm()
 compat.keep_validation()
+compat.note_picked_sizes()
 

@@ -146,7 +146,10 @@ class Replay(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def _assume(self, condition: Any, truth: bool) -> None:
-        if not isinstance(condition, torch.Tensor):  # known while tracing: it is as assumed, or Dynamo had raised
+        if isinstance(condition, torch.SymBool | torch.SymInt):  # about a size that a mask decides
+            told = condition if isinstance(condition, torch.SymBool) else condition != 0
+            condition = torch.scalar_tensor(torch.sym_ite(told, 1, 0))
+        elif not isinstance(condition, torch.Tensor):  # known while tracing: it is as assumed, or Dynamo had raised
             condition = torch.full((), bool(condition))
         holds = condition.detach().reshape(()) != 0
         self.assumed.append(holds if truth else holds.logical_not())
