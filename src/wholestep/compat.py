@@ -25,7 +25,12 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    free_unbacked_symbols,
+)
 from torch.nn.utils import stateless
 
 TESTED_TORCH = ("2.11", "2.13")
@@ -146,6 +151,26 @@ def shape_guards(mode: FakeTensorMode) -> list[Any]:
     """The facts about symbolic sizes that the trace relied on, as sympy expressions."""
     env = mode.shape_env
     return [] if env is None else [guard.expr for guard in env.guards]
+
+
+SizeFromData = GuardOnDataDependentSymNode
+"""What is computed depends on a size that only data tells."""
+
+
+def about_picked_places(error: Exception) -> str:
+    """Such an error in words that a user can do something about."""
+    condition = re.search(r"expression (.+?) \(unhinted", str(error))
+    asked = f" (whether {condition[1]})" if condition else ""
+    return (
+        f"what is computed depends on how many places a mask picks{asked}; weight by the mask in the place of picking, as "
+        "(x * mask).sum() / mask.sum() does"
+    )
+
+
+def facts_of_data(mode: FakeTensorMode) -> set[Any]:
+    """Facts about sizes that only data tells on which the trace relied, as sympy expressions."""
+    env = mode.shape_env
+    return set() if env is None else {entry.expr for found in env.deferred_runtime_asserts.values() for entry in found}
 
 
 def mend_lstm() -> None:

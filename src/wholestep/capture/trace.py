@@ -53,6 +53,8 @@ class Capture:
     from_cache: bool = False
     key: str | None = None
     """Under which it is kept on disk."""
+    assumed: tuple[str, ...] = ()
+    """Where in the user's code something about data is taken for granted, as output HOLDS tells."""
     plan: Plan | None = None
     """What the passes carried out, where a plan was asked for."""
 
@@ -89,7 +91,7 @@ def capture(
         constants = (*reading.tensors(Role.CONSTANT), *constants)
     return Capture(
         graph, update, tracer.aux_names, num_sites, tuple(tracer.plans), constants, tracer.notes, tuple(tracer.used),
-        tracer.symbols, compat.shape_guards(tracer.mode), tracer.mode,
+        tracer.symbols, compat.shape_guards(tracer.mode), tracer.mode, assumed=tuple(one.where or "" for one in tracer.assumed),
     )  # fmt: skip
 
 
@@ -120,6 +122,9 @@ def _trace(tracer: Tracer) -> tuple[TrainingGraph, tuple[torch.Tensor, ...]]:
 
     fakes = [tracer.fakes[e] for e in order]
     recorded = compat.trace(whole, fakes, mode=tracer.mode)
+    unseen = compat.facts_of_data(tracer.mode) - {one.fact for one in tracer.assumed}
+    if unseen:
+        raise CaptureRefused(f"masks pick numbers of places that have to fit each other, which nothing looks at: {unseen}")
     attribute_backward(recorded)
     first = sum(entry.role is Role.CONSTANT for entry in order)
     constants = lift_constants(recorded, tracer.subject, tracer.mode)

@@ -18,6 +18,7 @@ from wholestep.capture import loss_scale, optimizers
 from wholestep.capture.batch import flatten, unflatten
 from wholestep.capture.chunked_loss import WHOLE_LOGITS_BYTES, ChunkedLoss
 from wholestep.capture.front.loss_graph import AUX
+from wholestep.capture.front.replay import Assumed
 from wholestep.capture.gpu_autocast import gpu_autocast
 from wholestep.capture.modes import keyed
 from wholestep.capture.preflight import autocast_for
@@ -58,8 +59,7 @@ class Forward:
     """Whether a recurrent layer ran, which tracing turns into one copy of the cell per time step."""
     losses: list[str] = dataclasses.field(default_factory=list)
     """One line per loss that is computed in chunks."""
-    assumed: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    """Whether what is taken for granted about data holds, one 0-d bool for each."""
+    assumed: list[Assumed] = dataclasses.field(default_factory=list)
 
 
 def run_loss(
@@ -129,6 +129,7 @@ class Tracer:
         self.symbols: dict[str, Any] = {}
         self.notes: list[str] = []
         self.captured_update = subject.optimizer is not None and optimizers.supported(subject.optimizer) is None
+        self.assumed: list[Assumed] = []
         self.holds: torch.Tensor | None = None
         self.go: torch.Tensor | None = None
         names = {id(p): n for n, p in subject.trained.items()}
@@ -209,7 +210,7 @@ class Tracer:
             numbers.append(number.to(torch.int64) if integer else number)
         dry = gpu_autocast() if self.subject.dry == "cuda" and self.subject.precision != "fp32" else contextlib.nullcontext()
         with dry, keyed(sites, on_gpu=self.subject.on_gpu, chunked=chunked) as modes:
-            found = reading.graph.run(args, numbers, self.paths)
+            found = reading.graph.run(args, numbers, self.paths, self.subject.device)
         return Forward(
             found.loss, found.aux, found.outputs, found.kept, found.gradients, unrolled=modes.unrolled, assumed=found.assumed
         )
@@ -219,7 +220,7 @@ class Tracer:
         results: list[tuple[Any, Output]] = []
         with compat.annotate(phase="forward"):
             run, leaves = self.forward(values, sites)
-            self._assume(run.assumed + sites.assumed)
+            self._assume([*run.assumed, *(Assumed(holds, where) for holds, where in sites.assumed)])
         self.aux_names = tuple(run.aux)
         self._note_run(run)
         accumulate = self.subject.accumulate
@@ -247,11 +248,12 @@ class Tracer:
         results += [(t.detach(), Output(OutputKind.AUX, f"boundary/{n}")) for n, t in run.outputs.items()]
         return [value for value, _ in results], [meaning for _, meaning in results]
 
-    def _assume(self, assumed: list[torch.Tensor]) -> None:
+    def _assume(self, assumed: list[Assumed]) -> None:
         """`holds`: of each assumption about data. `go`: the factor by which an update is left out where one does not hold."""
         self.holds = self.go = None
+        self.assumed = assumed
         if assumed:
-            self.holds = torch.stack([flag.to(self.subject.device) for flag in assumed])
+            self.holds = torch.stack([one.holds.to(self.subject.device) for one in assumed])
             one = torch.ones((), dtype=torch.float32, device=self.subject.device)
             self.go = torch.where(self.holds.all(), one, multi_tensor.SKIP)
 

@@ -128,8 +128,10 @@ class OneStep:
         unasked = (WholestepError, CaptureRefused, StateMoved, MemoryError, torch.OutOfMemoryError)
         if isinstance(error, unasked):
             return error
-        if any(variant.assumed for variant in self.variants):  # what does not hold may also end the step
-            return AssumptionFailed(f"{type(error).__name__}: {error}")
+        places = dict.fromkeys(place for variant in self.variants for place in variant.capture.assumed)
+        if places:  # what does not hold may also end the step
+            where = ", ".join([*filter(None, places)][:3])
+            return AssumptionFailed(f"{type(error).__name__}: {error}", where=where or None)
         if self.subject.device.type != "cpu":
             return error
         randomness, buffers = RandomStates(), Kept()

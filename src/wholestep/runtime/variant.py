@@ -62,11 +62,11 @@ class Variant:
         self.names = [o.name for o in kinds]
         written = [o.target for o in capture.graph.outputs if o.target is not None]
         beside = (Role.BUFFER, Role.CONSTANT, Role.BATCH)
-        # on a GPU nothing that a batch holds can end a step that has begun, but for an assertion that ends the process
-        self.written = [i for i in written if capture.graph.inputs[i].role in beside] if subject.device.type == "cpu" else []
+        # on a GPU nothing that a batch holds can end a step that has begun, but for an assertion that ends the process, and
+        # assumptions about data
+        may_end = subject.device.type == "cpu" or bool(capture.assumed)
+        self.written = [i for i in written if capture.graph.inputs[i].role in beside] if may_end else []
         """Inputs that the graph writes beside parameters and their state."""
-        self.assumed = [] if reading is None else reading.graph.assumed
-        """Where the user's code looks at data that the graph takes for granted."""
         self.before = Kept()
         self.uses = 0
         self.checked = False
@@ -117,7 +117,7 @@ class Variant:
     def check_assumed(self, holds: torch.Tensor) -> None:
         """Raise AssumptionFailed where one of the step's assumptions about data does not hold; waits for the device."""
         if not bool(holds.all()):
-            where = dict(enumerate(self.assumed)).get(holds.tolist().index(False))
+            where = self.capture.assumed[holds.tolist().index(False)]
             raise AssumptionFailed("a condition on data, which is taken for granted, does not hold", where=where or None)
 
     def inputs(self, args: Sequence[Any]) -> list[Any]:

@@ -21,7 +21,7 @@ from torch import fx
 from wholestep import compat
 from wholestep.capture.front import traced as marks
 from wholestep.capture.front.numbers import Argument, HostPart, split_numbers
-from wholestep.capture.front.replay import Replay, is_assumption, target_name, user_line
+from wholestep.capture.front.replay import Assumed, Replay, target_name, user_line
 from wholestep.errors import BadLoss, CaptureRefused
 
 LOSS, AUX, KEPT, NUMBER, NOTHING = "loss", "aux", "kept", "number", "nothing"
@@ -48,8 +48,7 @@ class Replayed:
     """Of the trained parameters, where hooks had their say."""
     outputs: dict[str, torch.Tensor]
     """Module path -> a value it returned."""
-    assumed: list[torch.Tensor]
-    """Whether what is taken for granted holds, one 0-d bool for each."""
+    assumed: list[Assumed]
 
 
 class LossGraph:
@@ -72,8 +71,6 @@ class LossGraph:
             self.surroundings += [torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)]
         self.enters_autocast = sum(_is_autocast(n) for n in self.module.graph.nodes)
         self.checkpoints = any(_is_checkpoint(n) for n in self.module.graph.nodes)
-        self.assumed = [_where(n) or "" for n in self.module.graph.nodes if is_assumption(n)]
-        """Where something about data is taken for granted, in the order of the graph."""
 
     def detaches(self, argument: int) -> bool:
         """Whether nothing but `detach` is done with a tensor: then its history does not matter."""
@@ -117,14 +114,16 @@ class LossGraph:
         found.update(repr((self.arguments, self.returned, self.host.integer, self.surroundings)).encode())
         return found.hexdigest()
 
-    def run(self, args: Sequence[Any], numbers: Sequence[torch.Tensor], paths: Mapping[int, str]) -> Replayed:
+    def run(
+        self, args: Sequence[Any], numbers: Sequence[torch.Tensor], paths: Mapping[int, str], device: torch.device
+    ) -> Replayed:
         """Run the graph on `args` (sizes are read off their tensors), under whatever modes are in force."""
         given = list(args)
         for i, argument in enumerate(self.arguments):
             if argument.size_of is not None:
                 tensor, what, dim = argument.size_of
                 given[i] = _PROPERTIES[what](given[tensor], dim)
-        replay = Replay(self.module, paths)
+        replay = Replay(self.module, paths, device)
         found = replay.run(*given, *numbers)
         if replay.loss is None:
             raise CaptureRefused("the loss was not found in Dynamo's graph")

@@ -8,6 +8,7 @@ as numbers do.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import operator
 import os
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves, tree_map
 
 from wholestep import compat
@@ -26,16 +28,28 @@ from wholestep.capture.sites import TooFewKeys
 from wholestep.errors import CaptureRefused, WholestepError
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Assumed:
+    """Something about data that the graph takes for granted."""
+
+    holds: torch.Tensor
+    """A 0-d bool."""
+    where: str | None = None
+    """The line of the user's code."""
+    fact: Any = None
+    """For one about sizes: the expression."""
+
+
 class Replay(fx.Interpreter):
     """Runs the graph node by node; every operation is annotated with its module and source line."""
 
-    def __init__(self, module: fx.GraphModule, paths: Mapping[int, str]) -> None:
+    def __init__(self, module: fx.GraphModule, paths: Mapping[int, str], device: torch.device) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self.paths = paths
+        self.paths, self.device = paths, device
         self.loss: torch.Tensor | None = None
         self.aux: dict[str, torch.Tensor] = {}
         self.gradients: list[torch.Tensor] | None = None
-        self.assumed: list[torch.Tensor] = []
+        self.assumed: list[Assumed] = []
         self.sources: dict[str, str | None] = {}
         self.calls: dict[str, fx.Node] = {}
         self.numbers: dict[int, torch.Tensor] = {}
@@ -58,6 +72,8 @@ class Replay(fx.Interpreter):
                 value = super().run_node(n)
             except (WholestepError, CaptureRefused, TooFewKeys):
                 raise
+            except compat.SizeFromData as error:
+                raise CaptureRefused(compat.about_picked_places(error), where=source) from error
             except Exception as error:
                 lines = str(error).strip().splitlines() or [""]
                 raise CaptureRefused(f"{type(error).__name__}: {lines[0][:200]}", where=source) from error
@@ -132,7 +148,11 @@ class Replay(fx.Interpreter):
         elif target in _ASSERTS:
             self._assume(args[0], True)
             return None
-        elif target in _SIZE_CHECKS:
+        elif target in _FACTS:
+            if not isinstance(args[0], bool) and not statically_known_true(args[0]):
+                self._assume(args[0], True)
+            return None
+        elif target is torch._check_is_size:
             return None
         elif str(target).startswith("transformers.grouped_mm_fallback"):
             return torch.ops.ws.grouped_mm(*args, *kwargs.values())
@@ -148,11 +168,13 @@ class Replay(fx.Interpreter):
     def _assume(self, condition: Any, truth: bool) -> None:
         if isinstance(condition, torch.SymBool | torch.SymInt):  # about a size that a mask decides
             told = condition if isinstance(condition, torch.SymBool) else condition != 0
-            condition = torch.scalar_tensor(torch.sym_ite(told, 1, 0))
-        elif not isinstance(condition, torch.Tensor):  # known while tracing: it is as assumed, or Dynamo had raised
+            holds = torch.ops.ws.require(torch.sym_ite(told, int(truth), int(not truth)), self.device)
+            self.assumed.append(Assumed(holds, compat.noted_source(), told.node.expr))
+            return
+        if not isinstance(condition, torch.Tensor):  # known while tracing: it is as assumed, or Dynamo had raised
             condition = torch.full((), bool(condition))
         holds = condition.detach().reshape(()) != 0
-        self.assumed.append(holds if truth else holds.logical_not())
+        self.assumed.append(Assumed(holds if truth else holds.logical_not(), compat.noted_source()))
 
     def call_method(self, target: Any, args: tuple, kwargs: dict) -> Any:
         if target == "item":
@@ -210,16 +232,11 @@ _NUMBERS: dict[Any, Callable[..., Any]] = {
 """Arithmetic on Python numbers, where the number is a value of the graph."""
 
 _ASSERTS = {torch._assert, torch._assert_async, torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default}
-_SIZE_CHECKS = {
-    torch._check, torch._check_is_size, torch._check_value, torch._check_type, torch._check_index,
+_FACTS = {
+    torch._check, torch._check_value, torch._check_type, torch._check_index,
     torch.ops.aten._assert_scalar.default,
 }  # fmt: skip
-"""Facts about numbers that Dynamo and libraries note for the compiler's sake."""
-
-
-def is_assumption(node: fx.Node) -> bool:
-    """Whether something about data is taken for granted at this node."""
-    return node.op == "call_function" and (node.target is marks.mark_assumed or node.target in _ASSERTS)
+"""Facts about numbers that Dynamo and libraries note, and that code is compiled for."""
 
 
 def user_line(trace: str) -> str | None:
