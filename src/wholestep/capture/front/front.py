@@ -23,6 +23,7 @@ from wholestep import compat
 from wholestep.capture.front import dynamo as private
 from wholestep.capture.front.loss_graph import LossGraph
 from wholestep.capture.front.replay import user_line
+from wholestep.capture.front.sparse import detach_parts
 from wholestep.capture.front.traced import traced
 from wholestep.capture.front.unguarded import Unguarded
 from wholestep.capture.subject import Subject, model_loss, no_loss
@@ -75,6 +76,12 @@ class Front:
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # of the caller: a step trains all the same
             with torch.inference_mode(False), torch.enable_grad():
                 return self(batch, run, known_only=known_only)
+        try:
+            return self._call(batch, run, known_only)
+        finally:
+            detach_parts()
+
+    def _call(self, batch: Any, run: Run, known_only: bool) -> Any:
         arguments = self._arguments(batch)
         entry = self._find(arguments)
         if entry is None:

@@ -127,8 +127,13 @@ class LossGraph:
         found = replay.run(*given, *numbers)
         if replay.loss is None:
             raise CaptureRefused("the loss was not found in Dynamo's graph")
-        kept = {r.name: value for r, value in zip(self.returned, found, strict=True) if r.kind == KEPT}
+        kept = {r.name: _as_tensor(value) for r, value in zip(self.returned, found, strict=True) if r.kind == KEPT}
         return Replayed(replay.loss, replay.aux, kept, replay.gradients, replay.boundaries(), replay.assumed)
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    """A result of a graph is a tensor; a size that the Python keeps is a number again when it is handed over."""
+    return torch.scalar_tensor(value, dtype=torch.int64) if isinstance(value, int | torch.SymInt) else value
 
 
 _PROPERTIES: dict[str, Callable[[torch.Tensor, int], Any]] = {

@@ -16,6 +16,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.distributions import constraints
 
 from wholestep.capture.front.assumed import assuming
+from wholestep.capture.front.sparse import make_coo
 from wholestep.kernels.ctc import ctc_loss
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
@@ -40,7 +41,7 @@ def _assert(condition: Any, message: str) -> None:
 
 IN_GRAPH: dict[Any, Callable[..., Any]] = {F.ctc_loss: _ctc_by_name, torch.ctc_loss: ctc_loss, torch._assert: _assert}
 """What Dynamo would put into its graph as it is. Data tells the size of what CTC keeps, so that cannot be traced further."""
-SKIPPED: dict[Any, Callable[..., Any]] = {constraints.is_dependent: _is_dependent}
+SKIPPED: dict[Any, Callable[..., Any]] = {constraints.is_dependent: _is_dependent, torch.sparse_coo_tensor: make_coo}
 """What Dynamo refuses."""
 
 

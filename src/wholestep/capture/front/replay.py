@@ -161,6 +161,8 @@ class Replay(fx.Interpreter):
         elif target is torch.scalar_tensor and isinstance(args[0], torch.Tensor):
             # a result that Python reads as a number: not one that promotes types any more
             return args[0].detach().to(kwargs.get("dtype") or torch.get_default_dtype()).clone()
+        elif target is torch._refs.tensor and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args[0])):
+            return _tensor_of(args[0]).to(**kwargs)
         elif target in _NUMBERS and any(isinstance(a, torch.Tensor) for a in args):
             return _NUMBERS[target](*args)
         return super().call_function(target, args, kwargs)
@@ -209,6 +211,13 @@ def _pair(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
     number = [v if isinstance(v, torch.Tensor) else torch.full((), v, dtype=torch.float64, device=like.device) for v in (a, b)]
     dtype = torch.promote_types(number[0].dtype, number[1].dtype)
     return number[0].to(dtype), number[1].to(dtype)
+
+
+def _tensor_of(values: Any) -> torch.Tensor:
+    """`torch.tensor(values)` where some are numbers of the graph; of no shape that Dynamo would not have seen."""
+    if isinstance(values, list | tuple):
+        return torch.stack([_tensor_of(value) for value in values])
+    return values if isinstance(values, torch.Tensor) else torch.full((), values)
 
 
 def _quotient(a: Any, b: Any) -> torch.Tensor:
