@@ -161,6 +161,8 @@ def about_picked_places(error: Exception) -> str:
     """Such an error in words that a user can do something about."""
     condition = re.search(r"expression (.+?) \(unhinted", str(error))
     asked = f" (whether {condition[1]})" if condition else ""
+    if "Size-like symbols: none" in str(error):
+        return f"what is computed depends on a value that only data tells{asked}; select by torch.where or a mask instead"
     return (
         f"what is computed depends on how many places a mask picks{asked}; weight by the mask in the place of picking, as "
         "(x * mask).sum() / mask.sum() does"

@@ -57,7 +57,7 @@ def _multinomial(sites: Sites, weights: torch.Tensor, count: int, replacement: b
     sites.assume(valid, "torch.multinomial: weights must be finite, not negative, and not all zero")
     runs = (count, *weights.shape) if replacement else weights.shape
     dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
-    times = -torch.log1p(-_uniform(sites, runs, weights.device, dtype)).clamp(min=torch.finfo(dtype).tiny)
+    times = (-torch.log1p(-_uniform(sites, runs, weights.device, dtype))).clamp(min=torch.finfo(dtype).tiny)
     rates = weights.to(dtype) / times
     return rates.argmax(-1).movedim(0, -1).contiguous() if replacement else rates.topk(count).indices
 
@@ -103,6 +103,7 @@ KEYED: dict[Any, Callable[..., Any]] = {
     aten.normal.Tensor_Tensor: lambda s, mean, std, **k: _normal_around(s, mean, std),
     aten.normal.Tensor_float: lambda s, mean, std=1.0, **k: _normal_around(s, mean, std),
     aten.normal.float_Tensor: lambda s, mean, std, **k: _normal_around(s, mean, std),
+    aten.normal.float_float: lambda s, mean, std, size, **k: _normal(s, size, _device(k), k.get("dtype")) * std + mean,
     aten.multinomial.default: _multinomial,
     aten._standard_gamma.default: lambda s, x, **k: ws.draw(x, None, s.next_key(x.device), "gamma"),
     aten._sample_dirichlet.default: lambda s, x, **k: ws.draw(x, None, s.next_key(x.device), "dirichlet"),

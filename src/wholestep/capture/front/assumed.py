@@ -9,6 +9,7 @@ raises, at its line, in its words, or goes on the other way.
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 from collections.abc import Callable
@@ -60,17 +61,23 @@ def _assumed_truth(tx: Any, inst: Any, jumps_at: bool) -> bool | None:
     if jump_raises != next_raises:
         return jumps_at if next_raises else not jumps_at
     if isinstance(value, SymNodeVariable):
-        return _number_is_likely(value.sym_num)
+        return _number_is_likely(value.sym_num, value.as_proxy().node)
     return _tensor_is_likely(value.as_proxy().node, in_validation=tx.f_code.co_filename.startswith(_DISTRIBUTIONS))
 
 
-def _number_is_likely(number: Any) -> bool | None:
-    """Where a whole number that only data tells is compared with another: it is a count, and it is large."""
-    symbols = free_unbacked_symbols(number)
-    if not all(symbol.is_integer for symbol in symbols) or number.node.expr.free_symbols - symbols:
+def _number_is_likely(number: Any, node: fx.Node) -> bool | None:
+    """Where it is asked whether a count that only data tells is zero: it is not."""
+    read = node.args[0] if node.target in (operator.eq, operator.ne) and node.args[1] == 1 else None
+    if isinstance(read, fx.Node) and read.target == "item":  # bool(tensor)
+        likely = _tensor_is_likely(read.args[0], in_validation=False)
+        return likely if likely is None or node.target is operator.eq else not likely
+    symbols, expression = free_unbacked_symbols(number), number.node.expr
+    counts = all(number.node.shape_env.var_to_range[symbol].upper > 1 and symbol.is_integer for symbol in symbols)
+    asks_for_zero = isinstance(expression, sympy.Symbol | sympy.Rel) and (expression.is_symbol or expression.rhs.is_zero)
+    if not counts or not asks_for_zero or expression.free_symbols - symbols:
         return None
-    found = number.node.expr.xreplace(dict.fromkeys(symbols, sympy.Integer(_LARGE)))
-    return bool(found) if found.is_number or found in (sympy.true, sympy.false) else None
+    found = expression.xreplace(dict.fromkeys(symbols, sympy.Integer(_LARGE)))
+    return found not in (sympy.false, sympy.Integer(0))
 
 
 _LARGE = 10007

@@ -273,7 +273,7 @@ def refusal(error: Exception) -> CaptureRefused:
     stack = getattr(error, "real_stack", None)
     where = user_line("".join(stack.format())) if stack else user_line(str(error))
     if "Could not guard on data-dependent expression" in str(error):
-        return CaptureRefused(compat.about_picked_places(error), where=where, compiled=True)
+        return CaptureRefused(compat.about_picked_places(error), where=where, curable=True, compiled=True)
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     what = lines[0] if lines else type(error).__name__
     if private.SKIPPED_AT_RANDOM in str(error):
