@@ -21,6 +21,7 @@ from wholestep.kernels import (
     dropout,
     grouped_mm,
     linear_cross_entropy,
+    packed_recurrent,
     random_bits,
     recurrent,
     require,
@@ -55,11 +56,12 @@ UNCOMPILED: frozenset[OpOverload] = frozenset({
     torch.ops.ws.recurrent.default, torch.ops.ws.recurrent_backward.default,
     torch.ops.ws.grouped_mm.default, torch.ops.ws.grouped_mm_backward.default, torch.ops.ws.ctc.default,
     torch.ops.ws.draw.default, torch.ops.ws.require.default, torch.ops.ws.sparse_mm.default,
+    torch.ops.ws.packed_recurrent.default, torch.ops.ws.packed_recurrent_backward.default,
 })  # fmt: skip
 """The sizes of some results are known only to cuDNN, and Inductor would check them against the guess; or a value is read."""
 
 __all__ = [
     "DECOMPOSITIONS", "IN_ORDER", "IN_PLACE", "UNCOMPILED", "adamw", "add_rows", "attention", "clip", "ctc", "draw", "dropout",
-    "grouped_mm", "linear_cross_entropy", "random_bits", "recurrent", "require", "scatter_shared", "sgd",
+    "grouped_mm", "linear_cross_entropy", "packed_recurrent", "random_bits", "recurrent", "require", "scatter_shared", "sgd",
     "sparse_mm",
 ]  # fmt: skip

@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch._dynamo.variables import SkipFunctionVariable, UserFunctionVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.distributions import constraints
+from torch.nn.utils import rnn
 
 from wholestep.capture.front.assumed import assuming
+from wholestep.capture.front.packed import pack_padded, pad_packed
 from wholestep.capture.front.sparse import make_coo
 from wholestep.kernels.ctc import ctc_loss
 
@@ -41,7 +43,10 @@ def _assert(condition: Any, message: str) -> None:
 
 IN_GRAPH: dict[Any, Callable[..., Any]] = {F.ctc_loss: _ctc_by_name, torch.ctc_loss: ctc_loss, torch._assert: _assert}
 """What Dynamo would put into its graph as it is. Data tells the size of what CTC keeps, so that cannot be traced further."""
-SKIPPED: dict[Any, Callable[..., Any]] = {constraints.is_dependent: _is_dependent, torch.sparse_coo_tensor: make_coo}
+SKIPPED: dict[Any, Callable[..., Any]] = {
+    constraints.is_dependent: _is_dependent, torch.sparse_coo_tensor: make_coo,
+    rnn.pack_padded_sequence: pack_padded, rnn.pad_packed_sequence: pad_packed,
+}  # fmt: skip
 """What Dynamo refuses."""
 
 
