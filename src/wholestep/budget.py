@@ -31,7 +31,7 @@ from wholestep.graph.training_graph import Role, TrainingGraph
 from wholestep.lower import give_back
 from wholestep.passes.pipeline import Pipeline
 from wholestep.plan.frontier import CONTEXT_BYTES, SLACK, Point, fastest, frontier, round_up, too_small
-from wholestep.plan.rebatch import at_traced_sizes
+from wholestep.plan.rebatch import at_traced_sizes, sized_by_data
 from wholestep.report.memory import measure_scratch, predict_compiled, predict_profile
 
 LIBRARY_BYTES = 72 << 20
@@ -157,7 +157,8 @@ class Fitting:
     def _first_plan(self, graph: TrainingGraph) -> Plan:
         try:
             peak = self.budget.peak() - self.state_bytes
-            self.points = frontier(graph, self.device, self.pipeline.carry_out, targets=TARGETS, near=peak, exact=False)
+            sized = at_traced_sizes(graph) if sized_by_data(graph) else graph
+            self.points = frontier(sized, self.device, self.pipeline.carry_out, targets=TARGETS, near=peak, exact=False)
         except ValueError as error:
             raise BadOption(f"memory= with symbolic sizes: {error}", hint="use dynamic=False") from error
         self.prepared = copy_graph(graph)
@@ -215,6 +216,8 @@ class Fitting:
 
     def exact_peak(self, graph: TrainingGraph) -> int:
         """Allocated bytes at the peak, by what was really measured of its parts."""
+        if sized_by_data(graph):  # compiled code cannot be asked for the most it may take
+            return predict_profile(at_traced_sizes(graph)).peak_bytes
         if self.backend == "inductor":
             with contextlib.suppress(CompilerMissing):
                 return predict_compiled(graph, code=self.code, strict=True).peak_bytes

@@ -11,6 +11,7 @@ import gc
 import os
 import re
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,7 +25,12 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    free_unbacked_symbols,
+)
 from torch.nn.utils import stateless
 
 TESTED_TORCH = ("2.11", "2.13")
@@ -147,6 +153,28 @@ def shape_guards(mode: FakeTensorMode) -> list[Any]:
     return [] if env is None else [guard.expr for guard in env.guards]
 
 
+SizeFromData = GuardOnDataDependentSymNode
+"""What is computed depends on a size that only data tells."""
+
+
+def about_picked_places(error: Exception) -> str:
+    """Such an error in words that a user can do something about."""
+    condition = re.search(r"expression (.+?) \(unhinted", str(error))
+    asked = f" (whether {condition[1]})" if condition else ""
+    if "Size-like symbols: none" in str(error):
+        return f"what is computed depends on a value that only data tells{asked}; select by torch.where or a mask instead"
+    return (
+        f"what is computed depends on how many places a mask picks{asked}; weight by the mask in the place of picking, as "
+        "(x * mask).sum() / mask.sum() does"
+    )
+
+
+def facts_of_data(mode: FakeTensorMode) -> set[Any]:
+    """Facts about sizes that only data tells on which the trace relied, as sympy expressions."""
+    env = mode.shape_env
+    return set() if env is None else {entry.expr for found in env.deferred_runtime_asserts.values() for entry in found}
+
+
 def mend_lstm() -> None:
     """torch 2.11 leaves a dimension of one in the last states of an LSTM that it takes apart over time (mended in 2.13)."""
     from torch._decomp import decompositions
@@ -160,6 +188,28 @@ def mend_lstm() -> None:
 
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
         decompositions.one_layer_lstm = one_layer_lstm
+
+
+def keep_validation() -> None:
+    """Dynamo switches the validation of torch.distributions off, for the whole process, when it is first used: not for us."""
+    from torch._dynamo.eval_frame import TorchPatcher
+
+    kept = torch.distributions.Distribution._validate_args
+    TorchPatcher.patch()  # once per process
+    torch.distributions.Distribution.set_default_validate_args(kept)
+    # `Categorical.probs`, which validation looks at, is an object that is made for every look (so that Sphinx finds a property):
+    # no guard on it would hold
+    torch.distributions.utils.lazy_property.__get__ = _lazy_value
+
+
+def _lazy_value(self: Any, instance: Any, owner: Any = None) -> Any:
+    """lazy_property.__get__, but for the first line."""
+    if instance is None:
+        return self
+    with torch.enable_grad():
+        value = self.wrapped(instance)
+    setattr(instance, self.wrapped.__name__, value)
+    return value
 
 
 @contextlib.contextmanager
@@ -179,7 +229,43 @@ def traced_size(size: int | torch.SymInt, *, extra: int = 0) -> int:
         return int(size)
     env, expression = size.node.shape_env, size.node.expr
     values = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # renamed between versions
-    return int(expression.xreplace({symbol: int(values[symbol]) + extra for symbol in expression.free_symbols}))
+
+    def value(symbol: Any) -> int:
+        return (int(values[symbol]) if symbol in values else _most(env, symbol)) + extra
+
+    return int(expression.xreplace({symbol: value(symbol) for symbol in expression.free_symbols}))
+
+
+def _most(env: ShapeEnv, symbol: Any) -> int:
+    """The largest that a size can be which only data tells; 1 where that is not known."""
+    return traced_size(_picked_from.get(env, {}).get(symbol, 1))
+
+
+_picked_from: weakref.WeakKeyDictionary[ShapeEnv, dict[Any, Any]] = weakref.WeakKeyDictionary()
+"""Symbol of a size that only data tells -> among how many places it counts: a mask picks no more than it has."""
+
+
+def note_picked_sizes() -> None:
+    """Have torch's rules for tensors without data tell of the sizes that they make up."""
+    from torch._subclasses.fake_impls import op_implementations_dict as rules
+
+    aten = torch.ops.aten
+    for operator in (aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.unique_dim.default):
+        if operator in rules:
+            rules[operator] = _noting_sizes(rules[operator])
+
+
+def _noting_sizes(rule: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(rule)
+    def noting(mode: FakeTensorMode, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        made = rule(mode, func, tensor, *args, **kwargs)
+        first = made[0] if isinstance(made, tuple) else made
+        for size in first.shape:
+            if isinstance(size, torch.SymInt) and free_unbacked_symbols(size) and size.node.expr.is_symbol:
+                _picked_from.setdefault(mode.shape_env, {})[size.node.expr] = tensor.numel()
+        return made
+
+    return noting
 
 
 def saved_tensor_hooks() -> Any:

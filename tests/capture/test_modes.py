@@ -66,9 +66,18 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gumbel_softmax": lambda x: F.gumbel_softmax(x, tau=0.5),
     "rrelu": lambda x: F.rrelu(-x, training=True),
     "normal": lambda x: torch.normal(0.0, 1.0, size=(6, 50)) * x,
-    "multinomial": lambda x: torch.multinomial(x, 5).float(),
+    "normal_around": lambda x: torch.normal(torch.ones_like(x), 3.0),
+    "multinomial": lambda x: torch.multinomial(torch.arange(1.0, 5.0).expand(60, 4), 5, replacement=True).float(),
+    "without_replacement": lambda x: torch.multinomial(torch.ones(60, 4), 4).float(),
+    "cauchy_": lambda x: torch.empty_like(x).cauchy_(1.0, 2.0).clamp(-9, 11),
+    "log_normal_": lambda x: torch.empty_like(x).log_normal_(0.0, 0.5),
+    "geometric_": lambda x: torch.empty_like(x).geometric_(0.25),
+    "gamma": lambda x: torch._standard_gamma(torch.full_like(x, 4.0)),
+    "poisson": lambda x: torch.poisson(torch.full_like(x, 9.0)),
+    "binomial": lambda x: torch.binomial(torch.full_like(x, 8.0), torch.full_like(x, 0.5)),
+    "dirichlet": lambda x: torch._sample_dirichlet(torch.ones(300, 2)),
 }
-NO_KEYED_FORM = {"rrelu", "multinomial", "normal"}
+NO_KEYED_FORM = {"rrelu"}
 
 
 @pytest.mark.parametrize("name", [n for n in DRAWS if n not in NO_KEYED_FORM])
@@ -93,6 +102,9 @@ def test_draws_without_a_keyed_form_are_right_or_in_eager(name: str) -> None:
 MOMENTS = {
     "rand": (0.5, 12**-0.5), "randn": (0.0, 1.0), "randint": (499.5, 288.7), "bernoulli": (0.3, 0.458),
     "uniform_": (0.5, 3 * 12**-0.5), "normal_": (1.0, 3.0), "exponential_": (0.5, 0.5), "dropout": (1.0, 0.816),
+    "normal": (0.0, 1.0), "normal_around": (1.0, 3.0), "multinomial": (2.0, 1.0), "without_replacement": (1.5, 1.25**0.5),
+    "cauchy_": (1.0, 4.669), "log_normal_": (1.1331, 0.6039), "geometric_": (4.0, 12**0.5), "gamma": (4.0, 2.0),
+    "poisson": (9.0, 3.0), "binomial": (4.0, 2**0.5), "dirichlet": (0.5, 12**-0.5),
 }  # fmt: skip
 
 

@@ -9,7 +9,6 @@ from tests.cost.captured import captured, operator, traced
 from tests.zoo.models import ZOO
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-import wholestep.bench.workloads.ctc  # an operator of the library ws, as are those of
 import wholestep.kernels
 from wholestep import compat
 from wholestep.cost import node_costs, total_flops

@@ -99,6 +99,7 @@ def _store(path: Path, capture: Capture) -> None:
         "plans": [dataclasses.asdict(p) for p in capture.plans],
         "notes": capture.notes,
         "used": capture.used,
+        "assumed": capture.assumed,
         "plan": None if capture.plan is None else capture.plan.to_json(),
         "sizes": [len(p) for p in parts],
     }
@@ -128,7 +129,7 @@ def _load(path: Path, reading: Reading) -> Capture | None:
         return None
     return Capture(
         graph, update, tuple(facts["aux_names"]), facts["num_sites"], plans, tuple(reading.tensors(Role.CONSTANT)),
-        list(facts["notes"]), tuple(facts["used"]), fake_mode=mode, from_cache=True, plan=plan,
+        list(facts["notes"]), tuple(facts["used"]), fake_mode=mode, from_cache=True, plan=plan, assumed=tuple(facts["assumed"]),
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from wholestep import compat
 from wholestep.capture.preflight import refuse_unsupported
 from wholestep.capture.reading import Reading
 from wholestep.capture.subject import Subject
@@ -51,5 +52,7 @@ def capture_whole(
 
 
 def first_line(error: BaseException) -> str:
+    if isinstance(error, compat.SizeFromData):
+        return compat.about_picked_places(error)
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

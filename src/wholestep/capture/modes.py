@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep import compat
 from wholestep.capture.chunked_loss import ChunkedLoss
+from wholestep.capture.keyed_draws import KEYED
 from wholestep.capture.sites import Sites
 from wholestep.errors import CaptureRefused
 from wholestep.kernels import recurrent
@@ -269,7 +270,7 @@ class DispatchLevel(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _random(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        handler = _RANDOM.get(func)
+        handler = KEYED.get(func)
         own = any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
         if handler is None or own:
             reason = "with its own generator" if own else "that has no keyed form yet"
@@ -285,63 +286,6 @@ def _draws_nothing(func: Any, args: tuple, kwargs: dict) -> bool:
     names = [a.name for a in func._schema.arguments]
     values = dict(zip(names, args, strict=False)) | kwargs
     return values.get("dropout_p", 0.0) == 0.0
-
-
-def _uniform(sites: Sites, size: Any, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
-    return ws.uniform(list(size), sites.next_key(device), dtype or torch.get_default_dtype())
-
-
-def _normal(sites: Sites, size: Any, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
-    return ws.normal(list(size), sites.next_key(device), dtype or torch.get_default_dtype())
-
-
-def _device(kwargs: dict) -> torch.device:
-    return torch.device(kwargs.get("device") or "cpu")
-
-
-def _chance(sites: Sites, like: torch.Tensor, probability: Any) -> torch.Tensor:
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    return _uniform(sites, like.shape, like.device, dtype) < probability
-
-
-def _randint(sites: Sites, low: int, high: int, size: Any, **kwargs: Any) -> torch.Tensor:
-    drawn = _uniform(sites, size, _device(kwargs), torch.float64) * (high - low)
-    return (drawn.floor() + low).to(kwargs.get("dtype") or torch.int64)
-
-
-def _native_dropout(sites: Sites, x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
-    if train is False or p == 0:
-        return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    keep = _chance(sites, x, 1 - p)
-    return torch.where(keep, x * (1.0 / (1.0 - p)), torch.zeros_like(x)), keep
-
-
-_RANDOM: dict[Any, Callable[..., Any]] = {
-    aten.rand.default: lambda s, size, **k: _uniform(s, size, _device(k), k.get("dtype")),
-    aten.randn.default: lambda s, size, **k: _normal(s, size, _device(k), k.get("dtype")),
-    aten.rand_like.default: lambda s, x, **k: _uniform(s, x.shape, x.device, k.get("dtype") or x.dtype),
-    aten.randn_like.default: lambda s, x, **k: _normal(s, x.shape, x.device, k.get("dtype") or x.dtype),
-    aten.randint.default: lambda s, high, size, **k: _randint(s, 0, high, size, **k),
-    aten.randint.low: _randint,
-    aten.randint_like.default: lambda s, x, high, **k: _randint(
-        s, 0, high, x.shape, device=x.device, dtype=k.get("dtype") or x.dtype
-    ),
-    aten.randperm.default: lambda s, n, **k: _uniform(s, [n], _device(k), torch.float64).argsort(),
-    aten.bernoulli.default: lambda s, x, **k: _chance(s, x, x).to(x.dtype),
-    aten.bernoulli.p: lambda s, x, p, **k: _chance(s, x, p).to(x.dtype),
-    aten.bernoulli_.float: lambda s, x, p=0.5, **k: x.copy_(_chance(s, x, p)),
-    aten.bernoulli_.Tensor: lambda s, x, p, **k: x.copy_(_chance(s, x, p)),
-    aten.uniform_.default: lambda s, x, low=0.0, high=1.0, **k: x.copy_(
-        _uniform(s, x.shape, x.device, x.dtype) * (high - low) + low
-    ),
-    aten.normal_.default: lambda s, x, mean=0.0, std=1.0, **k: x.copy_(
-        _normal(s, x.shape, x.device, x.dtype) * std + mean
-    ),
-    aten.exponential_.default: lambda s, x, rate=1.0, **k: x.copy_(
-        -torch.log1p(-_uniform(s, x.shape, x.device, x.dtype)) / rate
-    ),
-    aten.native_dropout.default: _native_dropout,
-}
 
 
 @contextlib.contextmanager

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from wholestep import compat
+
 
 class TooFewKeys(Exception):
     """A run draws more random numbers than it was given keys for."""
@@ -21,6 +23,15 @@ class Sites:
     def __init__(self, keys: Sequence[torch.Tensor] = ()) -> None:
         self.keys = keys
         self.used = 0
+        self.assumed: list[tuple[torch.Tensor, str | None]] = []
+        """What eager would look at before it draws, as 0-d bools, and at which line; on tensors without data."""
+
+    def assume(self, valid: torch.Tensor, otherwise: str) -> None:
+        """What is drawn from has to be valid: asked at once where there is data, else by the captured step."""
+        if compat.is_fake(valid):
+            self.assumed.append((valid, compat.noted_source()))
+        elif not bool(valid):
+            raise RuntimeError(otherwise)
 
     def next_key(self, device: torch.device | None = None) -> torch.Tensor:
         index = self.used

@@ -18,13 +18,13 @@ import torch
 from wholestep import compat
 from wholestep.capture.assemble import functional, lift_constants
 from wholestep.capture.chunked_loss import WHOLE_LOGITS_BYTES
-from wholestep.capture.nonfinite import keep_buffers
+from wholestep.capture.nonfinite import keep_all, keep_buffers
 from wholestep.capture.optimizers import UpdatePlan
 from wholestep.capture.provenance import attribute_backward
 from wholestep.capture.reading import Reading
 from wholestep.capture.sites import Sites, TooFewKeys
 from wholestep.capture.subject import Subject
-from wholestep.capture.tracer import ACCUMULATED_WEIGHT, Tracer
+from wholestep.capture.tracer import ACCUMULATED_WEIGHT, HOLDS, Tracer
 from wholestep.errors import BadOption, CaptureRefused
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Input, Output, Role, TrainingGraph
@@ -53,6 +53,8 @@ class Capture:
     from_cache: bool = False
     key: str | None = None
     """Under which it is kept on disk, finished: with its passes and its plan."""
+    assumed: tuple[str, ...] = ()
+    """Where in the user's code something about data is taken for granted, as output HOLDS tells."""
     plan: Plan | None = None
     """What the passes carried out, where a plan was asked for."""
 
@@ -89,7 +91,7 @@ def capture(
         constants = (*reading.tensors(Role.CONSTANT), *constants)
     return Capture(
         graph, update, tracer.aux_names, num_sites, tuple(tracer.plans), constants, tracer.notes, tuple(tracer.used),
-        tracer.symbols, compat.shape_guards(tracer.mode), tracer.mode,
+        tracer.symbols, compat.shape_guards(tracer.mode), tracer.mode, assumed=tuple(one.where or "" for one in tracer.assumed),
     )  # fmt: skip
 
 
@@ -120,6 +122,9 @@ def _trace(tracer: Tracer) -> tuple[TrainingGraph, tuple[torch.Tensor, ...]]:
 
     fakes = [tracer.fakes[e] for e in order]
     recorded = compat.trace(whole, fakes, mode=tracer.mode)
+    unseen = compat.facts_of_data(tracer.mode) - {one.fact for one in tracer.assumed}
+    if unseen:
+        raise CaptureRefused(f"masks pick numbers of places that have to fit each other, which nothing looks at: {unseen}")
     attribute_backward(recorded)
     first = sum(entry.role is Role.CONSTANT for entry in order)
     constants = lift_constants(recorded, tracer.subject, tracer.mode)
@@ -129,6 +134,8 @@ def _trace(tracer: Tracer) -> tuple[TrainingGraph, tuple[torch.Tensor, ...]]:
     graph.for_gpu = tracer.subject.on_gpu
     if tracer.subject.nonfinite == "skip":
         keep_buffers(graph)
+    if tracer.holds is not None:
+        keep_all(graph, HOLDS)
     return graph, constants
 
 
@@ -138,6 +145,7 @@ def _trace_update(tracer: Tracer) -> TrainingGraph:
     weighted = Input(Role.GRADIENT, ACCUMULATED_WEIGHT)
     update = Tracer.__new__(Tracer)
     update.subject, update.plans, update.mode, update.captured_update = subject, tracer.plans, tracer.mode, True
+    update.holds = update.go = None  # looked at before the update
     update.fakes = {Input(Role.PARAMETER, n): tracer.fakes[Input(Role.PARAMETER, n)] for n in tracer.used}
     with tracer.mode:
         update.add_update_inputs(subject.device)

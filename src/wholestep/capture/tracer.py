@@ -18,6 +18,7 @@ from wholestep.capture import loss_scale, optimizers
 from wholestep.capture.batch import flatten, unflatten
 from wholestep.capture.chunked_loss import WHOLE_LOGITS_BYTES, ChunkedLoss
 from wholestep.capture.front.loss_graph import AUX
+from wholestep.capture.front.replay import Assumed
 from wholestep.capture.gpu_autocast import gpu_autocast
 from wholestep.capture.modes import keyed
 from wholestep.capture.preflight import autocast_for
@@ -36,6 +37,8 @@ ACCUMULATED_WEIGHT = "~weight"
 
 
 SCALE = Input(Role.SCALE, "loss_scale")
+HOLDS = "~holds"
+"""Name of the output that tells, for each assumption about data, whether it holds."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -56,6 +59,7 @@ class Forward:
     """Whether a recurrent layer ran, which tracing turns into one copy of the cell per time step."""
     losses: list[str] = dataclasses.field(default_factory=list)
     """One line per loss that is computed in chunks."""
+    assumed: list[Assumed] = dataclasses.field(default_factory=list)
 
 
 def run_loss(
@@ -129,6 +133,9 @@ class Tracer:
         self.symbols: dict[str, Any] = {}
         self.notes: list[str] = []
         self.captured_update = subject.optimizer is not None and optimizers.supported(subject.optimizer) is None
+        self.assumed: list[Assumed] = []
+        self.holds: torch.Tensor | None = None
+        self.go: torch.Tensor | None = None
         names = {id(p): n for n, p in subject.trained.items()}
         self.plans = optimizers.plan_updates(subject.optimizer, names) if self.captured_update else []  # type: ignore[arg-type]
         self.fakes: dict[Input, torch.Tensor] = {}
@@ -207,9 +214,9 @@ class Tracer:
             numbers.append(number.to(torch.int64) if integer else number)
         dry = gpu_autocast() if self.subject.dry == "cuda" and self.subject.precision != "fp32" else contextlib.nullcontext()
         with dry, keyed(sites, on_gpu=self.subject.on_gpu, chunked=chunked) as modes:
-            found = reading.graph.run(args, numbers, self.paths)
+            found = reading.graph.run(args, numbers, self.paths, self.subject.device)
         return Forward(
-            found.loss, found.aux, found.outputs, found.kept, found.gradients, unrolled=modes.unrolled
+            found.loss, found.aux, found.outputs, found.kept, found.gradients, unrolled=modes.unrolled, assumed=found.assumed
         )
 
     def step(self, values: dict[Input, torch.Tensor], sites: Sites) -> tuple[list[Any], list[Output]]:
@@ -217,6 +224,7 @@ class Tracer:
         results: list[tuple[Any, Output]] = []
         with compat.annotate(phase="forward"):
             run, leaves = self.forward(values, sites)
+            self._assume([*run.assumed, *(Assumed(holds, where) for holds, where in sites.assumed)])
         self.aux_names = tuple(run.aux)
         self._note_run(run)
         accumulate = self.subject.accumulate
@@ -227,6 +235,8 @@ class Tracer:
             grads = self._differentiate(objective, leaves, run.gradients)
         results.append((run.loss.detach(), Output(OutputKind.LOSS, "loss")))
         results += [(v.detach(), Output(OutputKind.AUX, n)) for n, v in (run.aux | run.kept).items()]
+        if self.holds is not None:
+            results.append((self.holds, Output(OutputKind.AUX, HOLDS)))
         with torch.no_grad():
             if accumulate > 1:
                 results += self._accumulated(values, grads, run.aux)
@@ -241,6 +251,15 @@ class Tracer:
         results += [(g, Output(OutputKind.GRADIENT, f"gradient/{n}")) for n, g in grads.items()]
         results += [(t.detach(), Output(OutputKind.AUX, f"boundary/{n}")) for n, t in run.outputs.items()]
         return [value for value, _ in results], [meaning for _, meaning in results]
+
+    def _assume(self, assumed: list[Assumed]) -> None:
+        """`holds`: of each assumption about data. `go`: the factor by which an update is left out where one does not hold."""
+        self.holds = self.go = None
+        self.assumed = assumed
+        if assumed:
+            self.holds = torch.stack([one.holds.to(self.subject.device) for one in assumed])
+            one = torch.ones((), dtype=torch.float32, device=self.subject.device)
+            self.go = torch.where(self.holds.all(), one, multi_tensor.SKIP)
 
     def _note_run(self, run: Forward) -> None:
         if run.unrolled:
@@ -285,12 +304,16 @@ class Tracer:
         with compat.annotate(phase="backward"):
             for name, grad in grads.items():
                 entry = Input(Role.GRADIENT, name)
-                results.append((values[entry] + grad, self._update_of(entry)))
+                results.append((values[entry] + self._if_holds(grad), self._update_of(entry)))
             if "weight" in aux:
                 entry = Input(Role.GRADIENT, ACCUMULATED_WEIGHT)
                 weight = aux["weight"].detach().reshape(()).to(torch.float32)
-                results.append((values[entry] + weight, self._update_of(entry)))
+                results.append((values[entry] + self._if_holds(weight), self._update_of(entry)))
         return results
+
+    def _if_holds(self, added: torch.Tensor) -> torch.Tensor:
+        """Nothing is added up by a micro-batch for which an assumption does not hold."""
+        return added if self.go is None else torch.where(self.go > 0, added, torch.zeros_like(added))
 
     def updated(self, values: dict[Input, torch.Tensor], grads: dict[str, torch.Tensor]) -> list[tuple[Any, Output]]:
         """Clip by the global norm, then one update node per group."""
@@ -304,6 +327,8 @@ class Tracer:
                 scale = torch.where(norm.isfinite(), scale, multi_tensor.SKIP)
             if SCALE in values:
                 results.append((loss_scale.following(values[SCALE], norm.isfinite()), self._update_of(SCALE)))
+        if self.go is not None:
+            scale = self.go if scale is None else torch.where(self.go > 0, scale, multi_tensor.SKIP)
         for plan in self.plans:
             members = [n for n in plan.names if n in grads]
             if not members:

@@ -16,13 +16,18 @@ from wholestep.kernels import (
     add_rows,
     attention,
     clip,
+    ctc,
+    draw,
     dropout,
     grouped_mm,
     linear_cross_entropy,
+    packed_recurrent,
     random_bits,
     recurrent,
+    require,
     scatter_shared,
     sgd,
+    sparse_mm,
 )
 from wholestep.kernels.attention import decomposition
 
@@ -49,11 +54,14 @@ IN_ORDER: dict[OpOverload, Callable[..., Any]] = {
 
 UNCOMPILED: frozenset[OpOverload] = frozenset({
     torch.ops.ws.recurrent.default, torch.ops.ws.recurrent_backward.default,
-    torch.ops.ws.grouped_mm.default, torch.ops.ws.grouped_mm_backward.default,
+    torch.ops.ws.grouped_mm.default, torch.ops.ws.grouped_mm_backward.default, torch.ops.ws.ctc.default,
+    torch.ops.ws.draw.default, torch.ops.ws.require.default, torch.ops.ws.sparse_mm.default,
+    torch.ops.ws.packed_recurrent.default, torch.ops.ws.packed_recurrent_backward.default,
 })  # fmt: skip
 """The sizes of some results are known only to cuDNN, and Inductor would check them against the guess; or a value is read."""
 
 __all__ = [
-    "DECOMPOSITIONS", "IN_ORDER", "IN_PLACE", "UNCOMPILED", "adamw", "add_rows", "attention", "clip", "dropout", "grouped_mm",
-    "linear_cross_entropy", "random_bits", "recurrent", "scatter_shared", "sgd",
+    "DECOMPOSITIONS", "IN_ORDER", "IN_PLACE", "UNCOMPILED", "adamw", "add_rows", "attention", "clip", "ctc", "draw", "dropout",
+    "grouped_mm", "linear_cross_entropy", "packed_recurrent", "random_bits", "recurrent", "require", "scatter_shared", "sgd",
+    "sparse_mm",
 ]  # fmt: skip

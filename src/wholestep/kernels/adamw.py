@@ -43,6 +43,7 @@ def reference_in_place(
     """torch.optim's functional code: the specification, on any device (hyper.tolist() waits for a GPU)."""
     if multi_tensor.skipped(scale):
         return
+    scale = multi_tensor.factor(scale)
     step, lr, beta1, beta2, eps, weight_decay = hyper.tolist()
     flags = multi_tensor.implementation_flags(implementation)
     # torch increments the counters itself, hence step - 1; fused kernels want them beside the parameters.

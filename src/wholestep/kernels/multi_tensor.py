@@ -43,6 +43,11 @@ def skipped(scale: Tensor | None) -> bool:
     return scale is not None and bool(scale < 0)
 
 
+def factor(scale: Tensor | None) -> Tensor | None:
+    """None where gradients are multiplied by one, as far as that can be seen without waiting: they need no copies then."""
+    return None if scale is None or (not scale.is_cuda and bool(scale == 1)) else scale
+
+
 def scaled_grad(grad: Tensor, param: Tensor, scale: Tensor | None) -> Tensor:
     """grad * scale as clip_grad_norm_ does it, in the parameter's dtype; the gradient itself where nothing changes.
 

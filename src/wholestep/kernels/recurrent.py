@@ -51,34 +51,36 @@ def layer(kind: str, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tens
     return (out, last_h, last_c) if kind == "lstm" else (out, last_h)
 
 
-def _settings(h: Tensor, kind: str, both: bool) -> tuple[Any, ...]:
+def _settings(h: Tensor, kind: str, both: bool, sizes: Sequence[int]) -> tuple[Any, ...]:
     """From `mode` on: width, projection, layers, batch_first, dropout, train, both, sizes of packed batches, dropout's state."""
-    return KINDS.index(kind), h.shape[2], 0, 1, False, 0.0, True, both, [], None
+    return KINDS.index(kind), h.shape[2], 0, 1, False, 0.0, True, both, list(sizes), None
 
 
 def _per_way(weights: Sequence[Tensor], both: bool) -> int:
     return len(weights) // (2 if both else 1)
 
 
-def recurrent(x: Tensor, h: Tensor, c: Tensor | None, weights: list[Tensor], kind: str, both: bool) -> tuple[Tensor, ...]:
-    """By cuDNN; the weights are copied into one piece, as it wants them."""
+def recurrent(
+    x: Tensor, h: Tensor, c: Tensor | None, weights: list[Tensor], kind: str, both: bool, sizes: Sequence[int] = ()
+) -> tuple[Tensor, ...]:
+    """By cuDNN; the weights are copied into one piece, as it wants them. With `sizes`, x is packed (packed_recurrent.py)."""
     x, h, c = _dense(x, h, c)
     out, last_h, last_c, reserve, packed = torch.ops.aten._cudnn_rnn.default(
-        x, weights, _per_way(weights, both), None, h, c, *_settings(h, kind, both)
+        x, weights, _per_way(weights, both), None, h, c, *_settings(h, kind, both, sizes)
     )
     return out, last_h, last_c if kind == "lstm" else x.new_empty(0), reserve, packed
 
 
 def recurrent_backward(
     grad_out: Tensor | None, grad_h: Tensor | None, grad_c: Tensor | None, x: Tensor, h: Tensor, c: Tensor | None,
-    weights: list[Tensor], out: Tensor, reserve: Tensor, packed: Tensor, kind: str, both: bool,
+    weights: list[Tensor], out: Tensor, reserve: Tensor, packed: Tensor, kind: str, both: bool, sizes: Sequence[int] = (),
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of x, h, c and the weights; those that are not there are empty."""
     x, h, c, grad_out, grad_h, grad_c = _dense(x, h, c, grad_out, grad_h, grad_c if kind == "lstm" else None)
     # cuDNN writes into `reserve`, which nobody reads after this
     dx, dh, dc, dweights = torch.ops.aten._cudnn_rnn_backward.default(
         x, weights, _per_way(weights, both), packed, h, c, out, grad_out, grad_h, grad_c,
-        *_settings(h, kind, both), reserve, [True, True, kind == "lstm", True],
+        *_settings(h, kind, both, sizes), reserve, [True, True, kind == "lstm", True],
     )  # fmt: skip
     # they lie in one piece, where not each begins at an address that vectorised code may assume
     return dx, dh, dc if kind == "lstm" else x.new_empty(0), *_filled([d.clone() for d in dweights], x)

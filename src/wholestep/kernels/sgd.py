@@ -38,6 +38,7 @@ def reference_in_place(
     """torch.optim's functional code: the specification, on any device (hyper.tolist() waits for a GPU)."""
     if multi_tensor.skipped(scale):
         return
+    scale = multi_tensor.factor(scale)
     lr, momentum, dampening, weight_decay = hyper.tolist()
     if implementation == "fused" and momentum_buffers and _fused_is_broken(params):
         implementation = "single"

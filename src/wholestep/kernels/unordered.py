@@ -16,7 +16,8 @@ from wholestep.graph.training_graph import tensors_in
 UNORDERED: dict[str, frozenset[str]] = {
     "cuda": frozenset({
         # cuDNN, and attention kernels
-        "convolution_backward", "attention_backward", "recurrent", "recurrent_backward",
+        "convolution_backward", "attention_backward", "recurrent", "recurrent_backward", "packed_recurrent",
+        "packed_recurrent_backward", "sparse_mm",
         # sums into places that an index names
         "scatter_add", "scatter_reduce", "index_add", "index_reduce", "put", "histc", "bincount", "_embedding_bag_dense_backward",
         # gradients of windows that overlap

@@ -29,7 +29,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
 from wholestep.errors import CompilerMissing
 from wholestep.graph.strides import inverse, memory_order
@@ -229,6 +229,8 @@ def _first_of(decomposition: Callable[..., Any], other: Callable[..., Any] | Non
 def _joint_passes(lowered: fx.GraphModule, values: list[Any]) -> fx.GraphModule:
     from torch._inductor import compile_fx
 
+    if any(free_unbacked_symbols(tensor) for node in lowered.graph.nodes for tensor in tensors_in(node.meta.get("val"))):
+        return lowered  # they ask whether a size is 0 or 1 which only data tells (torch 2.13)
     passes = compile_fx._recursive_joint_graph_passes
     device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
     options = {"input_device": device} if "input_device" in inspect.signature(passes).parameters else {}
@@ -250,7 +252,8 @@ def _keep_strides(lowered: fx.GraphModule, wanted: list[Any], mode: FakeTensorMo
 
 def _significant_strides(tensor: torch.Tensor) -> list[str]:
     """Strides of the dimensions that have more than one entry; the others decide nothing."""
-    return [str(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return [str(stride) for size, stride in pairs if not isinstance(size, int) or size != 1]
 
 
 def _restride(graph: fx.Graph, before: fx.Node, node: fx.Node, value: torch.Tensor, mode: FakeTensorMode) -> fx.Node:

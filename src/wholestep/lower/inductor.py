@@ -32,9 +32,7 @@ Progress = Callable[[str, int, int], None]
 def lower_inductor(graph: TrainingGraph, *, watch: Sequence[str] = (), progress: Progress | None = None) -> Runner:
     """A Runner of compiled regions; `progress(text, done, total)` is called before each compilation."""
     started = time.perf_counter()
-    imperative = write_state_in_place(graph, watch)
-    take_fused_updates(imperative)
-    lift_numbers(imperative)
+    imperative = imperative_form(graph, watch)
     pieces = split_regions(imperative)
     regions = [piece for piece in pieces if isinstance(piece, Region)]
     require_compiler(regions)
@@ -49,6 +47,14 @@ def lower_inductor(graph: TrainingGraph, *, watch: Sequence[str] = (), progress:
     facts = _facts(imperative, pieces, compiled)
     facts |= {"split_seconds": split_seconds, "seconds": time.perf_counter() - started, "driver": driver.source}
     return Runner(driver.function, len(graph.inputs), facts, keep=list(compiled.values()))
+
+
+def imperative_form(graph: TrainingGraph, watch: Sequence[str] = ()) -> ImperativeGraph:
+    """The graph as this backend cuts it into regions."""
+    imperative = write_state_in_place(graph, watch)
+    take_fused_updates(imperative)
+    lift_numbers(imperative)
+    return imperative
 
 
 def take_fused_updates(imperative: ImperativeGraph) -> None:

@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from wholestep import compat
 from wholestep.graph.layers import Part, layers_of, part_of
@@ -78,6 +79,7 @@ Piece: TypeAlias = Region | fx.Node
 def split_regions(imperative: ImperativeGraph) -> list[Piece]:
     """Cut the graph into pieces, in an order that can be executed."""
     groups: dict[int, list[fx.Node]] = {}
+    _look_at_sizes(imperative.graph)
     layers = layers_of(imperative.graph.nodes)
     for node, number in _assign(imperative, layers).items():
         groups.setdefault(number, []).append(node)
@@ -102,6 +104,18 @@ def split_regions(imperative: ImperativeGraph) -> list[Piece]:
             wanted.update(region.reads)
             pieces.append(region)
     return pieces[::-1]
+
+
+def _look_at_sizes(graph: fx.Graph) -> None:
+    """What `ws::require` looks at is computed by the driver, from real sizes: a compiler takes for granted what it is to find."""
+    ways = [entry for node in graph.nodes if node.target is torch.ops.ws.require.default for entry in node.all_input_nodes]
+    seen: set[fx.Node] = set()
+    while ways:
+        node = ways.pop()
+        if node not in seen and _is_scalar(node) and node.op == "call_function":
+            seen.add(node)
+            node.meta["custom"] = {**(node.meta.get("custom") or {}), "direct": True}
+            ways += node.all_input_nodes
 
 
 def _is_worth_compiling(body: list[fx.Node]) -> bool:
@@ -253,11 +267,15 @@ def _build(
 
 
 def _with_symbols(reads: list[fx.Node], body: list[fx.Node], symbols: dict[Any, fx.Node]) -> list[fx.Node]:
-    """Add the sizes that occur in shapes but are no input: compiled code must be able to compute every shape."""
+    """Add the sizes that occur in shapes but are no input: compiled code must be able to compute every shape.
+
+    One that only data tells, and that nothing which is read has, comes to be inside.
+    """
     free: set[Any] = set()
     for node in [*reads, *body]:
         for size in _sizes(node.meta.get("val")):
-            free.update(size.node.expr.free_symbols)
+            made = free_unbacked_symbols(size) if node in body else ()
+            free.update(symbol for symbol in size.node.expr.free_symbols if symbol not in made)
     inside = set(body)
     missing = [symbols[s] for s in sorted(free, key=str) if s in symbols and symbols[s] not in inside]
     return [*reads, *(node for node in missing if node not in reads)]

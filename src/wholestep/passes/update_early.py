@@ -7,8 +7,8 @@ by itself.
 
 What has to hold for a parameter to be updated at a border:
 - its gradient is final, and nobody reads its old value later (a tied embedding is read again, or its gradient ends, last);
-- nothing global stands between gradients and update: a `scale` (clipping by the global norm, `nonfinite="skip"`) needs all
-  gradients first, so such a node stays whole, and a note says why.
+- nothing global stands between gradients and update: a `scale` by the global norm (clipping, `nonfinite="skip"`) needs all
+  gradients first, so such a node stays whole, and a note says why. One that the forward tells is known in time.
 
 Accumulating steps have no update here, but one addition per gradient, which also waits at the end: it moves right behind its
 gradient. In their update's own graph, gradients that are divided by the summed weights are consumed a few MiB at a time.
@@ -61,7 +61,7 @@ def update_early(
                 continue
             clipping = _clipping(update)
             if clipping is None or clip != "layer":
-                if _argument(update, "scale") is not None:
+                if not _known_early(_argument(update, "scale"), parts, places):
                     graph.notes.append(WAITS)
                     break
                 clipping = None
@@ -167,6 +167,11 @@ def _split(graph: fx.Graph, update: fx.Node, parts: list[_Part]) -> list[fx.Node
                     graph.erase_node(user)
     graph.erase_node(update)
     return made
+
+
+def _known_early(scale: Any, parts: Sequence[_Part], places: _Places) -> bool:
+    """Whether no update has to wait for its factor: there is none, or the forward tells it (an assumption about data)."""
+    return scale is None or all(places.position[scale] < places.position[part.before] for part in parts)
 
 
 def _clipping(update: fx.Node) -> fx.Node | None:

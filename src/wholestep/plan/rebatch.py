@@ -42,6 +42,13 @@ def at_traced_sizes(graph: TrainingGraph) -> TrainingGraph:
     return copy
 
 
+def sized_by_data(graph: TrainingGraph) -> bool:
+    """Whether a mask decides some sizes, and nothing else does: it is planned for as many places as the mask has."""
+    given = [value for node in graph.placeholders for value in tensors_in(node.meta.get("val"))]
+    made = [value for node in graph.operations() for value in tensors_in(node.meta.get("val"))]
+    return not any(t._has_symbolic_sizes_strides for t in given) and any(t._has_symbolic_sizes_strides for t in made)
+
+
 def _traced(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_traced(entry) for entry in value)

@@ -27,11 +27,14 @@ from wholestep.graph.training_graph import TrainingGraph
 from wholestep.runtime.binding import StateMoved
 from wholestep.runtime.compiled import LowerRung
 from wholestep.runtime.one_step import OneStep
-from wholestep.runtime.variant import Variant
+from wholestep.runtime.variant import AssumptionFailed, Variant
 from wholestep.runtime.variants import Making, TooManyShapes, Variants
 
 TRIES = 2
 """Captures tried in a row where an eager step between them may help."""
+MOST_WRONG = 4
+"""Steps for which something about data was taken for granted that did not hold, and in which eager PyTorch met no error: so many,
+and one in so many, end the attempt."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class Step:
         self._unguarded: dict[Any, Variant] = {}
         """With guards="off": by the structure and shapes of the batch."""
         self._refusals = 0
+        self._assumed_wrongly = 0
         self._eager_first = False
         """Whether a real eager step comes first, in which libraries install their hooks and fill their caches."""
         self._lower: LowerRung | None = None
@@ -132,6 +136,8 @@ class Step:
         if isinstance(refused, TooManyShapes):
             self._note(f"{refused} run in eager PyTorch")
             return run.in_torch(LowerRung(self.subject, self._note, compiled=False))
+        if isinstance(refused, AssumptionFailed) and self._lower is None:
+            return self._without_assumption(run, refused)
         if self._lower is None:
             if refused.curable and self._refusals + 1 < TRIES:
                 result = run.in_torch(LowerRung(self.subject, self._note, compiled=False))  # an error here is the user's own
@@ -141,6 +147,16 @@ class Step:
             self._fall(refused)
         assert self._lower is not None
         return run.in_torch(self._lower)
+
+    def _without_assumption(self, run: OneStep, refused: AssumptionFailed) -> Any:
+        """This step in eager PyTorch, which mostly raises; where it does not, again and again, all following ones too."""
+        result = run.in_torch(LowerRung(self.subject, self._note, compiled=False))
+        self._note(f"a step ran in eager PyTorch: {refused}")
+        self._assumed_wrongly += 1
+        if self._assumed_wrongly >= MOST_WRONG and self._assumed_wrongly * MOST_WRONG > self.count:
+            self._forget_graphs()
+            self._fall(refused)
+        return result
 
     def _fall(self, refused: CaptureRefused) -> None:
         """From now on only graphs that are there already are used."""
@@ -244,6 +260,9 @@ class Step:
         """The model itself changed: all variants are void."""
         self._note(f"captured anew because {reason}")
         self.subject.refresh()
+        self._forget_graphs()
+
+    def _forget_graphs(self) -> None:
         self.front.forget()
         self._tables.clear()
         self._unguarded.clear()

@@ -11,7 +11,8 @@ import torch
 from wholestep.capture.reading import Reading
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
-from wholestep.capture.tracer import ACCUMULATED_WEIGHT
+from wholestep.capture.tracer import ACCUMULATED_WEIGHT, HOLDS
+from wholestep.errors import CaptureRefused
 from wholestep.graph.strides import gaps, laid_out, memory_order
 from wholestep.graph.training_graph import OutputKind, Role, TrainingGraph
 from wholestep.runtime.binding import Binding
@@ -28,6 +29,10 @@ def without_autocast(device: torch.device) -> Any:
 
 
 Lowering = Callable[[TrainingGraph], Any]
+
+
+class AssumptionFailed(CaptureRefused):
+    """Something about data that the graph takes for granted does not hold: nothing was changed, and eager takes this step."""
 
 
 class Variant:
@@ -58,8 +63,10 @@ class Variant:
         self.names = [o.name for o in kinds]
         written = [o.target for o in capture.graph.outputs if o.target is not None]
         beside = (Role.BUFFER, Role.CONSTANT, Role.BATCH)
-        # on a GPU nothing that a batch holds can end a step that has begun, but for an assertion that ends the process
-        self.written = [i for i in written if capture.graph.inputs[i].role in beside] if subject.device.type == "cpu" else []
+        # on a GPU nothing that a batch holds can end a step that has begun, but for an assertion that ends the process, and
+        # assumptions about data
+        may_end = subject.device.type == "cpu" or bool(capture.assumed)
+        self.written = [i for i in written if capture.graph.inputs[i].role in beside] if may_end else []
         """Inputs that the graph writes beside parameters and their state."""
         places_of_batch = [i for i, entry in enumerate(capture.graph.inputs) if entry.role is Role.BATCH]
         examples = [] if reading is None else [reading.args[i] for i in self.brought]
@@ -111,7 +118,15 @@ class Variant:
                 gradients[name] = value
             else:
                 named[name] = value
+        if HOLDS in named:
+            self.check_assumed(named[HOLDS])
         return named, gradients, norm
+
+    def check_assumed(self, holds: torch.Tensor) -> None:
+        """Raise AssumptionFailed where one of the step's assumptions about data does not hold; waits for the device."""
+        if not bool(holds.all()):
+            where = self.capture.assumed[holds.tolist().index(False)]
+            raise AssumptionFailed("a condition on data, which is taken for granted, does not hold", where=where or None)
 
     def inputs(self, args: Sequence[Any]) -> list[Any]:
         brought = [args[i] for i in self.brought]

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from wholestep.capture.optimizers import UpdatePlan
-from wholestep.capture.tracer import ACCUMULATED_WEIGHT
+from wholestep.capture.tracer import ACCUMULATED_WEIGHT, HOLDS
 from wholestep.errors import FirstStepDiffers, WholestepWarning
 from wholestep.graph.bytes import show_bytes
 from wholestep.graph.copies import without_updates
@@ -116,6 +116,9 @@ class FirstStep:
         values = self._run(lower_interpret(bare, watch=[node for _, node in watched]))
         kinds = [entry.kind for entry in bare.outputs]
         loss = values[kinds.index(OutputKind.LOSS)]
+        for entry, value in zip(bare.outputs, values):
+            if entry.name == HOLDS:
+                self.variant.check_assumed(value)
         gradients = dict(zip([name for name, _ in watched], values[len(kinds) :], strict=True))
         if self.subject.loss_scale is not None:
             gradients = self._unscaled(gradients)

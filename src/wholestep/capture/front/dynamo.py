@@ -29,7 +29,10 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._guards import TracingContext
 
 from wholestep import compat
+from wholestep.capture.front import replaced  # noqa: F401 - tells Dynamo what to take in the place of what
+from wholestep.capture.front.assumed import assuming
 from wholestep.capture.front.growing import growing
+from wholestep.capture.front.sparse import attach_parts, is_matrix
 
 SAFE = {
     "skip_nnmodule_hook_guards": False,  # True by default: a forward hook added later is not noticed
@@ -46,7 +49,7 @@ TRACING = {
     "allow_rnn": True,  # else "Attempted to wrap RNN, GRU, or LSTM"
     "allow_unspec_int_on_nn_module": True,  # False by default: `self.calls += 1` in a forward would capture every step
     "capture_scalar_outputs": True,
-    "capture_dynamic_output_shape_ops": False,
+    "capture_dynamic_output_shape_ops": True,
     "recompile_limit": 1000,  # `Front` counts
     "accumulated_recompile_limit": 100_000,
     "automatic_dynamic_local_pgo": False,  # sizes that another run of the program met
@@ -77,12 +80,25 @@ class Frame:
     """What a guard looks at: where it was found, as Dynamo writes it, and the object. Emptied by `watch_lives`."""
     codes: list[types.CodeType]
     """The code of every function that was traced."""
+    sparse: frozenset[str] = frozenset()
+    """Where sparse matrices were found, as Dynamo writes it."""
     lives: list[Any] = dataclasses.field(default_factory=list)
     dead: bool = False
     """An object that was compared by its address is gone, and the address may be used again."""
 
     def holds(self, arguments: Mapping[str, Any]) -> bool:
+        if self.sparse:
+            self._attach_parts(arguments)
         return not self.dead and self.guards.check(arguments)
+
+    def _attach_parts(self, arguments: Mapping[str, Any]) -> None:
+        """Guards, and the graph, look at the parts of sparse matrices."""
+        scope = {**_get_closure_vars(), "L": arguments, "G": self.function.__globals__}
+        for place in self.sparse:
+            with contextlib.suppress(Exception):  # it is not there any more: a guard will say so
+                found = eval(place, scope)
+                if is_matrix(found):
+                    attach_parts(found)
 
     def watch_lives(self) -> None:
         """Notice when an object goes that a guard knows by its address; hold on to none of them."""
@@ -124,11 +140,11 @@ def switched_off() -> str | None:
 def settings(loggers: Any, lists: Iterable[str] = (), **more: Any) -> Iterator[None]:
     """Dynamo's settings as a faithful capture needs them, for this process, while the context is open."""
     with compat.ONE_AT_A_TIME, dynamo.config.patch(**_wanted(loggers, more)), _quiet():
-        growing.on, growing.lists = True, frozenset(lists)
+        growing.on, growing.lists, assuming.on, assuming.sparse = True, frozenset(lists), True, set()
         try:
             yield
         finally:
-            growing.on, growing.lists = False, frozenset()
+            growing.on, growing.lists, assuming.on = False, frozenset(), False
 
 
 def _wanted(loggers: Any, more: dict[str, Any]) -> dict[str, Any]:
@@ -241,10 +257,12 @@ def capture_call(
     """
     read: list[tuple[str, Any]] = []
     codes: list[types.CodeType] = []
+    sparse: set[str] = set()
 
     def backend(graph: fx.GraphModule, example: list[Any], **_: Any) -> Callable[..., Any]:
         context = TracingContext.get()
         codes[:] = context.traced_code
+        sparse.update(assuming.sparse)
         read[:] = _read_by(context.guards_context.dynamo_guards, {"L": arguments, "G": function.__globals__})
         made = take(graph)
         first = True
@@ -266,7 +284,7 @@ def capture_call(
     if len(fresh) != 1:
         return None
     code, guards = fresh[0].code, fresh[0].guard_manager
-    return Frame(types.FunctionType(code, function.__globals__, function.__name__), guards, read, codes)
+    return Frame(types.FunctionType(code, function.__globals__, function.__name__), guards, read, codes, frozenset(sparse))
 
 
 def _read_by(guards: Iterable[Any], scope: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -322,4 +340,6 @@ def _scalar_draw(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
 
 TorchInGraphFunctionVariable._get_handlers()[torch.rand] = _scalar_draw
 compat.mend_lstm()
+compat.keep_validation()
+compat.note_picked_sizes()
 

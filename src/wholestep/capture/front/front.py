@@ -23,6 +23,7 @@ from wholestep import compat
 from wholestep.capture.front import dynamo as private
 from wholestep.capture.front.loss_graph import LossGraph
 from wholestep.capture.front.replay import user_line
+from wholestep.capture.front.sparse import detach_parts
 from wholestep.capture.front.traced import traced
 from wholestep.capture.front.unguarded import Unguarded
 from wholestep.capture.subject import Subject, model_loss, no_loss
@@ -75,6 +76,12 @@ class Front:
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # of the caller: a step trains all the same
             with torch.inference_mode(False), torch.enable_grad():
                 return self(batch, run, known_only=known_only)
+        try:
+            return self._call(batch, run, known_only)
+        finally:
+            detach_parts()
+
+    def _call(self, batch: Any, run: Run, known_only: bool) -> Any:
         arguments = self._arguments(batch)
         entry = self._find(arguments)
         if entry is None:
@@ -229,8 +236,7 @@ def hooked_parameters(subject: Subject) -> tuple:
 
 _COMMENT = re.compile(r"\s+#.*$")
 _HELP = {
-    "ata-dependent": "select by torch.where or a mask instead; torch.distributions: validate_args=False",
-    "data-dependent expression": "select by torch.where or a mask instead; torch.distributions: validate_args=False",
+    "ata-dependent": "select by torch.where or a mask instead",
     "ackward hooks": "a hook on a parameter, or on the output tensor, is captured",
     "next()": "pass what it yields in the batch",
     "`open`": "read the file outside of the loss and pass the value in the batch",
@@ -267,6 +273,10 @@ def described(missed: str) -> str:
 
 def refusal(error: Exception) -> CaptureRefused:
     """What Dynamo met, where in the user's code, and what would help."""
+    stack = getattr(error, "real_stack", None)
+    where = user_line("".join(stack.format())) if stack else user_line(str(error))
+    if "Could not guard on data-dependent expression" in str(error):
+        return CaptureRefused(compat.about_picked_places(error), where=where, curable=True, compiled=True)
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     what = lines[0] if lines else type(error).__name__
     if private.SKIPPED_AT_RANDOM in str(error):
@@ -276,8 +286,6 @@ def refusal(error: Exception) -> CaptureRefused:
     helped = next((text for word, text in _HELP.items() if word in what or word in explained), "")
     name = "" if isinstance(error, dynamo.exc.Unsupported) else f"{type(error).__name__}: "
     parts = [f"{name}{what}"[:240], explained[:200], helped]
-    stack = getattr(error, "real_stack", None)
-    where = user_line("".join(stack.format())) if stack else user_line(str(error))
     reason = ". ".join(part.rstrip(".") for part in parts if part)
     return CaptureRefused(reason, where=where, curable=True, compiled=not any(word in reason for word in _EAGER_ONLY))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import os
 import re
 import sys
 import types
@@ -22,8 +21,7 @@ from torch import fx
 from wholestep import compat
 from wholestep.capture.front import traced as marks
 from wholestep.capture.front.numbers import Argument, HostPart, split_numbers
-from wholestep.capture.front.replay import Replay, target_name, user_line
-from wholestep.capture.modes import is_own_file
+from wholestep.capture.front.replay import Assumed, Replay, target_name, user_line
 from wholestep.errors import BadLoss, CaptureRefused
 
 LOSS, AUX, KEPT, NUMBER, NOTHING = "loss", "aux", "kept", "number", "nothing"
@@ -50,6 +48,7 @@ class Replayed:
     """Of the trained parameters, where hooks had their say."""
     outputs: dict[str, torch.Tensor]
     """Module path -> a value it returned."""
+    assumed: list[Assumed]
 
 
 class LossGraph:
@@ -60,7 +59,6 @@ class LossGraph:
         placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         self.arguments = _arguments(placeholders)
         _check_marks(self.module)
-        _check_asserts(self.module)
         _check_backward(self.module)
         _check_replaced(self.module)
         self.host: HostPart = split_numbers(self.module, self.arguments)
@@ -116,19 +114,26 @@ class LossGraph:
         found.update(repr((self.arguments, self.returned, self.host.integer, self.surroundings)).encode())
         return found.hexdigest()
 
-    def run(self, args: Sequence[Any], numbers: Sequence[torch.Tensor], paths: Mapping[int, str]) -> Replayed:
+    def run(
+        self, args: Sequence[Any], numbers: Sequence[torch.Tensor], paths: Mapping[int, str], device: torch.device
+    ) -> Replayed:
         """Run the graph on `args` (sizes are read off their tensors), under whatever modes are in force."""
         given = list(args)
         for i, argument in enumerate(self.arguments):
             if argument.size_of is not None:
                 tensor, what, dim = argument.size_of
                 given[i] = _PROPERTIES[what](given[tensor], dim)
-        replay = Replay(self.module, paths)
+        replay = Replay(self.module, paths, device)
         found = replay.run(*given, *numbers)
         if replay.loss is None:
             raise CaptureRefused("the loss was not found in Dynamo's graph")
-        kept = {r.name: value for r, value in zip(self.returned, found, strict=True) if r.kind == KEPT}
-        return Replayed(replay.loss, replay.aux, kept, replay.gradients, replay.boundaries())
+        kept = {r.name: _as_tensor(value) for r, value in zip(self.returned, found, strict=True) if r.kind == KEPT}
+        return Replayed(replay.loss, replay.aux, kept, replay.gradients, replay.boundaries(), replay.assumed)
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    """A result of a graph is a tensor; a size that the Python keeps is a number again when it is handed over."""
+    return torch.scalar_tensor(value, dtype=torch.int64) if isinstance(value, int | torch.SymInt) else value
 
 
 _PROPERTIES: dict[str, Callable[[torch.Tensor, int], Any]] = {
@@ -136,8 +141,6 @@ _PROPERTIES: dict[str, Callable[[torch.Tensor, int], Any]] = {
     "STRIDE": lambda t, dim: t.stride(dim),
     "STORAGE_OFFSET": lambda t, dim: t.storage_offset(),
 }
-
-_ASSERTS_OF_PYTHON = {torch._assert, torch._assert_async, torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default}
 
 _RANDOM = re.compile(r"drop|rand|bernoulli|normal|uniform|exponential|multinomial|attention|poisson|rrelu|gumbel|cauchy|geometric")
 _RECURRENT = re.compile(r"^(lstm|gru|rnn_tanh|rnn_relu)$")
@@ -235,16 +238,6 @@ def _check_backward(module: fx.GraphModule) -> None:
 
 def _where(node: fx.Node) -> str | None:
     return user_line(node.meta.get("stack_trace") or "")
-
-
-def _check_asserts(module: fx.GraphModule) -> None:
-    """`assert` on the data of a tensor in the user's own code: eager stops there, before the update."""
-    for node in module.graph.nodes:
-        if node.target in _ASSERTS_OF_PYTHON:
-            frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-            if frames and is_own_file(frames[-1][0]):
-                where = f"{os.path.basename(frames[-1][0])}:{frames[-1][1]}"
-                raise CaptureRefused("an assert looks at the data of a tensor; a captured step would go on", where=where)
 
 
 def _returned(module: fx.GraphModule, host: HostPart) -> list[Returned]:

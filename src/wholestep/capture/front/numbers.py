@@ -67,7 +67,8 @@ def split_numbers(module: fx.GraphModule, arguments: Sequence[Argument]) -> Host
         return HostPart(None, (), ())
     for node in graph.nodes:
         before = set(node.all_input_nodes)
-        if node.op in ("call_function", "call_method") and before and before <= host:
+        makes_tensor = isinstance(node.meta.get("example_value"), torch.Tensor)  # torch.tensor([1, number])
+        if node.op in ("call_function", "call_method") and before and before <= host and not makes_tensor:
             if node.target == "item" or not before & wrapped:
                 host.add(node)
     output = next(n for n in graph.nodes if n.op == "output")

@@ -8,6 +8,7 @@ as numbers do.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import operator
 import os
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves, tree_map
 
 from wholestep import compat
@@ -26,15 +28,28 @@ from wholestep.capture.sites import TooFewKeys
 from wholestep.errors import CaptureRefused, WholestepError
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Assumed:
+    """Something about data that the graph takes for granted."""
+
+    holds: torch.Tensor
+    """A 0-d bool."""
+    where: str | None = None
+    """The line of the user's code."""
+    fact: Any = None
+    """For one about sizes: the expression."""
+
+
 class Replay(fx.Interpreter):
     """Runs the graph node by node; every operation is annotated with its module and source line."""
 
-    def __init__(self, module: fx.GraphModule, paths: Mapping[int, str]) -> None:
+    def __init__(self, module: fx.GraphModule, paths: Mapping[int, str], device: torch.device) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self.paths = paths
+        self.paths, self.device = paths, device
         self.loss: torch.Tensor | None = None
         self.aux: dict[str, torch.Tensor] = {}
         self.gradients: list[torch.Tensor] | None = None
+        self.assumed: list[Assumed] = []
         self.sources: dict[str, str | None] = {}
         self.calls: dict[str, fx.Node] = {}
         self.numbers: dict[int, torch.Tensor] = {}
@@ -57,6 +72,8 @@ class Replay(fx.Interpreter):
                 value = super().run_node(n)
             except (WholestepError, CaptureRefused, TooFewKeys):
                 raise
+            except compat.SizeFromData as error:
+                raise CaptureRefused(compat.about_picked_places(error), where=source) from error
             except Exception as error:
                 lines = str(error).strip().splitlines() or [""]
                 raise CaptureRefused(f"{type(error).__name__}: {lines[0][:200]}", where=source) from error
@@ -125,7 +142,17 @@ class Replay(fx.Interpreter):
             self.aux[args[0]] = args[1]
         elif target is marks.mark_gradients:
             self.gradients = list(args)
-        elif target in _ASSERTIONS:
+        elif target is marks.mark_assumed:
+            self._assume(*args)
+            return None
+        elif target in _ASSERTS:
+            self._assume(args[0], True)
+            return None
+        elif target in _FACTS:
+            if not isinstance(args[0], bool) and not statically_known_true(args[0]):
+                self._assume(args[0], True)
+            return None
+        elif target is torch._check_is_size:
             return None
         elif str(target).startswith("transformers.grouped_mm_fallback"):
             return torch.ops.ws.grouped_mm(*args, *kwargs.values())
@@ -134,9 +161,22 @@ class Replay(fx.Interpreter):
         elif target is torch.scalar_tensor and isinstance(args[0], torch.Tensor):
             # a result that Python reads as a number: not one that promotes types any more
             return args[0].detach().to(kwargs.get("dtype") or torch.get_default_dtype()).clone()
+        elif target is torch._refs.tensor and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args[0])):
+            return _tensor_of(args[0]).to(**kwargs)
         elif target in _NUMBERS and any(isinstance(a, torch.Tensor) for a in args):
             return _NUMBERS[target](*args)
         return super().call_function(target, args, kwargs)
+
+    def _assume(self, condition: Any, truth: bool) -> None:
+        if isinstance(condition, torch.SymBool | torch.SymInt):  # about a size that a mask decides
+            told = condition if isinstance(condition, torch.SymBool) else condition != 0
+            holds = torch.ops.ws.require(torch.sym_ite(told, int(truth), int(not truth)), self.device)
+            self.assumed.append(Assumed(holds, compat.noted_source(), told.node.expr))
+            return
+        if not isinstance(condition, torch.Tensor):  # known while tracing: it is as assumed, or Dynamo had raised
+            condition = torch.full((), bool(condition))
+        holds = condition.detach().reshape(()) != 0
+        self.assumed.append(Assumed(holds if truth else holds.logical_not(), compat.noted_source()))
 
     def call_method(self, target: Any, args: tuple, kwargs: dict) -> Any:
         if target == "item":
@@ -173,6 +213,13 @@ def _pair(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return number[0].to(dtype), number[1].to(dtype)
 
 
+def _tensor_of(values: Any) -> torch.Tensor:
+    """`torch.tensor(values)` where some are numbers of the graph; of no shape that Dynamo would not have seen."""
+    if isinstance(values, list | tuple):
+        return torch.stack([_tensor_of(value) for value in values])
+    return values if isinstance(values, torch.Tensor) else torch.full((), values)
+
+
 def _quotient(a: Any, b: Any) -> torch.Tensor:
     """Of two numbers: Python divides whole ones to a double; a tensor with dimensions divides as ever."""
     whole = [isinstance(v, int) or (isinstance(v, torch.Tensor) and v.dim() == 0 and not v.is_floating_point()) for v in (a, b)]
@@ -193,12 +240,12 @@ _NUMBERS: dict[Any, Callable[..., Any]] = {
 }
 """Arithmetic on Python numbers, where the number is a value of the graph."""
 
-_ASSERTIONS = {
-    torch._check, torch._check_is_size, torch._check_value, torch._check_type, torch._check_index,
-    torch._assert, torch._assert_async, torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default,
+_ASSERTS = {torch._assert, torch._assert_async, torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default}
+_FACTS = {
+    torch._check, torch._check_value, torch._check_type, torch._check_index,
     torch.ops.aten._assert_scalar.default,
 }  # fmt: skip
-"""Assertions about data, which libraries make where they are traced; the user's own are refused (`_check_asserts`)."""
+"""Facts about numbers that Dynamo and libraries note, and that code is compiled for."""
 
 
 def user_line(trace: str) -> str | None:

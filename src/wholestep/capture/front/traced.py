@@ -36,12 +36,16 @@ def gradients(loss: torch.Tensor, *parameters: torch.Tensor) -> tuple[torch.Tens
     return tuple(torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found))
 
 
+def mark_assumed(condition: torch.Tensor, truth: bool) -> None:
+    """The graph goes on as if the condition, which only data tells, were `truth` (assumed.py)."""
+
+
 def mark_gradients(*hooked: torch.Tensor) -> torch.Tensor:
     """What the hooks made of the gradients, in the order of the parameters."""
     return torch.zeros((), device=hooked[0].device)
 
 
-MARKS = (mark_loss, mark_aux, mark_bad_loss, mark_bad_aux, gradients, mark_gradients)
+MARKS = (mark_loss, mark_aux, mark_bad_loss, mark_bad_aux, mark_assumed, gradients, mark_gradients)
 for _mark in MARKS:
     torch.compiler.allow_in_graph(_mark)
 

@@ -74,6 +74,7 @@ class Unguarded:
         return [
             None if optimizer is None else optimizers.structure(optimizer),
             [*map(_REQUIRES_GRAD, parameters)],
+            torch.distributions.Distribution._validate_args,
         ]
 
     def _hooks(self) -> list[Any]:
@@ -83,7 +84,7 @@ class Unguarded:
         """What is not as it was, in words; None where all is."""
         now = self._facts()
         if now != self.facts:
-            what = ("the optimizer's groups or its step", "requires_grad of a parameter")
+            what = ("the optimizer's groups or its step", "requires_grad of a parameter", "the validation of torch.distributions")
             return next(name for name, a, b in zip(what, self.facts, now) if a != b)
         hooks = self._hooks()
         if len(hooks) != len(self.hooks) or not all(map(is_, hooks, self.hooks)):

@@ -90,7 +90,7 @@ def ctc_with_its_gradient(call: Call) -> Amount:
 
 def _target_length(call: Call) -> Amount:
     """Of the longest row; of their mean where rows are packed one after the other."""
-    targets = call.shape("targets", "transcripts")
+    targets = call.shape("targets")
     return targets[1] if len(targets) == 2 else targets[0] // call.shape("log_probs")[1]
 
 

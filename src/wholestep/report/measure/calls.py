@@ -22,7 +22,7 @@ from wholestep.cost import Device, Fp32Units, cost_of
 from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of
 from wholestep.graph.views import is_cheap_view
 from wholestep.lower.in_place import ImperativeGraph, write_state_in_place
-from wholestep.lower.inductor import take_fused_updates
+from wholestep.lower.inductor import imperative_form
 from wholestep.lower.regions import Piece, Region, split_regions
 from wholestep.lower.runner import Runner
 from wholestep.report.measure import kernels
@@ -57,12 +57,12 @@ class Call:
 
 def calls_of_graph(graph: TrainingGraph, backend: str, device: Device, fp32: Fp32Units) -> list[Call]:
     """One Call per statement of the driver, in order, without times."""
-    imperative = write_state_in_place(graph)
     pieces: Sequence[Piece]
     if backend == "inductor":
-        take_fused_updates(imperative)
+        imperative = imperative_form(graph)
         pieces = split_regions(imperative)
     else:
+        imperative = write_state_in_place(graph)
         pieces = [node for node in imperative.graph.nodes if node.op == "call_function"]
     return [_of_piece(piece, imperative, device, fp32) for piece in pieces]
 

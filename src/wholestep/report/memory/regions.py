@@ -16,8 +16,8 @@ from torch import fx
 
 from wholestep.graph.training_graph import TrainingGraph, tensors_in
 from wholestep.lower.compile_region import Compiled
-from wholestep.lower.in_place import ImperativeGraph, write_state_in_place
-from wholestep.lower.inductor import compile_together, take_fused_updates
+from wholestep.lower.in_place import ImperativeGraph
+from wholestep.lower.inductor import compile_together, imperative_form
 from wholestep.lower.regions import Piece, Region, describe_value, split_regions
 from wholestep.report.memory.blocks import MemoryProfile
 from wholestep.report.memory.predict import Call, last_uses, profile_of_calls, unmeasured
@@ -34,8 +34,7 @@ def predict_compiled(
         code: compiled regions are added to it: held there, they need not be compiled again by whoever lowers this graph.
         strict: raise torch.OutOfMemoryError where memory does not suffice for a piece, instead of leaving it out.
     """
-    imperative = write_state_in_place(graph)
-    take_fused_updates(imperative)
+    imperative = imperative_form(graph)
     pieces = split_regions(imperative)
     compiled = compile_together([piece for piece in pieces if isinstance(piece, Region)])
     if code is not None:

@@ -1,0 +1,153 @@
+"""Branches on data of which one side is the exception: the graph takes the other side, and computes whether it may.
+
+`if not valid.all(): raise ValueError(...)`, `assert (x > 0).all()`: torch.distributions validates its arguments so, and so do
+people; `if mask.sum() == 0: return ...` is written for the batch in which nothing is masked. Dynamo cannot follow a branch on
+data. Here it goes on where nothing is raised and no mask is empty, and a mark in its graph holds the condition. A captured
+step computes all of them; where one does not hold the step changes nothing, and eager PyTorch takes it: which raises what it
+raises, at its line, in its words, or goes on the other way.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._dynamo import symbolic_convert
+from torch._dynamo.variables import SymNodeVariable, TensorVariable
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from wholestep.capture.front import traced as marks
+
+assuming = threading.local()
+"""`assuming.on`: whether a capture is ours, so that the marks are honoured."""
+
+_DISTRIBUTIONS = os.path.dirname(torch.distributions.__file__) + os.sep
+_MOST_INSTRUCTIONS = 500
+"""Of a branch that raises: its message is made in some dozens."""
+_JUMPS = {
+    "POP_JUMP_IF_TRUE": True, "POP_JUMP_FORWARD_IF_TRUE": True, "POP_JUMP_BACKWARD_IF_TRUE": True,
+    "POP_JUMP_IF_FALSE": False, "POP_JUMP_FORWARD_IF_FALSE": False, "POP_JUMP_BACKWARD_IF_FALSE": False,
+}  # fmt: skip
+"""Instruction -> the truth at which it jumps; names differ between versions of Python."""
+
+
+def _branch(jumps_at: bool, plain: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Dynamo's handler of a conditional jump, and ours before it."""
+
+    def branch(tx: Any, inst: Any) -> None:
+        truth = _assumed_truth(tx, inst, jumps_at) if getattr(assuming, "on", False) else None
+        if truth is None:
+            return plain(tx, inst)
+        tx.output.create_proxy("call_function", marks.mark_assumed, (tx.pop().as_proxy(), truth), {})
+        if truth == jumps_at:
+            tx.jump(inst)
+        return None
+
+    return branch
+
+
+def _assumed_truth(tx: Any, inst: Any, jumps_at: bool) -> bool | None:
+    """What a condition on data is taken to be; None where it is none, or nothing speaks for either side."""
+    value = tx.stack[-1].realize()
+    if not _is_data(value):
+        return None
+    jump_raises, next_raises = _always_raises(tx, tx.indexof[inst.target]), _always_raises(tx, tx.instruction_pointer)
+    if jump_raises != next_raises:
+        return jumps_at if next_raises else not jumps_at
+    if isinstance(value, SymNodeVariable):
+        return _number_is_likely(value.sym_num, value.as_proxy().node)
+    return _tensor_is_likely(value.as_proxy().node, in_validation=tx.f_code.co_filename.startswith(_DISTRIBUTIONS))
+
+
+def _number_is_likely(number: Any, node: fx.Node) -> bool | None:
+    """Where it is asked whether a count that only data tells is zero: it is not."""
+    read = node.args[0] if node.target in (operator.eq, operator.ne) and node.args[1] == 1 else None
+    if isinstance(read, fx.Node) and read.target == "item":  # bool(tensor)
+        likely = _tensor_is_likely(read.args[0], in_validation=False)
+        return likely if likely is None or node.target is operator.eq else not likely
+    symbols, expression = free_unbacked_symbols(number), number.node.expr
+    counts = all(number.node.shape_env.var_to_range[symbol].upper > 1 and symbol.is_integer for symbol in symbols)
+    asks_for_zero = isinstance(expression, sympy.Symbol | sympy.Rel) and (expression.is_symbol or expression.rhs.is_zero)
+    if not counts or not asks_for_zero or expression.free_symbols - symbols:
+        return None
+    found = expression.xreplace(dict.fromkeys(symbols, sympy.Integer(_LARGE)))
+    return found not in (sympy.false, sympy.Integer(0))
+
+
+_LARGE = 10007
+
+
+def _tensor_is_likely(node: fx.Node, *, in_validation: bool) -> bool | None:
+    """`mask.any()`, `mask.sum() == 0` and the like ask whether a mask is empty: it is not."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name == "any":
+        return True
+    if name == "all":  # `if not symmetric.all(): return symmetric`: what is not valid is told, and raised about by the caller
+        return True if in_validation else None
+    if name in _AGAINST_ZERO and len(node.args) == 2 and node.args[1] == 0:
+        return _AGAINST_ZERO[name] if _is_count(node.args[0]) else None
+    return True if _is_count(node) else None
+
+
+_AGAINST_ZERO = {"eq": False, "ne": True, "gt": True, "le": False}
+
+
+def _is_count(node: Any) -> bool:
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    name = getattr(getattr(node, "target", None), "__name__", getattr(node, "target", ""))
+    return name in ("sum", "count_nonzero") and isinstance(value, torch.Tensor) and value.dtype == torch.int64
+
+
+def _is_data(value: Any) -> bool:
+    """A tensor of one entry, or a number that was read from one."""
+    if isinstance(value, TensorVariable):
+        example = value.as_proxy().node.meta.get("example_value")
+        return isinstance(example, torch.Tensor) and all(isinstance(n, int) and n == 1 for n in example.shape)
+    return isinstance(value, SymNodeVariable) and bool(free_unbacked_symbols(value.sym_num))
+
+
+def _always_raises(tx: Any, index: int) -> bool:
+    """Whether every way from an instruction ends in `raise`."""
+    seen: set[int] = set()
+    ways = [index]
+    while ways:
+        at = ways.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        if at >= len(tx.instructions) or len(seen) > _MOST_INSTRUCTIONS:
+            return False
+        inst = tx.instructions[at]
+        if inst.opname in ("RAISE_VARARGS", "RERAISE"):
+            continue
+        if inst.opname.startswith(("RETURN", "YIELD")):
+            return False
+        if inst.target is not None:
+            ways.append(tx.indexof[inst.target])
+        if not inst.opname.startswith(("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "JUMP_NO_INTERRUPT")):
+            ways.append(at + 1)
+    return True
+
+
+def _install() -> None:
+    """Into the tables of every class of Dynamo's that walks through instructions."""
+    base = symbolic_convert.InstructionTranslatorBase
+    ours = {name: _branch(jumps_at, getattr(base, name)) for name, jumps_at in _JUMPS.items() if hasattr(base, name)}
+    for name, handler in ours.items():
+        setattr(base, name, handler)
+    opcodes = {symbolic_convert.dis.opmap[name]: handler for name, handler in ours.items() if name in symbolic_convert.dis.opmap}
+    kinds = [base]
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        for opcode, handler in opcodes.items():
+            kind.dispatch_table[opcode] = handler
+
+
+_install()

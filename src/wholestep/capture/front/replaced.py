@@ -1,0 +1,75 @@
+"""Functions of torch's that Dynamo does not trace: others run in their place.
+
+In: a call that Dynamo meets while it captures for us. Out: the same call of a function of ours, which Dynamo then follows
+and which computes the same by operators of `ws`. Elsewhere nothing is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._dynamo.variables import SkipFunctionVariable, UserFunctionVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch.distributions import constraints
+from torch.nn.utils import rnn
+
+from wholestep.capture.front.assumed import assuming
+from wholestep.capture.front.packed import pack_padded, pad_packed
+from wholestep.capture.front.sparse import make_coo
+from wholestep.kernels.ctc import ctc_loss
+
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+
+
+def _ctc_by_name(
+    log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
+    reduction: str = "mean", zero_infinity: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """F.ctc_loss, whose reduction has a name."""
+    return ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, _REDUCTIONS[reduction], zero_infinity)
+
+
+def _is_dependent(constraint: Any) -> bool:
+    return isinstance(constraint, constraints._Dependent)
+
+
+def _assert(condition: Any, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)
+
+
+IN_GRAPH: dict[Any, Callable[..., Any]] = {F.ctc_loss: _ctc_by_name, torch.ctc_loss: ctc_loss, torch._assert: _assert}
+"""What Dynamo would put into its graph as it is. Data tells the size of what CTC keeps, so that cannot be traced further."""
+SKIPPED: dict[Any, Callable[..., Any]] = {
+    constraints.is_dependent: _is_dependent, torch.sparse_coo_tensor: make_coo,
+    rnn.pack_padded_sequence: pack_padded, rnn.pad_packed_sequence: pad_packed,
+}  # fmt: skip
+"""What Dynamo refuses."""
+
+
+def _handler(ours: Callable[..., Any]) -> Callable[..., Any]:
+    def handle(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        """Dynamo's; None leaves the call to the default."""
+        if not getattr(assuming, "on", False):
+            return None
+        return tx.inline_user_function_return(UserFunctionVariable(ours), list(args), kwargs)
+
+    return handle
+
+
+for _function, _ours in IN_GRAPH.items():
+    TorchInGraphFunctionVariable._get_handlers()[_function] = _handler(_ours)
+
+
+def _call_skipped(self: SkipFunctionVariable, tx: Any, args: Any, kwargs: Any) -> Any:
+    ours = SKIPPED.get(self.value) if getattr(assuming, "on", False) and isinstance(self.value, Hashable) else None
+    if ours is None:
+        return _plain_skipped(self, tx, args, kwargs)
+    return tx.inline_user_function_return(UserFunctionVariable(ours), list(args), kwargs)
+
+
+_plain_skipped = SkipFunctionVariable.call_function
+SkipFunctionVariable.call_function = _call_skipped

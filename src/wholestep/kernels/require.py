@@ -1,0 +1,32 @@
+"""ws::require(holds, device): a fact about sizes that only data tells, looked at before anything is computed with it.
+
+In: 1 where the fact holds, 0 where not: sizes are numbers on the host, so looking costs nothing. Out: true, a 0-d tensor. Where
+it does not hold the step ends here, with `DoesNotHold`: code that was compiled for two masks that pick as many places would
+otherwise read past the end of the shorter one. The driver calls it (`UNCOMPILED`): a compiler takes the fact for granted.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LIBRARY = torch.library.Library("ws", "FRAGMENT")
+LIBRARY.define("require(SymInt holds, Device device) -> Tensor")
+
+
+class DoesNotHold(RuntimeError):
+    """A fact about sizes that was taken for granted is none."""
+
+
+def reference(holds: int, device: torch.device) -> Tensor:
+    if not holds:
+        raise DoesNotHold("sizes that only data tells are not as they were taken for granted")
+    return torch.ones((), dtype=torch.bool, device=device)
+
+
+@torch.library.register_fake("ws::require", lib=LIBRARY)
+def _fake(holds: int, device: torch.device) -> Tensor:
+    return torch.empty((), dtype=torch.bool, device=device)
+
+
+LIBRARY.impl("require", reference, "CompositeExplicitAutograd")
