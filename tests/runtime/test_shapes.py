@@ -217,3 +217,29 @@ def test_batches_that_lie_otherwise_in_memory(backend: str) -> None:
     twins = Twins(mlp_side, (x, y), check="off", backend=backend)
     twins.train([(layout, y) for layout in layouts], tolerance=1e-5)
     assert twins.step.rung == "whole step" and twins.step.captures <= 3, twins.step.explain()
+
+
+def test_a_slice_that_the_loss_writes_to_is_written() -> None:
+    """Compiled code has a copy of it; what it writes there comes back."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, y, seen = batch
+        seen.add_(x.detach())
+        return F.cross_entropy(model(x + 0.1 * seen), y)
+
+    def side() -> Side:
+        model = small_mlp()
+        return Side(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+
+    (x, y), *_ = class_batches(1, size=6)
+    seen = {kind: torch.zeros(6, 8) for kind in ("ours", "theirs")}
+    twins = Twins(side, (x, y, torch.zeros(6, 4)), check="off")
+    for _ in range(3):
+        ours = twins.step((x, y, seen["ours"][:, ::2]))
+        theirs = twins.theirs
+        theirs.optimizer.zero_grad()
+        expected = loss(theirs.model, (x, y, seen["theirs"][:, ::2]))
+        expected.backward()
+        theirs.optimizer.step()
+        torch.testing.assert_close(ours, expected.detach())
+        assert torch.equal(seen["ours"], seen["theirs"]) and bool(seen["ours"].any())

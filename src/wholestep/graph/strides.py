@@ -28,13 +28,6 @@ def laid_out(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     return tensor if turned.is_contiguous() else turned.contiguous().permute(inverse(order))
 
 
-def gaps(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Its strides, where it has gaps in memory; None where its dimensions fill their memory in some order, or lie over it."""
-    if tensor.layout != torch.strided or tensor.is_contiguous() or overlaps(tensor):
-        return None
-    return None if tensor.permute(memory_order(tensor)).is_contiguous() else tensor.stride()
-
-
-def overlaps(tensor: torch.Tensor) -> bool:
-    """Whether it repeats itself (`expand`): such a tensor is never written to."""
-    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its dimensions fill their memory, in whichever order."""
+    return tensor.is_contiguous() or tensor.permute(memory_order(tensor)).is_contiguous()

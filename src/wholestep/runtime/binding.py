@@ -266,7 +266,8 @@ def _kinds(subject: Subject) -> dict[str, tuple]:
 
 
 def _kind(tensor: torch.Tensor) -> tuple:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    strides = tensor.stride() if tensor.layout == torch.strided else None
+    return tensor.shape, strides, tensor.layout, tensor.dtype, tensor.device
 
 
 def _owner(root: torch.nn.Module, name: str) -> tuple[dict, str]:

@@ -13,7 +13,7 @@ from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT, HOLDS
 from wholestep.errors import CaptureRefused
-from wholestep.graph.strides import gaps, laid_out, memory_order
+from wholestep.graph.strides import laid_out, memory_order
 from wholestep.graph.training_graph import OutputKind, Role, TrainingGraph
 from wholestep.runtime.binding import Binding
 from wholestep.runtime.eager import update_in_torch
@@ -68,13 +68,12 @@ class Variant:
         may_end = subject.device.type == "cpu" or bool(capture.assumed)
         self.written = [i for i in written if capture.graph.inputs[i].role in beside] if may_end else []
         """Inputs that the graph writes beside parameters and their state."""
-        places_of_batch = [i for i, entry in enumerate(capture.graph.inputs) if entry.role is Role.BATCH]
         examples = [] if reading is None else [reading.args[i] for i in self.brought]
-        self.orders = [
-            None if place in written or gaps(example) is not None else memory_order(example)
-            for place, example in zip(places_of_batch, examples, strict=False)
-        ]
-        """How the dimensions of what a call brings lie in memory in compiled code; None: as it is brought."""
+        self.orders = [memory_order(t) if t.layout == torch.strided else None for t in examples]
+        """How the dimensions of what a call brings lie in memory in compiled code; None: sparse."""
+        batch = zip(self.brought, capture.graph.indices(Role.BATCH))
+        self.written_back = [(i, place) for i, place in batch if place in written]
+        """(argument, input) of what a call brings and the graph writes to."""
         self.before = Kept()
         self.uses = 0
         self.checked = False
@@ -108,6 +107,9 @@ class Variant:
             self.before.keep([inputs[i] for i in self.written])
         with seeded_generator(self.subject.device, seed, step, micro), without_autocast(self.subject.device):
             values = self.runner(inputs)
+        for i, place in self.written_back:
+            if inputs[place] is not args[i]:  # it lay otherwise in memory: the copy was written to
+                args[i].detach().copy_(inputs[place])
         named: dict[str, Any] = {}
         gradients: dict[str, torch.Tensor] = {}
         norm = None
@@ -129,11 +131,13 @@ class Variant:
             raise AssumptionFailed("a condition on data, which is taken for granted, does not hold", where=where or None)
 
     def inputs(self, args: Sequence[Any]) -> list[Any]:
-        brought = [args[i] for i in self.brought]
-        for i, order in enumerate(self.orders):
-            if order is not None:
-                brought[i] = laid_out(brought[i], order)
-        return self.binding.inputs(self.capture.graph, brought)
+        return self.binding.inputs(self.capture.graph, self._laid_out([args[i] for i in self.brought]))
+
+    def _laid_out(self, brought: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What a call brings, as compiled code expects it in memory: copies where it lies otherwise."""
+        if not self.orders:  # traced without guards: as it is brought
+            return brought
+        return [t if order is None else laid_out(t, order) for t, order in zip(brought, self.orders, strict=True)]
 
     def feed(self, seed: int, step: int, micro: int, numbers: Sequence[float] = ()) -> None:
         count = self.capture.num_sites

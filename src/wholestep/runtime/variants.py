@@ -21,7 +21,7 @@ from wholestep.capture.reading import Reading, read
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
 from wholestep.errors import CaptureRefused
-from wholestep.graph.strides import gaps, overlaps
+from wholestep.graph.strides import is_dense
 from wholestep.graph.training_graph import Input, Role, TrainingGraph
 from wholestep.runtime import shapes as shape_rules
 from wholestep.runtime.variant import Variant
@@ -97,7 +97,6 @@ class Variants:
         self.brought: list[int] = []
         """Arguments that are inputs of every call."""
         self.by_shape: dict[tuple, Variant] = {}
-        """By the shapes of what a call brings, and the strides of what does not lie densely in memory."""
         self.symbolic: tuple[Variant, Any, Any] | None = None
         self.seen: list[Any] = []
         self.trained: list[str] = []
@@ -117,18 +116,17 @@ class Variants:
         if not self.places or not all(map(is_, [args[i] for i in self.state], self.tensors)):
             self._read(args, batch)
         shapes = tuple(args[i].shape for i in self.brought)
-        key = shapes, tuple(gaps(args[i]) for i in self.brought)
-        variant = self.by_shape.get(key)
+        variant = self.by_shape.get(shapes)
         if variant is not None:
             if variant.provisional and variant.uses >= USES_BEFORE_COMPILING:
                 reading = self._reading(args)
-                variant = self.by_shape[key] = self.making.lowered(variant.capture, reading, self.making.backend)
+                variant = self.by_shape[shapes] = self.making.lowered(variant.capture, reading, self.making.backend)
             return variant
-        if self.symbolic is not None and not any(key[1]):
+        if self.symbolic is not None:
             variant, dims, template = self.symbolic
             if shape_rules.fits(shapes, dims, template, variant.capture.symbols, variant.capture.guards):
                 return variant
-        return self._make(args, batch, key)
+        return self._make(args, batch, shapes)
 
     def _read(self, args: Sequence[Any], batch: Any) -> None:
         """Look at the arguments again: a tensor of a module is another one than before."""
@@ -156,12 +154,12 @@ class Variants:
         self.seen = self.making.shapes_seen.setdefault(kinds, [])
 
     def _reading(self, args: Sequence[Any]) -> Reading:
-        """What was expanded is read as it would be with memory of its own: the next batch may have that."""
-        repeats = {i for i in self.brought if args[i].layout == torch.strided and overlaps(args[i])}
-        return Reading(self.graph, [a.contiguous() if i in repeats else a for i, a in enumerate(args)], self.places)
+        """What is a slice of something, or expanded, is read as if it had memory of its own: the next batch may lie otherwise."""
+        loose = {i for i in self.brought if args[i].layout == torch.strided and not is_dense(args[i])}
+        return Reading(self.graph, [a.contiguous() if i in loose else a for i, a in enumerate(args)], self.places)
 
-    def _make(self, args: Sequence[Any], batch: Any, key: tuple) -> Variant:
-        making, (shapes, layouts) = self.making, key
+    def _make(self, args: Sequence[Any], batch: Any, shapes: tuple) -> Variant:
+        making = self.making
         if shapes not in self.seen:
             self.seen.append(shapes)
         reading = self._reading(args)
@@ -173,7 +171,7 @@ class Variants:
             dims = shape_rules.symbolic_dims(self.seen)
         elif making.dynamic is True:
             dims = [{d: f"size{i}_{d}" for d in range(len(shape))} for i, shape in enumerate(shapes)]
-        if dims is not None and not any(layouts) and all(shapes[leaf][d] > 1 for leaf, found in enumerate(dims) for d in found):
+        if dims is not None and all(shapes[leaf][d] > 1 for leaf, found in enumerate(dims) for d in found):
             variant = self._symbolic(reading, batch, dims, shapes)
             if variant is not None:
                 return variant
@@ -187,7 +185,7 @@ class Variants:
             self.refused = refused
             raise
         variant = making.lowered(capture, reading, "interpret" if provisional else making.backend, provisional)
-        self.by_shape[key] = variant
+        self.by_shape[shapes] = variant
         return variant
 
     def _symbolic(self, reading: Reading, batch: Any, dims: Any, shapes: tuple) -> Variant | None:
