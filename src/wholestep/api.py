@@ -242,7 +242,9 @@ class _Stages:
         if self.subject.device.type != "cuda" or self.cuda_graph is False or backend == "interpret":
             return runner
         kind = CudaGraphsByShape if runner.describe().get("symbolic") else AutoCudaGraph
-        return kind(runner, graph.indices(Role.BATCH), always=self.cuda_graph is True, lent=gradients)
+        batch, targets = graph.indices(Role.BATCH), {output.target for output in graph.outputs}
+        written = [i for i in batch if i in targets]
+        return kind(runner, batch, always=self.cuda_graph is True, lent=gradients, written=written)
 
     @property
     def room(self) -> Any:

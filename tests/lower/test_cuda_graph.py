@@ -7,8 +7,17 @@ import weakref
 import pytest
 import torch
 
+import wholestep
 from wholestep.graph.training_graph import Role
-from wholestep.lower import AutoCudaGraph, CudaGraphRunner, NotRecordable, Runner, cuda_graph, lower_interpret
+from wholestep.lower import (
+    AutoCudaGraph,
+    CudaGraphRunner,
+    CudaGraphsByShape,
+    NotRecordable,
+    Runner,
+    cuda_graph,
+    lower_interpret,
+)
 
 
 class Clock:
@@ -233,6 +242,65 @@ def test_what_is_lent_is_told(monkeypatch):
         auto([torch.empty(2)])
         lent.append(auto.lends)
     assert lent == [False] * 3 + [True] * 6
+
+
+def test_what_a_recording_writes_to_the_batch_comes_back():
+    """A running mean that the Python keeps is an input; replayed, the step writes into the recording's own copy of it."""
+
+    class Adding:
+        def replay(self):
+            recorded.static[0].add_(1.0)
+
+    recorded = object.__new__(CudaGraphRunner)
+    recorded.static, recorded.batch, recorded.written = [torch.zeros(2), torch.zeros(2)], (0, 1), (0,)
+    recorded.graphs, recorded.sinks, recorded.outputs = [Adding(), Adding()], {}, []
+    mean, data = torch.ones(2), torch.ones(2)
+    for _ in range(2):
+        recorded([mean, data])
+    assert mean.tolist() == [5.0, 5.0] and data.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("kind", [AutoCudaGraph, CudaGraphsByShape])
+def test_recordings_are_told_what_is_written(monkeypatch, kind):
+    clock, told = Clock(), []
+    monkeypatch.setattr(cuda_graph, "why_not", lambda runner, inputs: None)
+
+    def record(runner, inputs, batch, *rest, **options):
+        told.append(options)
+        raise NotRecordable("for this test")
+
+    graphs = kind(Runner(lambda inputs: ["direct"], 1, {}), [0], timer=clock, record=record, written=[0])
+    for _ in range(6):
+        graphs([torch.empty(2)])
+    assert told == [{"written": (0,)}]
+
+
+@pytest.mark.gpu
+def test_a_mean_that_the_loss_keeps_is_kept_when_replayed():
+    def trained(compiled):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4).cuda()
+        optimizer, mean = torch.optim.SGD(model.parameters(), 0.1), torch.zeros(4, device="cuda")
+
+        def loss(m, x):
+            out = m(x)
+            mean.mul_(0.9).add_(out.detach().mean(0), alpha=0.1)
+            return (out - mean.clone()).square().mean()
+
+        batches = [torch.randn(8, 4, generator=torch.Generator().manual_seed(i)).cuda() for i in range(16)]
+        if compiled:
+            step = wholestep.compile(model, loss, optimizer, batches[0], cuda_graph=True, cache=False)
+            for batch in batches:
+                step(batch)
+            assert step.regions["cuda_graph"]["mode"] == "cuda graph"
+        else:
+            for batch in batches:
+                optimizer.zero_grad()
+                loss(model, batch).backward()
+                optimizer.step()
+        return [mean, *(p.detach() for p in model.parameters())]
+
+    torch.testing.assert_close(trained(True), trained(False), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -64,13 +64,15 @@ class CudaGraphRunner:
         batch: Sequence[int],
         sinks: dict[int, torch.Tensor] | None = None,
         pool: Any = None,
+        written: Sequence[int] = (),
     ) -> None:
-        """`sinks`: outputs (by position) that are left in tensors of the caller's instead of being handed out as copies."""
+        """`sinks`: outputs (by position) that are left in tensors of the caller's instead of being handed out as copies.
+        `written`: those of the batch that the step writes to."""
         reason = why_not(runner, inputs)
         if reason is not None:
             raise NotRecordable(reason)
         self.device = inputs[0].device
-        self.batch = tuple(batch)
+        self.batch, self.written = tuple(batch), tuple(written)
         self.static = list(inputs)
         self.sinks = sinks or {}
         for index in self.batch:
@@ -116,6 +118,8 @@ class CudaGraphRunner:
             static.copy_(given, non_blocking=True)
         for graph in self.graphs:
             graph.replay()
+        for index in self.written:
+            inputs[index].copy_(self.static[index])
         # The next replay overwrites the recorded outputs; the caller may keep what it gets.
         return [
             value.clone() if isinstance(value, torch.Tensor) and i not in self.sinks else value
@@ -213,9 +217,12 @@ class AutoCudaGraph:
         record: Callable[..., CudaGraphRunner] = CudaGraphRunner,
         calls: tuple[int, int] = (DIRECT_CALLS, REPLAYS_TIMED),
         lent: Sequence[int] = (),
+        written: Sequence[int] = (),
     ) -> None:
-        """`lent`: outputs that the caller reads before its next call, so they need not be copied out of a recording."""
+        """`lent`: outputs that the caller reads before its next call, so they need not be copied out of a recording.
+        `written`: those of the batch that the step writes to."""
         self.runner, self.batch, self.always = runner, tuple(batch), always
+        self.written = tuple(written)
         self.lent = tuple(lent)
         self._timer: Timer = timer or EventTimer()
         self._record = record
@@ -265,7 +272,8 @@ class AutoCudaGraph:
     def _try_recording(self, inputs: list[torch.Tensor]) -> list[Any]:
         try:
             extra = (self._sinks,) if self.lent else ()
-            self._recorded = self._record(self.runner, inputs, self.batch, *extra)
+            written = {"written": self.written} if self.written else {}
+            self._recorded = self._record(self.runner, inputs, self.batch, *extra, **written)
         except NotRecordable as refusal:
             self.decided, self.reason = "direct", f"not recordable: {refusal}"
         if self._recorded is not None:
@@ -335,8 +343,10 @@ class CudaGraphsByShape:
         timer: Timer | None = None,
         record: Callable[..., CudaGraphRunner] = CudaGraphRunner,
         lent: Sequence[int] = (),
+        written: Sequence[int] = (),
     ) -> None:
         self.runner, self.batch, self.always, self.lent = runner, tuple(batch), always, tuple(lent)
+        self.written = tuple(written)
         self._timer, self._record = timer, record
         self._sinks: dict[int, torch.Tensor] = {}
         self._pool: Any = None
@@ -381,7 +391,7 @@ class CudaGraphsByShape:
         if auto is None:
             auto = self._measuring[sizes] = AutoCudaGraph(
                 self.runner, self.batch, always=self.always, timer=self._timer, record=self._in_pool, calls=(MEETINGS, 2),
-                lent=self.lent,
+                lent=self.lent, written=self.written,
             )  # fmt: skip
             auto._sinks = self._sinks
         results = auto(inputs)
@@ -404,10 +414,13 @@ class CudaGraphsByShape:
             self._recorded = {}
         self._measuring = {}
 
-    def _in_pool(self, runner: Runner, inputs: Any, batch: Any, sinks: Any = None) -> CudaGraphRunner:
+    def _in_pool(
+        self, runner: Runner, inputs: Any, batch: Any, sinks: Any = None, written: Sequence[int] = ()
+    ) -> CudaGraphRunner:
         if self._pool is None and torch.cuda.is_available():
             self._pool = torch.cuda.graph_pool_handle()
-        return self._record(runner, inputs, batch, sinks, self._pool)
+        more = {"written": written or self.written} if self.written else {}
+        return self._record(runner, inputs, batch, sinks, self._pool, **more)
 
     def invalidate(self) -> None:
         """A state tensor moved: recorded addresses are void."""
