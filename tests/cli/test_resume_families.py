@@ -18,7 +18,7 @@ DROPOUT = {
 }  # fmt: skip
 
 
-SLOW = ("resnet-50", "vit-small", "bert-large")
+SLOW = ("resnet-50", "vit-small", "bert-large", "llama-1b")
 """Their like are quicker: resnet-18, and the language models."""
 
 

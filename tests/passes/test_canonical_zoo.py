@@ -34,8 +34,14 @@ def trained(name: str, passes: Pipeline, precision: str) -> tuple[list[float], d
     return losses, built.model.state_dict(), step
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    # the largest one in fp32 has nothing that the others have not
+    [
+        pytest.param(name, precision, marks=[pytest.mark.slow] if (name, precision) == ("t5", "fp32") else [])
+        for name in MODELS for precision in ("fp32", "bf16")
+    ],
+)  # fmt: skip
 def test_the_same_bits_with_fewer_nodes(name: str, precision: str) -> None:
     losses, state, plain = trained(name, Pipeline([]), precision)
     ours, our_state, step = trained(name, CANONICAL, precision)

@@ -97,13 +97,19 @@ def assert_same_training(
     return ours
 
 
-@pytest.mark.parametrize(("model", "data"), [(gpt2, sentences()), (bert, classified())], ids=["gpt2", "bert"])
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [pytest.param(gpt2, sentences(), marks=pytest.mark.slow, id="gpt2"), pytest.param(bert, classified(), id="bert")],
+)
 def test_trains_as_the_stock_trainer_does(tmp_path: Path, model: Any, data: Any) -> None:
     ours = assert_same_training(tmp_path, model, data)
     assert ours.step.captures == 1 and ours.step.count == 6
 
 
-@pytest.mark.parametrize(("model", "data"), [(gpt2, sentences(10)), (bert, classified(10))], ids=["gpt2", "bert"])
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [pytest.param(gpt2, sentences(10), id="gpt2"), pytest.param(bert, classified(10), marks=pytest.mark.slow, id="bert")],
+)
 def test_accumulation_with_a_short_last_window(tmp_path: Path, model: Any, data: Any) -> None:
     """Five batches, four to a window: the second window of each epoch has one, and divides by one."""
     ours = assert_same_training(tmp_path, model, data, gradient_accumulation_steps=4, max_steps=4)
