@@ -27,7 +27,7 @@ def trained(folder: Path, **options: Any) -> Any:
     )  # fmt: skip
     rows = [{"input_ids": row["input_ids"] % 16, "labels": row["labels"] % 16} for row in sentences()]
     torch.manual_seed(1)
-    config = transformers.GPT2Config(vocab_size=16, n_positions=16, n_embd=16, n_layer=3, n_head=2)
+    config = transformers.GPT2Config(vocab_size=16, n_positions=16, n_embd=16, n_layer=2, n_head=2)
     trainer = wholestep.hf.Trainer(
         model=transformers.GPT2LMHeadModel(config), args=args, train_dataset=rows, wholestep={"backend": "interpret", **options}
     )
@@ -35,7 +35,6 @@ def trained(folder: Path, **options: Any) -> Any:
     return trainer
 
 
-@pytest.mark.slow  # compiles three plans; `test_fp16_within_a_budget` and the others here keep budgets too
 def test_a_budget_and_a_plan_go_through(tmp_path: Path) -> None:
     with pytest.raises(BudgetTooSmall) as refused, pytest.warns(WholestepWarning, match="comes on top"):
         trained(tmp_path / "a", memory="1KiB")
