@@ -182,6 +182,7 @@ def test_on_a_card_before_and_after_are_held_to_the_budget(monkeypatch: pytest.M
     budget = dataclasses.replace(BUDGET, context_bytes=100 * MIB)
     seen: list[Any] = []
     card.allocated = 70 * MIB
+    monkeypatch.setattr("wholestep.budget.STILL_TO_LOAD", 20 * MIB)
 
     def decided_for(*given: Any, **amounts: int) -> Decision:
         seen.append(amounts)
@@ -196,8 +197,8 @@ def test_on_a_card_before_and_after_are_held_to_the_budget(monkeypatch: pytest.M
         subject=SimpleNamespace(device=torch.device("cuda")), capture=SimpleNamespace(from_cache=False, key=None)
     )
     check_within(budget, check)("run", variant, (), ())("run", "result")
-    share = 500 / 1024
-    assert seen == [{"limit": 500 * MIB, "held": 70 * MIB}, (share, Lean(5, True)), (share, "run", "result")]
+    share = 480 / 1024
+    assert seen == [{"limit": 480 * MIB, "held": 70 * MIB}, (share, Lean(5, True)), (share, "run", "result")]
     assert card.fraction == 0.9
 
 
