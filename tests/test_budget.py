@@ -263,6 +263,9 @@ def test_the_allocator_is_held_to_the_budget_before_the_step_runs(monkeypatch: p
     card.context = 130 << 20  # kernels loaded since the budget was made
     with held_to(budget, cuda):
         assert card.fraction == 450 / 1024
+    tiny = dataclasses.replace(budget, card_bytes=50 << 20)
+    with held_to(tiny, cuda):
+        assert card.fraction == 0.0, "it has to be refused with what would do, not with an error of the allocator's"
     with held_to(None, cuda), held_to(budget, torch.device("cpu")):
         assert card.fraction == 0.9
     assert card.fraction == 0.9
@@ -353,6 +356,17 @@ def test_after_two_misses_half_of_what_is_left_is_skipped(monkeypatch: pytest.Mo
     capture: Any = SimpleNamespace(graph=str(fitting._choice(set())))
     assert fitting._fit(capture).predicted_bytes <= 900
     assert len(fitting.tried) == 3 and fitting.tried == sorted(fitting.tried)
+
+
+def test_what_is_allocated_already_beyond_the_budget_costs_no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, total=1 << 30)
+    card.allocated = 500 << 20
+    monkeypatch.setattr("wholestep.budget.this_device", lambda kind: find_device("h200"))
+    monkeypatch.setattr("wholestep.budget.predict_compiled", lambda *given, **options: pytest.fail("compiled in vain"))
+    budget = Budget(550 << 20, 100 << 20, 0, 0.0, "550 MiB")
+    fitting = Fitting(budget, default_pipeline(), "inductor", torch.device("cuda"))
+    with pytest.raises(torch.OutOfMemoryError):
+        fitting.exact_peak(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("budget", "tried"), [(950, [1, 2]), (750, [2])])

@@ -21,7 +21,7 @@ import torch
 from wholestep import compat
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
-from wholestep.cost import Device, this_device
+from wholestep.cost import this_device
 from wholestep.errors import BadOption, BudgetTooSmall, CompilerMissing, WholestepWarning
 from wholestep.graph.bytes import parse_bytes, show_bytes
 from wholestep.graph.copies import copy_graph
@@ -138,7 +138,7 @@ class Fitting:
         """Whether a plan has to be compiled to be measured; else it costs nothing to try."""
         self.ratio, self.offset = 1.0, 0.0
         """By which predictions were off, measured on the last plan."""
-        self.device: Device = this_device(device.type)
+        self.place, self.device = device, this_device(device.type)
         self.prepared: TrainingGraph | None = None
         self.points: list[Point] = []
         self.state_bytes = 0
@@ -227,6 +227,8 @@ class Fitting:
 
     def exact_peak(self, graph: TrainingGraph) -> int:
         """Allocated bytes at the peak, by what was really measured of its parts."""
+        if self.place.type == "cuda" and limit_now(self.budget, self.place) <= torch.cuda.memory_allocated(self.place):
+            raise torch.OutOfMemoryError("more is allocated already than the budget allows")  # so nothing is compiled in vain
         if sized_by_data(graph):  # compiled code cannot be asked for the most it may take
             return predict_profile(at_traced_sizes(graph)).peak_bytes
         if self.backend == "inductor":
@@ -306,7 +308,7 @@ def memory_cap(budget: Budget, device: torch.device, more_bytes: int = 0) -> Ite
     """
     before = torch.cuda.get_per_process_memory_fraction(device)
     total = torch.cuda.get_device_properties(device).total_memory
-    limit = (budget.card_bytes - budget.context_bytes + more_bytes) / total
+    limit = max(budget.card_bytes - budget.context_bytes + more_bytes, 0) / total  # less than the context has to be refused, too
     torch.cuda.set_per_process_memory_fraction(min(before, limit), device)
     try:
         yield
