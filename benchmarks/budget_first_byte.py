@@ -273,6 +273,23 @@ class Table:
         return row
 
 
+def summary(rows: list[dict[str, Any]]) -> list[str]:
+    """For every model within a budget: whether it was kept, and the first step beside that without one."""
+    free = {row["model"]: row for row in rows if row["budget_bytes"] is None}
+    lines = []
+    for row in rows:
+        beside = free.get(row["model"], {}).get("first_step_seconds")
+        if row["budget_bytes"] is None or beside is None or "first_step_seconds" not in row:
+            continue
+        left = (row["budget_bytes"] / GIB - row["card_gib"]) if "card_gib" in row else float("nan")
+        ratio = row["first_step_seconds"] / beside
+        lines.append(
+            f"{row['model']:<14} {row['budget_bytes'] / GIB:6.2f} GiB: {left:+.2f} GiB left at the peak, first step {ratio:.2f}x "
+            f"({row['first_step_seconds']:.0f} s, {beside:.0f} s without), check {row['check']}"
+        )
+    return lines
+
+
 def shown(row: dict[str, Any]) -> str:
     budget = "no budget" if row["budget_bytes"] is None else f"{row['budget_bytes'] / GIB:.2f} GiB"
     head = f"{row['model']:<14} {budget:>10} ({row['asked']})"
@@ -310,6 +327,7 @@ def main() -> None:
     rows = [row for row in rows if not (options.retry and "error" in row)]
     budgets = list(filter(None, options.budgets.split(",")))
     Table(options.out, rows, budgets, options.limit, options.jobs).make(names)
+    print("\n".join(["", *summary(rows)]), flush=True)
 
 
 if __name__ == "__main__":

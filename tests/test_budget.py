@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -257,11 +257,15 @@ def test_the_allocator_is_held_to_the_budget_before_the_step_runs(monkeypatch: p
     card = Card(monkeypatch, total=1 << 30)
     budget = Budget(600 << 20, context_bytes=100 << 20, others_bytes=0, slack=0.0, said="600 MiB", enforced=True)
     cuda = torch.device("cuda")
+    monkeypatch.setattr("wholestep.budget.STILL_TO_LOAD", 20 << 20)
     with held_to(budget, cuda):
-        assert card.fraction == 500 / 1024
+        assert card.fraction == 480 / 1024
     card.context = 130 << 20  # kernels loaded since the budget was made
     with held_to(budget, cuda):
-        assert card.fraction == 470 / 1024
+        assert card.fraction == 450 / 1024
+    tiny = dataclasses.replace(budget, card_bytes=50 << 20)
+    with held_to(tiny, cuda):
+        assert card.fraction == 0.0, "it has to be refused with what would do, not with an error of the allocator's"
     with held_to(None, cuda), held_to(budget, torch.device("cpu")):
         assert card.fraction == 0.9
     assert card.fraction == 0.9
@@ -298,10 +302,16 @@ def test_capturing_and_lowering_are_held_to_the_budget(monkeypatch: pytest.Monke
 class Plans(Fitting):
     """Three plans whose peaks are as given when they are compiled; None where memory does not suffice to measure them."""
 
-    def __init__(self, budget: Budget, backend: str, measured: list[int | None], seconds: tuple[float, ...]) -> None:
+    def __init__(
+        self,
+        budget: Budget,
+        backend: str,
+        measured: Sequence[int | None],
+        seconds: Sequence[float],
+        peaks: Sequence[int] = (1000, 900, 800),
+    ) -> None:
         pipeline: Any = SimpleNamespace(carry_out=lambda graph, plan: plan.reasons["index"])
         super().__init__(budget, pipeline, backend, torch.device("cpu"))
-        peaks = (1000, 900, 800)
         self.points = [
             Point(Plan(reasons={"index": str(i)}), peak, time, {}, "") for i, (peak, time) in enumerate(zip(peaks, seconds))
         ]
@@ -319,7 +329,7 @@ class Plans(Fitting):
     ("backend", "measured", "seconds", "tried", "taken"),
     [
         ("inductor", [1000, 840, 760], (1.0, 1.01, 1.02), [1], 1),  # the first that fits, though a faster one might
-        ("inductor", [940, 840, 760], (1.0, 1.1, 1.2), [1, 0], 0),  # unless that is much faster
+        ("inductor", [920, 820, 760], (1.0, 1.1, 1.2), [1, 0], 0),  # unless that is much faster
         ("inductor", [1000, 960, 860], (1.0, 1.1, 1.2), [1, 2], 2),
         ("interpret", [940, 840, 760], (1.0, 1.01, 1.02), [1, 0], 0),  # which costs nothing to try
         ("inductor", [1000, None, 760], (1.0, 1.1, 1.2), [1, 2], 2),  # what cannot be measured does not fit
@@ -334,6 +344,29 @@ def test_plans_are_compiled_only_as_far_as_needed(
     capture: Any = SimpleNamespace(graph="1")
     plan = fitting._fit(capture)
     assert (fitting.tried, capture.graph, plan.predicted_bytes) == (tried, str(taken), measured[taken])
+
+
+def test_after_two_misses_half_of_what_is_left_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predictions that are further off the leaner a plan is would otherwise cost a compilation for every plan."""
+    monkeypatch.setattr("wholestep.budget.copy_graph", lambda graph: graph)
+    peaks = [1000 - 10 * i for i in range(41)]
+    measured = [max(1000 - 4 * i, 0) for i in range(41)]
+    fitting = Plans(Budget(900, 0, 0, 0.0, "900 B"), "inductor", measured, [1 + 0.001 * i for i in range(41)], peaks)
+    fitting.prepared = "prepared"  # type: ignore[assignment]
+    capture: Any = SimpleNamespace(graph=str(fitting._choice(set())))
+    assert fitting._fit(capture).predicted_bytes <= 900
+    assert len(fitting.tried) == 3 and fitting.tried == sorted(fitting.tried)
+
+
+def test_what_is_allocated_already_beyond_the_budget_costs_no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, total=1 << 30)
+    card.allocated = 500 << 20
+    monkeypatch.setattr("wholestep.budget.this_device", lambda kind: find_device("h200"))
+    monkeypatch.setattr("wholestep.budget.predict_compiled", lambda *given, **options: pytest.fail("compiled in vain"))
+    budget = Budget(550 << 20, 100 << 20, 0, 0.0, "550 MiB")
+    fitting = Fitting(budget, default_pipeline(), "inductor", torch.device("cuda"))
+    with pytest.raises(torch.OutOfMemoryError):
+        fitting.exact_peak(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("budget", "tried"), [(950, [1, 2]), (750, [2])])

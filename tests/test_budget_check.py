@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ from wholestep.capture.subject import make_subject
 from wholestep.errors import FirstStepDiffers, WholestepWarning
 from wholestep.graph.training_graph import Role
 from wholestep.passes.pipeline import default_pipeline
-from wholestep.verify.check import check_first_step
+from wholestep.verify.check import check_first_step, only_before
 from wholestep.verify.fewer_rows import check_on_rows
 from wholestep.verify.first_step import Lean
 
@@ -144,11 +145,14 @@ def test_the_host_has_to_hold_what_waits_there() -> None:
 BUDGET = Budget(600 * MIB, context_bytes=0, others_bytes=0, slack=0.0, said="600 MiB", enforced=True)
 
 
-def checked(model: nn.Module, decision: Decision, check: Any = check_first_step, **options: Any) -> Any:
+def checked(
+    model: nn.Module, decision: Decision, check: Any = check_first_step, *, whole_only: str | None = None, lr: float | None = None,
+    **options: Any,
+) -> Any:  # fmt: skip
     """A step whose check is carried out as decided."""
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters()) if lr is None else torch.optim.SGD(model.parameters(), lr=lr)
     step = wholestep.compile(model, loss_fn, optimizer, batches(1)[0], backend="interpret", cache=False, **options)
-    within = _Checked(BUDGET, CPU, check)
+    within = _Checked(BUDGET, CPU, check, whole_only)
     step.settings = dataclasses.replace(step.settings, check=lambda *given: within.run(decision, *given))
     return step
 
@@ -177,11 +181,45 @@ def test_a_miscompile_is_found_however_little_is_compared(rows: int) -> None:
         step(batches(1)[0])
 
 
+SILENT = "its update says nothing about most gradients"
+LAYER = "clip_scope='layer' is not torch's clipping"
+
+
+def test_an_update_that_tells_nothing_is_no_proof() -> None:
+    """A learning rate of zero, as warm-ups begin with, in plain SGD: only the captured graph shows gradients."""
+    step = checked(Normed(), Decision(0, Lean(0, False)), lr=0.0)
+    with pytest.warns(WholestepWarning, match=f"only the loss was compared with eager PyTorch: {SILENT}"):
+        step(batches(1)[0])
+    assert [line.partition(":")[0] for line in told(step)] == ["whole", "partly"]
+    step = checked(Normed(), Decision(3, Lean(0, False), "eager takes 12.0 GiB"), lr=0.0)
+    with pytest.warns(WholestepWarning, match="the first update says nothing about most gradients"):
+        step(batches(1)[0])
+    assert told(step)[0].startswith("left out: ")
+
+
+def test_with_the_captured_graph_it_need_not_tell() -> None:
+    step = checked(Normed(), Decision(0, Lean(0, True)), lr=0.0)
+    step(batches(1)[0])
+    assert len(told(step)) == 1 and told(step)[0].startswith("whole: ")
+
+
+@pytest.mark.parametrize(("rows", "interpret", "said"), [(0, True, "whole"), (0, False, "left out"), (3, False, "left out")])
+def test_where_updates_are_not_torchs_only_the_captured_graph_is_compared(rows: int, interpret: bool, said: str) -> None:
+    check = only_before(check_first_step, LAYER)
+    step = checked(Normed(), Decision(rows, Lean(0, interpret), "eager takes 12.0 GiB"), check=check, whole_only=LAYER)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(batches(1)[0])
+    assert told(step)[0].partition(":")[0] == said and ("clip_scope" in told(step)[0]) is (said == "left out")
+    assert any(issubclass(w.category, WholestepWarning) for w in caught) is (said == "left out")
+
+
 def test_on_a_card_before_and_after_are_held_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(monkeypatch, total=1 << 30)
     budget = dataclasses.replace(BUDGET, context_bytes=100 * MIB)
     seen: list[Any] = []
     card.allocated = 70 * MIB
+    monkeypatch.setattr("wholestep.budget.STILL_TO_LOAD", 20 * MIB)
 
     def decided_for(*given: Any, **amounts: int) -> Decision:
         seen.append(amounts)
@@ -196,8 +234,8 @@ def test_on_a_card_before_and_after_are_held_to_the_budget(monkeypatch: pytest.M
         subject=SimpleNamespace(device=torch.device("cuda")), capture=SimpleNamespace(from_cache=False, key=None)
     )
     check_within(budget, check)("run", variant, (), ())("run", "result")
-    share = 500 / 1024
-    assert seen == [{"limit": 500 * MIB, "held": 70 * MIB}, (share, Lean(5, True)), (share, "run", "result")]
+    share = 480 / 1024
+    assert seen == [{"limit": 480 * MIB, "held": 70 * MIB, "whole_only": None}, (share, Lean(5, True)), (share, "run", "result")]
     assert card.fraction == 0.9
 
 

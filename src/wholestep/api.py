@@ -54,7 +54,7 @@ from wholestep.report.memory.host import fits_beside, refuse_what_cannot_fit
 from wholestep.runtime.one_step import OneStep
 from wholestep.runtime.progress import Progress
 from wholestep.runtime.step import Settings, Step
-from wholestep.verify.check import check_first_step, nothing_after
+from wholestep.verify.check import check_first_step, only_before
 from wholestep.verify.report import Report
 from wholestep.verify.verify import verify as verify_step
 
@@ -349,10 +349,11 @@ def _check_options(
 
 def _first_check(clip_scope: str, budget: Budget | None) -> Any:
     """The comparison of the first live step with eager PyTorch, as far as the options leave it."""
-    check: Any = _where_it_fits(check_first_step)
+    check, reason = _where_it_fits(check_first_step), None
     if clip_scope != "global":
-        check = _before_only(check, f"clip_scope={clip_scope!r} is not torch's clipping: gradients were compared, updates were not")
-    return check if budget is None else check_within(budget, check)
+        reason = f"clip_scope={clip_scope!r} is not torch's clipping"
+        check = only_before(check, reason)
+    return check if budget is None else check_within(budget, check, whole_only=reason)
 
 
 def _where_it_fits(check: Callable[..., Any]) -> Callable[..., Any]:
@@ -363,17 +364,6 @@ def _where_it_fits(check: Callable[..., Any]) -> Callable[..., Any]:
             run.step._note("check: left out: the first step was not checked against eager: that would not fit into memory")
             return None
         return check(run, variant, *rest, **options)
-
-    return checked
-
-
-def _before_only(check: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    """The first step's check of loss and gradients, without that of the update."""
-
-    def checked(run: OneStep, *rest: Any, **options: Any) -> Any:
-        afterwards = check(run, *rest, **options)
-        run.step._note(reason)
-        return None if afterwards is None else nothing_after
 
     return checked
 

@@ -3,8 +3,8 @@ Without one: the plan that takes the least time.
 
 The frontier of plans comes from the graph alone (`plan/`). The plan chosen from it is then checked against what the step
 really takes: on the device, by compiling its regions and running each distinct one on stand-ins (`report/memory`), which
-needs a layer's memory and not the step's. Where the two differ, all predictions are corrected by the ratio and the choice is
-made again, until the fastest plan that really fits is found.
+needs a layer's memory and not the step's. Where the two differ, all predictions are corrected by that and the choice is made
+again, until the fastest plan that really fits is found.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from wholestep import compat
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
-from wholestep.cost import Device, this_device
+from wholestep.cost import this_device
 from wholestep.errors import BadOption, BudgetTooSmall, CompilerMissing, WholestepWarning
 from wholestep.graph.bytes import parse_bytes, show_bytes
 from wholestep.graph.copies import copy_graph
@@ -36,6 +36,8 @@ from wholestep.report.memory import measure_scratch, predict_compiled, predict_p
 
 LIBRARY_BYTES = 72 << 20
 """cuBLAS's workspaces, taken from the allocator at their first use and kept: 66 to 68 MiB were measured."""
+STILL_TO_LOAD = 256 << 20
+"""By which the context grows while steps are compiled and checked: from 614 to at most 840 MiB were seen."""
 AUTO_MARGIN = 0.04
 """Of the card, left free by `memory="auto"`."""
 SLACK_OF_FIXED_SEGMENTS = 0.09
@@ -132,9 +134,11 @@ class Fitting:
         """`code`: where compiled regions are held until the plan that was chosen is lowered."""
         self.budget, self.pipeline, self.backend = budget, pipeline, backend
         self.code: list[Any] = [] if code is None else code
-        # a plan that is not compiled costs nothing to try
-        self.worth_trying, self.missed_by = (WORTH_TRYING, MISSED_BY) if backend == "inductor" else (0.0, 0.0)
-        self.device: Device = this_device(device.type)
+        self.compiled = backend == "inductor"
+        """Whether a plan has to be compiled to be measured; else it costs nothing to try."""
+        self.ratio, self.offset = 1.0, 0.0
+        """By which predictions were off, measured on the last plan."""
+        self.place, self.device = device, this_device(device.type)
         self.prepared: TrainingGraph | None = None
         self.points: list[Point] = []
         self.state_bytes = 0
@@ -162,33 +166,39 @@ class Fitting:
         except ValueError as error:
             raise BadOption(f"memory= with symbolic sizes: {error}", hint="use dynamic=False") from error
         self.prepared = copy_graph(graph)
-        return self.points[self._choice(1 + self.missed_by, set())].plan
+        return self.points[self._choice(set())].plan
 
-    def _choice(self, ratio: float, failed: set[int]) -> int:
-        """The fastest point that fits when predictions are off by `ratio`; the leanest when none does. One that takes more than
-        one that failed would fail too."""
-        for index, point in enumerate(self.points):
-            if index > max(failed, default=-1) and self._takes(ratio * point.peak_bytes) <= self.budget.card_bytes:
-                return index
+    def _expected(self, index: int) -> float:
+        """The peak of a plan by what was learnt from the last one. Some of what compiled code takes beside its tensors is the same
+        in lean plans as in others, so of the two ways to correct a prediction the one counts that gives more."""
+        peak = self.points[index].peak_bytes
+        return (1 + MISSED_BY) * max(self.ratio * peak, peak + self.offset) if self.compiled else self.ratio * peak
+
+    def _choice(self, failed: set[int]) -> int:
+        """The fastest point that should fit, the leanest when none does. What takes more than one that failed would fail too."""
+        for index in range(max(failed, default=-1) + 1, len(self.points)):
+            if self._takes(self._expected(index)) <= self.budget.card_bytes:
+                return index if len(failed) < 2 or not self.compiled else (index + len(self.points) - 1) // 2
         return len(self.points) - 1
 
     def _fit(self, capture: Capture) -> Plan:
         """Measure, correct, choose again: ends at a plan that was measured to fit, when no much faster one should fit as well."""
         measured: dict[int, int] = {}
         graphs: dict[int, TrainingGraph] = {}
-        index, ratio = self._choice(1 + self.missed_by, set()), 1.0
+        index = self._choice(set())
         graphs[index] = capture.graph  # as `_first_plan` chose
         while True:
+            predicted = self.points[index].peak_bytes
             with contextlib.suppress(torch.OutOfMemoryError):
                 measured[index] = self.exact_peak(graphs[index])
-                ratio = measured[index] / self.points[index].peak_bytes
+                self.ratio, self.offset = measured[index] / predicted, measured[index] - predicted
             if index not in measured:  # one of its regions alone takes more than the budget leaves
-                measured[index] = self._unmeasured(index, ratio)
+                measured[index] = self._unmeasured(index)
                 give_back()
             self.tries = len(measured)
             failed = {i for i, peak in measured.items() if self._takes(peak) > self.budget.card_bytes}
             fits = sorted(set(measured) - failed)
-            following = self._choice(ratio * (1 + self.missed_by * (index in failed)), failed)
+            following = self._choice(failed)
             if following in measured or len(measured) >= MOST_TRIES or (fits and not self._much_faster(following, fits[0])):
                 following = fits[0] if fits else len(self.points) - 1
                 if following in measured:
@@ -204,18 +214,21 @@ class Fitting:
             self.points[fits[0]].plan, budget_bytes=self.budget.card_bytes, predicted_bytes=predicted
         )
 
-    def _unmeasured(self, index: int, ratio: float) -> int:
+    def _unmeasured(self, index: int) -> int:
         """The peak of a plan that memory did not suffice to measure: more than there is; of the leanest, which is the last hope,
-        what is predicted."""
-        predicted = int((1 + MISSED_BY) * ratio * self.points[index].peak_bytes)
-        return predicted if index == len(self.points) - 1 else max(predicted, self.budget.peak() - self.state_bytes + 1)
+        what is expected."""
+        expected = int(self._expected(index))
+        return expected if index == len(self.points) - 1 else max(expected, self.budget.peak() - self.state_bytes + 1)
 
     def _much_faster(self, one: int, other: int) -> bool:
         """Whether a plan is worth being compiled where another is known to fit."""
-        return one < other and self.points[one].seconds <= (1 - self.worth_trying) * self.points[other].seconds
+        share = WORTH_TRYING if self.compiled else 0.0
+        return one < other and self.points[one].seconds <= (1 - share) * self.points[other].seconds
 
     def exact_peak(self, graph: TrainingGraph) -> int:
         """Allocated bytes at the peak, by what was really measured of its parts."""
+        if self.place.type == "cuda" and limit_now(self.budget, self.place) <= torch.cuda.memory_allocated(self.place):
+            raise torch.OutOfMemoryError("more is allocated already than the budget allows")  # so nothing is compiled in vain
         if sized_by_data(graph):  # compiled code cannot be asked for the most it may take
             return predict_profile(at_traced_sizes(graph)).peak_bytes
         if self.backend == "inductor":
@@ -295,7 +308,7 @@ def memory_cap(budget: Budget, device: torch.device, more_bytes: int = 0) -> Ite
     """
     before = torch.cuda.get_per_process_memory_fraction(device)
     total = torch.cuda.get_device_properties(device).total_memory
-    limit = (budget.card_bytes - budget.context_bytes + more_bytes) / total
+    limit = max(budget.card_bytes - budget.context_bytes + more_bytes, 0) / total  # less than the context has to be refused, too
     torch.cuda.set_per_process_memory_fraction(min(before, limit), device)
     try:
         yield
@@ -317,8 +330,8 @@ def held_to(budget: Budget | None, device: torch.device) -> contextlib.AbstractC
 
 
 def limit_now(budget: Budget, device: torch.device) -> int:
-    """What the allocator may reserve: the context grows as kernels are loaded."""
-    return budget.card_bytes - max(budget.context_bytes, _context_bytes(device))
+    """What the allocator may reserve before the step runs: the context will have grown by then."""
+    return budget.card_bytes - max(budget.context_bytes, _context_bytes(device) + STILL_TO_LOAD)
 
 
 class Enforced:

@@ -34,7 +34,7 @@ from wholestep.graph.liveness import tensor_bytes
 from wholestep.graph.training_graph import Role, TrainingGraph, phase_of, tensors_in
 from wholestep.graph.views import is_cheap_view
 from wholestep.lower import give_back
-from wholestep.plan.rebatch import rebatched
+from wholestep.plan.rebatch import at_traced_sizes, rebatched, sized_by_data
 from wholestep.report.memory.host import available_bytes
 from wholestep.report.memory.predict import predict_profile
 from wholestep.runtime.variant import Variant
@@ -155,31 +155,42 @@ def _logits(node: fx.Node) -> int:
 # ---- carrying it out ----
 
 
-def check_within(budget: Budget, check: Callable[..., Any]) -> Callable[..., Any]:
-    """The first step's check, as far as it fits; on a CPU, which is not held to a budget, the check itself."""
+def check_within(budget: Budget, check: Callable[..., Any], *, whole_only: str | None = None) -> Callable[..., Any]:
+    """The first step's check, as far as it fits; on a CPU, which is not held to a budget, the check itself.
+
+    `whole_only`: why a few rows are not to be compared.
+    """
 
     def checked(run: Any, variant: Variant, *rest: Any) -> Any:
         device = variant.subject.device
         if device.type != "cuda" or was_checked(variant.capture):
             return check(run, variant, *rest)
         held = torch.cuda.memory_allocated(device)
-        decision = decide_for(run, variant, rest[0], limit=limit_now(budget, device), held=held)
-        return _Checked(budget, device, check).run(decision, run, variant, *rest)
+        decision = decide_for(run, variant, rest[0], limit=limit_now(budget, device), held=held, whole_only=whole_only)
+        return _Checked(budget, device, check, whole_only).run(decision, run, variant, *rest)
 
     return checked
 
 
-def decide_for(run: Any, variant: Variant, args: Any, *, limit: int, held: int) -> Decision:
+def decide_for(
+    run: Any, variant: Variant, args: Any, *, limit: int, held: int, whole_only: str | None = None
+) -> Decision:
     """The decision for a step that is about to run for the first time."""
     rows, why = None, ""
     try:
-        rows = rows_in(variant, args, run.batch)
+        rows = _rows(run, variant, args, whole_only)
     except NotComparable as refused:
         why = f", and a few rows cannot stand for all: {refused}"
-    found = decide(
-        variant.capture.graph, limit=limit, held=held, fresh=_fresh_bytes(variant), rows=rows, host=available_bytes()
-    )
+    graph = variant.capture.graph
+    graph = at_traced_sizes(graph) if sized_by_data(graph) else graph
+    found = decide(graph, limit=limit, held=held, fresh=_fresh_bytes(variant), rows=rows, host=available_bytes())
     return dataclasses.replace(found, reason=found.reason + why) if found.rows is None else found
+
+
+def _rows(run: Any, variant: Variant, args: Any, whole_only: str | None) -> int:
+    if whole_only is not None:
+        raise NotComparable(whole_only)
+    return rows_in(variant, args, run.batch)
 
 
 def _fresh_bytes(variant: Variant) -> int:
@@ -194,8 +205,10 @@ def _fresh_bytes(variant: Variant) -> int:
 class _Checked:
     """One check at work: whole, or on a few rows, or left out with a warning."""
 
-    def __init__(self, budget: Budget, device: torch.device, check: Callable[..., Any]) -> None:
-        self.budget, self.device, self.check = budget, device, check
+    def __init__(
+        self, budget: Budget, device: torch.device, check: Callable[..., Any], whole_only: str | None = None
+    ) -> None:
+        self.budget, self.device, self.check, self.whole_only = budget, device, check, whole_only
 
     def run(self, decision: Decision, run: Any, variant: Variant, *rest: Any) -> Any:
         reason: str | None = decision.reason
@@ -227,7 +240,7 @@ class _Checked:
     def _on_rows(self, count: int, why: str, run: Any, variant: Variant, *rest: Any) -> str | None:
         """Fewer and fewer rows, until they fit; the reason where nothing was compared. `why` not all of them: for people."""
         try:
-            whole = rows_in(variant, rest[0], run.batch)
+            whole = _rows(run, variant, rest[0], self.whole_only)
             count = count or fewer(whole, whole)
             while self._tried(check_on_rows, run, variant, *rest, rows=count, lean=Lean(0, False))[0]:
                 if count == 1:

@@ -13,7 +13,7 @@ from tests.verify.test_first_step import OPTIMIZERS, wrong_runner
 from torch import nn
 
 import wholestep
-from wholestep.errors import FirstStepDiffers
+from wholestep.errors import CaptureRefused, FirstStepDiffers
 from wholestep.lower.runner import Runner
 from wholestep.verify.fewer_rows import NotComparable, check_on_rows
 from wholestep.verify.first_step import Lean
@@ -121,3 +121,39 @@ def test_tensors_that_share_no_rows_cannot_be_cut() -> None:
     )
     with pytest.raises(NotComparable, match="do not share a first dimension"):
         step(batch)
+
+
+def chosen(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Of the rows that a mask names."""
+    return F.cross_entropy(model(batch["x"])[batch["y"] > 0], batch["y"][batch["y"] > 0])
+
+
+def test_sizes_that_a_mask_decides_are_no_obstacle() -> None:
+    model = Normed()
+    step = compiled(model, torch.optim.SGD(model.parameters(), lr=0.1), rows=3, loss=chosen)
+    wrong = compiled(model, torch.optim.SGD(model.parameters(), lr=0.1), rows=3, loss=chosen)
+    assert float(step(batches(1)[0])) > 0
+    wrong_runner(wrong, "body.weight")
+    with pytest.raises(FirstStepDiffers):
+        wrong(batches(1)[0])
+
+
+def test_rows_without_a_loss_prove_nothing() -> None:
+    model = Normed()
+    step = compiled(model, None, rows=3, loss=chosen)
+    kept = {n: t.clone() for n, t in model.state_dict().items()}
+    with pytest.raises(NotComparable, match="the loss of so few is not finite"):
+        step({"x": batches(1)[0]["x"], "y": torch.tensor([0, 0, 0, 1, 2, 3])})
+    assert all(torch.equal(t, kept[n]) for n, t in model.state_dict().items())
+
+
+def test_what_is_taken_for_granted_of_the_batch_may_not_hold_for_few_rows() -> None:
+    model = Normed()
+    step = compiled(model, None, rows=3)
+
+    def refuses(*args: Any) -> Any:
+        raise CaptureRefused("a condition on data, which is taken for granted, does not hold")
+
+    step._latest.micro = refuses
+    with pytest.raises(NotComparable, match="taken for granted"):
+        step(batches(1)[0])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from wholestep.capture.cache import remember_checked, was_checked
 from wholestep.capture.undo import Undo
-from wholestep.errors import CaptureRefused
+from wholestep.errors import CaptureRefused, WholestepWarning
 from wholestep.runtime.eager import Result
 from wholestep.runtime.one_step import OneStep
 from wholestep.runtime.variant import Variant
@@ -69,7 +70,9 @@ def check_first_step(
     def after(run: OneStep, result: Result) -> None:
         try:
             check.after(result, run.norm)
-            if not check.undecided:
+            if not check.saw_gradients:
+                _only_the_loss(run)
+            elif not check.undecided:
                 remember_checked(variant.capture)
         except torch.OutOfMemoryError:
             run.step._note("check: partly: the first step was compared with eager, not all of its update: memory did not suffice")
@@ -80,6 +83,28 @@ def check_first_step(
             check.forget()
 
     return after
+
+
+def _only_the_loss(run: OneStep) -> None:
+    text = "of the first step only the loss was compared with eager PyTorch: its update says nothing about most gradients"
+    run.step._note(f"check: partly: {text}, and memory did not suffice to run the captured graph by itself")
+    warnings.warn(f"{text}; wholestep.verify(...) compares all of it", WholestepWarning, stacklevel=2)
+
+
+def only_before(check: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """The first step's check of loss and gradients, without that of the update, for a `reason`."""
+
+    def checked(run: OneStep, *rest: Any, lean: Lean | None = None) -> Any:
+        if lean is not None and not lean.interpret:
+            text = f"the first step is not compared with eager PyTorch: {reason}, and memory does not suffice for more"
+            run.step._note(f"check: left out: {text}")
+            warnings.warn(f"{text}; wholestep.verify(...) compares it", WholestepWarning, stacklevel=2)
+            return None
+        afterwards = check(run, *rest) if lean is None else check(run, *rest, lean=lean)
+        run.step._note(f"{reason}: gradients were compared, updates were not")
+        return None if afterwards is None else nothing_after
+
+    return checked
 
 
 def nothing_after(run: OneStep, result: Result) -> None:

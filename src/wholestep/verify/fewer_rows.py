@@ -18,7 +18,7 @@ import torch
 
 from wholestep.capture.batch import flatten, unflatten
 from wholestep.capture.undo import Undo
-from wholestep.errors import BadBatch, FirstStepDiffers
+from wholestep.errors import BadBatch, CaptureRefused, FirstStepDiffers
 from wholestep.runtime.one_step import OneStep
 from wholestep.runtime.variant import Variant
 from wholestep.verify.compare import gradient_rms
@@ -42,8 +42,9 @@ def rows_in(variant: Variant, args: Sequence[Any], batch: Any) -> int:
         tensors = flatten(batch)[0]
     except BadBatch as refused:
         raise NotComparable("the batch has a structure of its own") from refused
-    sizes = {tuple(t.shape[:1]) for t in (*tensors, *(args[i] for i in variant.brought))}
-    if len(sizes) != 1 or sizes == {()}:
+    tensors += [args[i] for i in variant.brought]
+    sizes = {tuple(t.shape[:1]) for t in tensors}
+    if len(sizes) != 1 or sizes == {()} or any(t.layout is not torch.strided for t in tensors):
         raise NotComparable("the tensors of the batch do not share a first dimension")
     return sizes.pop()[0]
 
@@ -69,6 +70,8 @@ class _OnRows(FirstStep):
         tensors, spec = flatten(self.batch)
         self.batch = unflatten([t[:rows] for t in tensors], spec)
         self.eager = self._eager()
+        if not bool(self.eager.loss.isfinite()):
+            raise NotComparable("the loss of so few is not finite")
         self.rms = gradient_rms(self.eager.gradients)
         self._keep()
         try:
@@ -107,10 +110,15 @@ class _OnRows(FirstStep):
 
     def _difference(self, args: Sequence[Any]) -> FirstStepDiffers | None:
         """What is wrong with the compiled step on these arguments."""
-        named, gradients, total = self.variant.micro(args, self.given, self.step.seed, self.step.count, self.micro)
+        try:
+            named, gradients, total = self.variant.micro(args, self.given, self.step.seed, self.step.count, self.micro)
+        except CaptureRefused as refused:  # it takes something for granted that holds for the batch, not for these rows
+            raise NotComparable(str(refused)) from refused
         try:
             if self.variant.capture.plans:
                 self.after((named["loss"], {}), total)
+                if not self.saw_gradients:
+                    raise NotComparable("the first update says nothing about most gradients")
             elif self._loss_differs(named["loss"]):
                 raise self._differs("the compiled step: the loss is another one", None)
             elif failing := self._failing(gradients, self.limits.lowered):
@@ -130,3 +138,4 @@ class _OnRows(FirstStep):
             for tensor, value in self.kept.values():
                 tensor.copy_(value)
         self.kept = {}
+        self.variant.before.forget()

@@ -76,6 +76,8 @@ class FirstStep:
         self.complete = True
         self.undecided = False
         """Whether something differed that memory did not suffice to judge."""
+        self.saw_gradients = False
+        """Whether most gradients were compared: in the captured graph, or by what the step made of them."""
         self.empty_grads: list[str] = []
 
     # ---- before the live step ----
@@ -127,6 +129,7 @@ class FirstStep:
             failing = self._judged(failing, lambda rounding: self._failing(gradients, self.limits.graph, rounding))
         if failing or self._loss_differs(loss):
             self._report_graph(bare, loss, failing)
+        self.saw_gradients = True
 
     def _unscaled(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """As the update sees them. An overflow is the loss scale's business: it is halved, and nothing is to be compared."""
@@ -187,6 +190,7 @@ class FirstStep:
             tensor.copy_(value)
         if failing:
             self._report_gradients(failing, "the compiled micro-step")
+        self.saw_gradients = True
 
     # ---- keeping and putting back ----
 
@@ -264,6 +268,7 @@ class FirstStep:
             grads = {n: self.subject.parameters[n].grad for n in self.eager.gradients if n in self.empty_grads}
             left = {n: g for n, g in grads.items() if g is not None}
             failing |= {n: e for n, e in self._failing(left, self.limits.lowered).items() if n in self.empty_grads}
+            self.saw_gradients |= bool(left)
         if failing:
             self._report_gradients(failing, what, self._put_back())
         if norm_error > self.limits.lowered:
@@ -298,13 +303,13 @@ class FirstStep:
 
     def _failing_updates(self, scale: float, rounding: dict[str, float]) -> dict[str, tuple[float, float]]:
         """Parameter -> (error, allowed), for every update that is further from the one eager's gradient makes."""
-        failing = {}
-        for plan, names in self.binding.members.items():
-            for name in names:
-                outcome = self._update_error(plan, name, scale, rounding.get(name, 0.0))
-                if outcome is not None and not outcome[0] <= outcome[1]:
-                    failing[name] = outcome
-        return failing
+        found = {
+            name: self._update_error(plan, name, scale, rounding.get(name, 0.0))
+            for plan, names in self.binding.members.items() for name in names
+        }  # fmt: skip
+        outcomes = {name: outcome for name, outcome in found.items() if outcome is not None}
+        self.saw_gradients |= 2 * len(outcomes) > len(found)
+        return {name: outcome for name, outcome in outcomes.items() if not outcome[0] <= outcome[1]}
 
     def _judged(
         self,
