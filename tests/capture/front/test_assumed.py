@@ -143,6 +143,22 @@ def test_an_error_that_the_loss_catches_is_followed() -> None:
     twins.train(BATCHES)
 
 
+@pytest.mark.parametrize("how", ["isnan", "any", "not all finite"])
+def test_numbers_are_finite_until_they_are_not(how: str) -> None:
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        found = classify(model, batch)
+        scores = model(batch[0])
+        broken = {"isnan": torch.isnan(found), "any": torch.isnan(scores).any(), "not all finite": ~torch.isfinite(scores).all()}
+        if broken[how] if how != "not all finite" else not torch.isfinite(scores).all():
+            return model(torch.ones(2, 4)).square().mean()
+        return found
+
+    twins = Twins(lambda: adam(nn.Linear(4, 3), loss), BATCHES[0])
+    broken = (BATCHES[3][0] * float("nan"), BATCHES[3][1])
+    twins.train([*BATCHES[:3], broken, *BATCHES[3:]])
+    assert twins.step.rung == "whole step", twins.step.explain()
+
+
 def test_a_branch_that_raises_on_neither_side_is_refused() -> None:
     def loss(model: Any, batch: Any) -> torch.Tensor:
         found = classify(model, batch)

@@ -84,11 +84,15 @@ _LARGE = 10007
 
 
 def _tensor_is_likely(node: fx.Node, *, in_validation: bool) -> bool | None:
-    """`mask.any()`, `mask.sum() == 0` and the like ask whether a mask is empty: it is not."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if name == "any":
-        return True
-    if name == "all":  # `if not symmetric.all(): return symmetric`: what is not valid is told, and raised about by the caller
+    """`mask.any()`, `mask.sum() == 0` and the like ask whether a mask is empty: it is not. Numbers are finite."""
+    name = _name(node)
+    if name in _FINITE:
+        return _FINITE[name]
+    if name in ("any", "all"):
+        finite = _FINITE.get(_name(node.args[0]))
+        if finite is not None or name == "any":
+            return finite is not False
+        # `if not symmetric.all(): return symmetric`: what is not valid is told, and raised about by the caller
         return True if in_validation else None
     if name in _AGAINST_ZERO and len(node.args) == 2 and node.args[1] == 0:
         return _AGAINST_ZERO[name] if _is_count(node.args[0]) else None
@@ -96,12 +100,17 @@ def _tensor_is_likely(node: fx.Node, *, in_validation: bool) -> bool | None:
 
 
 _AGAINST_ZERO = {"eq": False, "ne": True, "gt": True, "le": False}
+_FINITE = {"isnan": False, "isinf": False, "isfinite": True}
+
+
+def _name(node: Any) -> str:
+    target = getattr(node, "target", "")
+    return target if isinstance(target, str) else getattr(target, "__name__", "")
 
 
 def _is_count(node: Any) -> bool:
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    name = getattr(getattr(node, "target", None), "__name__", getattr(node, "target", ""))
-    return name in ("sum", "count_nonzero") and isinstance(value, torch.Tensor) and value.dtype == torch.int64
+    return _name(node) in ("sum", "count_nonzero") and isinstance(value, torch.Tensor) and value.dtype == torch.int64
 
 
 def _is_data(value: Any) -> bool:

@@ -34,8 +34,13 @@ class Sparse(NamedTuple):
     coalesced: bool
     transposed: bool = False
 
-    is_sparse = True
-    requires_grad = False
+    @property
+    def is_sparse(self) -> bool:
+        return self.crow is None  # as torch has it: of COO alone
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.entries.requires_grad
 
     @property
     def shape(self) -> torch.Size:
@@ -122,11 +127,12 @@ def attach_parts(tensor: Tensor) -> None:
     Sizes come as those of tensors, which may vary from step to step as those of a batch may.
     """
     if tensor.layout is torch.sparse_coo:
-        found = (None, tensor._indices(), tensor._values(), tensor.is_coalesced())
+        # what coalescing leaves has gaps in memory where entries were added up
+        found = (None, tensor._indices().contiguous(), tensor._values(), tensor.is_coalesced())
     else:
         # `.data`: Dynamo follows a view to what it is a view of
         found = (tensor.crow_indices().data, tensor.col_indices().data, tensor.values().data, True)
-    sizes = (torch.empty(1, dtype=torch.uint8, device=tensor.device).expand(size) for size in tensor.shape)
+    sizes = (torch.empty(size, dtype=torch.uint8, device=tensor.device) for size in tensor.shape)  # never written, or read
     setattr(tensor, PARTS, (*found, *sizes))
     _attached.__dict__.setdefault("tensors", []).append(tensor)
 
