@@ -40,9 +40,9 @@ def lift_numbers(imperative: ImperativeGraph) -> int:
         families[phase, tuple(str(node.target) for node in nodes)].append(nodes)
     lifted = 0
     for family in families.values():
-        for nodes in zip(*family, strict=True) if len(family) > 1 else ():
-            if all(map(_liftable, nodes)) and len({node.args[1] for node in nodes}) > 1:
-                for node in nodes:
+        for side_by_side in zip(*family, strict=True) if len(family) > 1 else ():
+            if all(map(_liftable, side_by_side)) and len({node.args[1] for node in side_by_side}) > 1:
+                for node in side_by_side:
                     _lift(imperative, node, f"_number{lifted}")
                     lifted += 1
     return lifted
