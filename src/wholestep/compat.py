@@ -172,7 +172,15 @@ def about_picked_places(error: Exception) -> str:
 def facts_of_data(mode: FakeTensorMode) -> set[Any]:
     """Facts about sizes that only data tells on which the trace relied, as sympy expressions."""
     env = mode.shape_env
-    return set() if env is None else {entry.expr for found in env.deferred_runtime_asserts.values() for entry in found}
+    return set() if env is None else _deferred(env) - _certain.get(env, set())
+
+
+def _deferred(env: ShapeEnv) -> set[Any]:
+    return {entry.expr for found in env.deferred_runtime_asserts.values() for entry in found}
+
+
+_certain: weakref.WeakKeyDictionary[ShapeEnv, set[Any]] = weakref.WeakKeyDictionary()
+"""Facts that operators see to themselves: bincount(x, minlength=5) has five places or more."""
 
 
 def mend_lstm() -> None:
@@ -250,7 +258,8 @@ def note_picked_sizes() -> None:
     from torch._subclasses.fake_impls import op_implementations_dict as rules
 
     aten = torch.ops.aten
-    for operator in (aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.unique_dim.default):
+    made_by = (aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim, aten.bincount)
+    for operator in (packet.default for packet in made_by):
         if operator in rules:
             rules[operator] = _noting_sizes(rules[operator])
 
@@ -258,11 +267,15 @@ def note_picked_sizes() -> None:
 def _noting_sizes(rule: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(rule)
     def noting(mode: FakeTensorMode, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        env = mode.shape_env
+        before = set() if env is None else _deferred(env)
         made = rule(mode, func, tensor, *args, **kwargs)
+        if env is not None:
+            _certain.setdefault(env, set()).update(_deferred(env) - before)
         first = made[0] if isinstance(made, tuple) else made
         for size in first.shape:
             if isinstance(size, torch.SymInt) and free_unbacked_symbols(size) and size.node.expr.is_symbol:
-                _picked_from.setdefault(mode.shape_env, {})[size.node.expr] = tensor.numel()
+                _picked_from.setdefault(env, {})[size.node.expr] = tensor.numel()
         return made
 
     return noting

@@ -66,3 +66,14 @@ def test_the_same_numbers(name: str) -> None:
         inputs = [value.clone() for value in given]
         results.append((lower_interpret(graph)(inputs), inputs))
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+def test_that_counts_are_as_many_as_are_read_is_certain_then() -> None:
+    def required(graph: Any) -> int:
+        return sum(node.target is torch.ops.ws.require.default for node in graph.operations())
+
+    graph = captured(top_two)
+    assert required(graph) > 0
+    assert required(bound_counts(graph)) == 0
+    unbounded = captured(CASES["anything"][0])
+    assert required(bound_counts(unbounded)) > 0

@@ -100,6 +100,7 @@ def _store(path: Path, capture: Capture) -> None:
         "notes": capture.notes,
         "used": capture.used,
         "assumed": capture.assumed,
+        "facts": capture.facts,
         "plan": None if capture.plan is None else capture.plan.to_json(),
         "sizes": [len(p) for p in parts],
     }
@@ -130,6 +131,7 @@ def _load(path: Path, reading: Reading) -> Capture | None:
     return Capture(
         graph, update, tuple(facts["aux_names"]), facts["num_sites"], plans, tuple(reading.tensors(Role.CONSTANT)),
         list(facts["notes"]), tuple(facts["used"]), fake_mode=mode, from_cache=True, plan=plan, assumed=tuple(facts["assumed"]),
+        facts=tuple(facts["facts"]),
     )  # fmt: skip
 
 

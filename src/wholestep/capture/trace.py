@@ -55,6 +55,8 @@ class Capture:
     """Under which it is kept on disk, finished: with its passes and its plan."""
     assumed: tuple[str, ...] = ()
     """Where in the user's code something about data is taken for granted, as output HOLDS tells."""
+    facts: tuple[str, ...] = ()
+    """Where sizes that data decides have to fit something."""
     plan: Plan | None = None
     """What the passes carried out, where a plan was asked for."""
 
@@ -91,7 +93,8 @@ def capture(
         constants = (*reading.tensors(Role.CONSTANT), *constants)
     return Capture(
         graph, update, tracer.aux_names, num_sites, tuple(tracer.plans), constants, tracer.notes, tuple(tracer.used),
-        tracer.symbols, compat.shape_guards(tracer.mode), tracer.mode, assumed=tuple(one.where or "" for one in tracer.assumed),
+        tracer.symbols, compat.shape_guards(tracer.mode), tracer.mode,
+        assumed=tuple(one.where or "" for one in tracer.assumed), facts=tuple(one.where or "" for one in tracer.facts),
     )  # fmt: skip
 
 
@@ -122,7 +125,7 @@ def _trace(tracer: Tracer) -> tuple[TrainingGraph, tuple[torch.Tensor, ...]]:
 
     fakes = [tracer.fakes[e] for e in order]
     recorded = compat.trace(whole, fakes, mode=tracer.mode)
-    unseen = compat.facts_of_data(tracer.mode) - {one.fact for one in tracer.assumed}
+    unseen = compat.facts_of_data(tracer.mode) - {one.fact for one in tracer.facts}
     if unseen:
         raise CaptureRefused(f"masks pick numbers of places that have to fit each other, which nothing looks at: {unseen}")
     attribute_backward(recorded)

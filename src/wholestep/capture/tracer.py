@@ -39,6 +39,8 @@ ACCUMULATED_WEIGHT = "~weight"
 SCALE = Input(Role.SCALE, "loss_scale")
 HOLDS = "~holds"
 """Name of the output that tells, for each assumption about data, whether it holds."""
+FACT = "~fact"
+"""Outputs of this name and a number: facts about sizes that data decides, which hold."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -134,6 +136,7 @@ class Tracer:
         self.notes: list[str] = []
         self.captured_update = subject.optimizer is not None and optimizers.supported(subject.optimizer) is None
         self.assumed: list[Assumed] = []
+        self.facts: list[Assumed] = []
         self.holds: torch.Tensor | None = None
         self.go: torch.Tensor | None = None
         names = {id(p): n for n, p in subject.trained.items()}
@@ -237,6 +240,7 @@ class Tracer:
         results += [(v.detach(), Output(OutputKind.AUX, n)) for n, v in (run.aux | run.kept).items()]
         if self.holds is not None:
             results.append((self.holds, Output(OutputKind.AUX, HOLDS)))
+        results += [(one.holds, Output(OutputKind.AUX, f"{FACT}{i}")) for i, one in enumerate(self.facts)]
         with torch.no_grad():
             if accumulate > 1:
                 results += self._accumulated(values, grads, run.aux)
@@ -253,11 +257,15 @@ class Tracer:
         return [value for value, _ in results], [meaning for _, meaning in results]
 
     def _assume(self, assumed: list[Assumed]) -> None:
-        """`holds`: of each assumption about data. `go`: the factor by which an update is left out where one does not hold."""
+        """`holds`: of each assumption about data. `go`: the factor by which an update is left out where one does not hold.
+
+        Facts about sizes end the step by themselves, before its update; what they return only keeps them in the graph.
+        """
         self.holds = self.go = None
-        self.assumed = assumed
-        if assumed:
-            self.holds = torch.stack([one.holds.to(self.subject.device) for one in assumed])
+        self.facts = [one for one in assumed if one.fact is not None]
+        self.assumed = [one for one in assumed if one.fact is None]
+        if self.assumed:
+            self.holds = torch.stack([one.holds.to(self.subject.device) for one in self.assumed])
             one = torch.ones((), dtype=torch.float32, device=self.subject.device)
             self.go = torch.where(self.holds.all(), one, multi_tensor.SKIP)
 

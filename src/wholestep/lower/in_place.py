@@ -100,7 +100,36 @@ def _needed_nodes(training: TrainingGraph, wanted: Iterable[Any]) -> list[fx.Nod
         if node.op == "placeholder" or node in needed or node.is_impure():
             needed.add(node)
             needed.update(node.all_input_nodes)
-    return [node for node in training.graph.nodes if node in needed]
+    return _facts_first([node for node in training.graph.nodes if node in needed])
+
+
+def looks_at_sizes(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Nodes that look at a fact about sizes (`ws::require`), and those that compute what it looks at from sizes."""
+    seen: set[fx.Node] = set()
+    ways = [node for node in nodes if node.target is torch.ops.ws.require.default]
+    while ways:
+        node = ways.pop()
+        if node not in seen:
+            seen.add(node)
+            ways += [e for e in node.all_input_nodes if e.op == "call_function" and not tensors_in(e.meta.get("val"))]
+    return seen
+
+
+def _facts_first(order: list[fx.Node]) -> list[fx.Node]:
+    """What may end the step is looked at as soon as it can be: before anything is computed with it, or written."""
+    facts = looks_at_sizes(order)
+    if not facts:
+        return order
+    made: dict[fx.Node, None] = {}
+    waiting = [node for node in order if node in facts]
+    for node in order:
+        if node in facts:
+            continue
+        made[node] = None
+        while ready := [fact for fact in waiting if all(entry in made for entry in fact.all_input_nodes)]:
+            made.update(dict.fromkeys(ready))
+            waiting = [fact for fact in waiting if fact not in made]
+    return list(made)
 
 
 def _analyse(training: TrainingGraph, order: list[fx.Node], returned: list[Any]) -> _Writes:

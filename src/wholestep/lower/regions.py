@@ -29,7 +29,7 @@ from wholestep.graph.layers import Part, layers_of, part_of
 from wholestep.graph.training_graph import phase_of
 from wholestep.graph.views import is_cheap_view
 from wholestep.kernels import DECOMPOSITIONS, UNCOMPILED
-from wholestep.lower.in_place import ImperativeGraph
+from wholestep.lower.in_place import ImperativeGraph, looks_at_sizes
 
 aten = torch.ops.aten
 _COPIES = (aten.copy_.default, aten.fill_.Scalar)
@@ -108,14 +108,8 @@ def split_regions(imperative: ImperativeGraph) -> list[Piece]:
 
 def _look_at_sizes(graph: fx.Graph) -> None:
     """What `ws::require` looks at is computed by the driver, from real sizes: a compiler takes for granted what it is to find."""
-    ways = [entry for node in graph.nodes if node.target is torch.ops.ws.require.default for entry in node.all_input_nodes]
-    seen: set[fx.Node] = set()
-    while ways:
-        node = ways.pop()
-        if node not in seen and _is_scalar(node) and node.op == "call_function":
-            seen.add(node)
-            node.meta["custom"] = {**(node.meta.get("custom") or {}), "direct": True}
-            ways += node.all_input_nodes
+    for node in looks_at_sizes(graph.nodes):
+        node.meta["custom"] = {**(node.meta.get("custom") or {}), "direct": True}
 
 
 def _is_worth_compiling(body: list[fx.Node]) -> bool:

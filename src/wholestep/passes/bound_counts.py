@@ -39,7 +39,30 @@ def bound_counts(graph: TrainingGraph) -> TrainingGraph:
     for node in list(graph.operations()):
         if node.target is aten.bincount.default and _is_bounded(node):
             _rewrite(editor, node)
+    for node in list(graph.operations()) if editor.changed else ():
+        if node.target is torch.ops.ws.require.default and _certain(node):  # as many counts as are read, for certain now
+            true = editor.compute(node, aten.full.default, [], True, dtype=torch.bool, device=node.args[1])
+            editor.replace(node, true)
     return editor.finish()
+
+
+def _certain(node: fx.Node) -> bool:
+    """Whether a fact follows from sizes that are fixed."""
+    known: dict[fx.Node, Any] = {}
+
+    def value(entry: Any) -> Any:
+        if not isinstance(entry, fx.Node):
+            return entry
+        if entry not in known:
+            tensor = tensor_of(entry)
+            if tensor is not None:
+                known[entry] = tensor
+            else:
+                known[entry] = entry.target(*map(value, entry.args))  # type: ignore[operator]
+        return known[entry]
+
+    holds = value(node.args[0])
+    return isinstance(holds, int) and holds == 1
 
 
 def _is_bounded(node: fx.Node) -> bool:

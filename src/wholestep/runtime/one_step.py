@@ -128,7 +128,8 @@ class OneStep:
         unasked = (WholestepError, CaptureRefused, StateMoved, MemoryError, torch.OutOfMemoryError)
         if isinstance(error, unasked):
             return error
-        places = dict.fromkeys(place for variant in self.variants for place in variant.capture.assumed)
+        captures = [variant.capture for variant in self.variants]
+        places = dict.fromkeys(place for capture in captures for place in (*capture.facts, *capture.assumed))
         if places:  # what does not hold may also end the step
             where = ", ".join([*filter(None, places)][:3])
             return AssumptionFailed(f"{type(error).__name__}: {error}", where=where or None)

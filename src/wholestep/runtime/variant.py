@@ -65,7 +65,7 @@ class Variant:
         beside = (Role.BUFFER, Role.CONSTANT, Role.BATCH)
         # on a GPU nothing that a batch holds can end a step that has begun, but for an assertion that ends the process, and
         # assumptions about data
-        may_end = subject.device.type == "cpu" or bool(capture.assumed)
+        may_end = subject.device.type == "cpu" or bool(capture.assumed or capture.facts)
         self.written = [i for i in written if capture.graph.inputs[i].role in beside] if may_end else []
         """Inputs that the graph writes beside parameters and their state."""
         examples = [] if reading is None else [reading.args[i] for i in self.brought]
