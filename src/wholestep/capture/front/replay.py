@@ -149,8 +149,7 @@ class Replay(fx.Interpreter):
             self._assume(args[0], True)
             return None
         elif target in _FACTS:
-            if not isinstance(args[0], bool) and not statically_known_true(args[0]):
-                self._assume(args[0], True)
+            self._note_fact(*args)
             return None
         elif target is torch._check_is_size:
             return None
@@ -166,6 +165,13 @@ class Replay(fx.Interpreter):
         elif target in _NUMBERS and any(isinstance(a, torch.Tensor) for a in args):
             return _NUMBERS[target](*args)
         return super().call_function(target, args, kwargs)
+
+    def _note_fact(self, condition: Any, message: Any = "", *_: Any) -> None:
+        if isinstance(condition, torch.Tensor):  # about a number that was read from a tensor
+            if not _OF_COURSE.search(str(message)):
+                self._assume(condition, True)
+        elif isinstance(condition, torch.SymBool) and not statically_known_true(condition):
+            self._assume(condition, True)
 
     def _assume(self, condition: Any, truth: bool) -> None:
         if isinstance(condition, torch.SymBool | torch.SymInt):  # about a size that a mask decides
@@ -246,6 +252,8 @@ _FACTS = {
     torch.ops.aten._assert_scalar.default,
 }  # fmt: skip
 """Facts about numbers that Dynamo and libraries note, and that code is compiled for."""
+_OF_COURSE = re.compile(r"expression u\d+ (>= -?\d+|<= \d{10,}) on node")
+"""Bounds that Dynamo writes down for every number that it has seen read."""
 
 
 def user_line(trace: str) -> str | None:
