@@ -25,12 +25,7 @@ SIX = ("mixtral", "llava", "longformer", "wav2vec2", "detr", "deberta_v2")
 """Experts, an image in a text, sliding windows, CTC, queries, relative positions."""
 
 NOT_WHOLE: dict[str, str] = {
-    **dict.fromkeys(
-        # torch.backends.cudnn.flags around their loss
-        ("wav2vec2", "hubert", "wavlm", "unispeech", "data2vec_audio", "wav2vec2_conformer", "sew_d", "big_bird",
-         "bigbird_pegasus"),
-        "non-Tensor",
-    ),
+    **dict.fromkeys(("big_bird", "bigbird_pegasus"), "non-Tensor"),
     "reformer": "Data-dependent branching",
     **dict.fromkeys(("longformer", "led", "vilt"), "a value that only data tells"),
     **dict.fromkeys(("switch_transformers", "autoformer"), "data-dependent expression"),

@@ -204,3 +204,17 @@ def test_numbers_that_vary_in_a_tensor_and_sizes_that_are_kept() -> None:
         twins.train([(x[: 5 - number % 4], y[: 5 - number % 4])], tolerance=1e-6)
         assert twins.ours.extra["last"] == twins.theirs.extra["last"] == len(x[: 5 - number % 4])
     assert twins.step.rung == "whole step", twins.step.explain()
+
+
+def test_cudnn_may_be_set_aside_for_a_part_of_the_loss() -> None:
+    """As transformers do around CTC; it is as it was outside of that part, and when the capture is over."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        scores = model(batch[0])
+        with torch.backends.cudnn.flags(enabled=False):
+            return torch.nn.functional.cross_entropy(scores, batch[1])
+
+    before = torch.backends.cudnn.enabled
+    twins = Twins(lambda: sgd(nn.Linear(4, 3), loss_fn), BATCHES[0])
+    twins.train(BATCHES)
+    assert twins.step.rung == "whole step" and torch.backends.cudnn.enabled == before, twins.step.explain()

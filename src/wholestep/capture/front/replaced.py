@@ -6,16 +6,19 @@ and which computes the same by operators of `ws`. Elsewhere nothing is replaced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch._dynamo.variables import SkipFunctionVariable, TensorVariable, UserFunctionVariable
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.distributions import constraints
 from torch.nn.utils import rnn
 
+from wholestep.capture.front import traced as marks
 from wholestep.capture.front.assumed import assuming, follow_instruction
 from wholestep.capture.front.packed import pack_padded, pad_packed
 from wholestep.capture.front.sparse import make_coo
@@ -73,6 +76,25 @@ def _call_skipped(self: SkipFunctionVariable, tx: Any, args: Any, kwargs: Any) -
 
 _plain_skipped = SkipFunctionVariable.call_function
 SkipFunctionVariable.call_function = _call_skipped
+
+
+@contextlib.contextmanager
+def _cudnn_enabled(enabled: bool = False) -> Iterator[None]:
+    """In the place of torch.backends.cudnn.flags, of which only `enabled` is given."""
+    marks.mark_cudnn(enabled)
+    try:
+        yield
+    finally:
+        marks.mark_cudnn(None)
+
+
+def _cudnn_flags(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    if not getattr(assuming, "on", False) or len(args) > 1 or set(kwargs) - {"enabled"}:
+        return None
+    return VariableTracker.build(tx, _cudnn_enabled).call_function(tx, list(args), kwargs)
+
+
+TorchInGraphFunctionVariable._get_handlers()[torch.backends.cudnn.flags] = _cudnn_flags
 
 
 def _store(plain: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:

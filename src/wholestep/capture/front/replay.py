@@ -50,6 +50,8 @@ class Replay(fx.Interpreter):
         self.aux: dict[str, torch.Tensor] = {}
         self.gradients: list[torch.Tensor] | None = None
         self.assumed: list[Assumed] = []
+        self.cudnn: list[bool] = []
+        """Whether it was used, outside of each block of torch.backends.cudnn.flags."""
         self.sources: dict[str, str | None] = {}
         self.calls: dict[str, fx.Node] = {}
         self.numbers: dict[int, torch.Tensor] = {}
@@ -145,6 +147,9 @@ class Replay(fx.Interpreter):
         elif target is marks.mark_assumed:
             self._assume(*args)
             return None
+        elif target is marks.mark_cudnn:
+            self._use_cudnn(args[0])
+            return None
         elif target in _ASSERTS:
             self._assume(args[0], True)
             return None
@@ -165,6 +170,19 @@ class Replay(fx.Interpreter):
         elif target in _NUMBERS and any(isinstance(a, torch.Tensor) for a in args):
             return _NUMBERS[target](*args)
         return super().call_function(target, args, kwargs)
+
+    def _use_cudnn(self, enabled: bool | None) -> None:
+        """Which layers cuDNN takes is decided while tracing."""
+        if enabled is not None:
+            self.cudnn.append(torch._C._get_cudnn_enabled())
+        torch._C._set_cudnn_enabled(self.cudnn.pop() if enabled is None else enabled)
+
+    def run(self, *args: Any, **options: Any) -> Any:
+        before = torch._C._get_cudnn_enabled()
+        try:
+            return super().run(*args, **options)
+        finally:
+            torch._C._set_cudnn_enabled(before)
 
     def _note_fact(self, condition: Any, message: Any = "", *_: Any) -> None:
         if isinstance(condition, torch.Tensor):  # about a number that was read from a tensor
