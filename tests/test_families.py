@@ -25,18 +25,12 @@ SIX = ("mixtral", "llava", "longformer", "wav2vec2", "detr", "deberta_v2")
 """Experts, an image in a text, sliding windows, CTC, queries, relative positions."""
 
 NOT_WHOLE: dict[str, str] = {
-    **dict.fromkeys(
-        ("detr", "conditional_detr", "wav2vec2", "hubert", "wavlm", "unispeech", "data2vec_audio", "wav2vec2_conformer", "sew_d",
-         "reformer"),
-        "Data-dependent branching",
-    ),
-    **dict.fromkeys(
-        ("deberta_v2_classifier", "longformer", "led", "switch_transformers", "vilt", "autoformer"), "data-dependent expression"
-    ),
     **dict.fromkeys(("big_bird", "bigbird_pegasus"), "non-Tensor"),
+    "reformer": "Data-dependent branching",
+    **dict.fromkeys(("longformer", "led", "vilt"), "a value that only data tells"),
+    **dict.fromkeys(("switch_transformers", "autoformer"), "data-dependent expression"),
     "ctrl": "python_type",
     "yoso": "duplicate tensor input",
-    "sew": "requires_grad",
     "paligemma": "FirstStepDiffers",
 }  # fmt: skip
 """Family -> words of the reason why its whole step was left."""

@@ -16,7 +16,7 @@ from wholestep.capture.subject import make_subject
 from wholestep.capture.trace import Capture
 from wholestep.graph.training_graph import Role
 from wholestep.verify.compare import compute_dtype, yardstick
-from wholestep.verify.reference import float64_reference, reference_gradients
+from wholestep.verify.reference import Reference, float64_reference, reference_gradients
 
 if TYPE_CHECKING:
     from tests.fuzz.check import Recording, Values
@@ -43,7 +43,9 @@ def beyond_rounding(case: Case, recording: Recording, results: list[Values]) -> 
         before = recording.start if place == 0 else {e: recording.results[place - 1][str(e)] for e in recording.start}
         held = {e.name: value for e, value in before.items() if e.role in (Role.PARAMETER, Role.BUFFER)}
         at = (subject, next(batches), SEED, number // count, number % count)
-        found = _call_beyond_rounding(recording.capture, at, held, results[place])
+        if place not in recording.references:
+            recording.references[place] = _references(recording.capture, at, held)
+        found = _call_beyond_rounding(recording.capture, *recording.references[place], results[place])
         if found is None and count == 1:
             found = _update_apart(case, model, optimizer, recording.results[place], results[place])
         if found is not None:
@@ -51,11 +53,16 @@ def beyond_rounding(case: Case, recording: Recording, results: list[Values]) -> 
     return None
 
 
-def _call_beyond_rounding(capture: Capture, at: tuple, held: dict[str, torch.Tensor], result: Values) -> str | None:
+def _references(capture: Capture, at: tuple, held: dict[str, torch.Tensor]) -> tuple[Reference, Reference | None]:
+    """Eager PyTorch's, and float64's."""
     options: Any = dict(num_sites=capture.num_sites, constants=capture.constants, tensors=held)
     eager, exact = reference_gradients(*at, **options), float64_reference(*at, **options)
     if isinstance(exact, str) or float((eager.loss - exact.loss).abs()) > 1e-2 * (1 + float(exact.loss.abs())):
-        exact = None  # no float64 form, or one that takes another path
+        return eager, None  # no float64 form, or one that takes another path
+    return eager, exact
+
+
+def _call_beyond_rounding(capture: Capture, eager: Reference, exact: Reference | None, result: Values) -> str | None:
     truth = None if exact is None else exact.gradients
     rms = eager.activation_rms if exact is None else exact.activation_rms
     rule = yardstick(capture.graph, eager.gradients, truth, rms, compute_dtype(capture.graph))

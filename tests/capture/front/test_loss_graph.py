@@ -168,3 +168,53 @@ def test_a_constant_in_the_graph_is_part_of_the_hash() -> None:
         subject = subject_of(sgd(small_mlp(), lambda m, b, scale=scale: classify(m, b) * scale))
         keys.add(capture_key(subject, reading_of(subject, BATCHES[0])))
     assert len(keys) == 2
+
+
+def test_an_intermediate_value_may_be_asked_for_its_gradient() -> None:
+    """As speech models of transformers do, for activation checkpointing; nobody can read that gradient later."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        seen = batch[0] * 1.0
+        seen.requires_grad = True
+        assert seen.requires_grad
+        return classify(model, (seen, batch[1]))
+
+    twins = Twins(lambda: sgd(nn.Linear(4, 3), loss_fn), BATCHES[0])
+    twins.train(BATCHES)
+    assert twins.step.rung == "whole step", twins.step.explain()
+
+
+def test_numbers_that_vary_in_a_tensor_and_sizes_that_are_kept() -> None:
+    """`torch.tensor([1, number])` is no number itself; a size that the Python keeps is handed over as one."""
+
+    def make() -> Side:
+        side = sgd(nn.Linear(4, 3), lambda model, batch: classify(model, batch))
+        side.extra = {"weight": 1.0, "rows": []}
+
+        def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+            side.extra["last"] = batch[0].shape[0]
+            return classify(model, batch) * torch.tensor([1.0, side.extra["weight"]]).sum()
+
+        side.loss_fn = loss_fn
+        return side
+
+    twins = Twins(make, BATCHES[0])
+    for number, (x, y) in enumerate(BATCHES):
+        twins.both(lambda side, number=number: side.extra.update(weight=1.0 + number))
+        twins.train([(x[: 5 - number % 4], y[: 5 - number % 4])], tolerance=1e-6)
+        assert twins.ours.extra["last"] == twins.theirs.extra["last"] == len(x[: 5 - number % 4])
+    assert twins.step.rung == "whole step", twins.step.explain()
+
+
+def test_cudnn_may_be_set_aside_for_a_part_of_the_loss() -> None:
+    """As transformers do around CTC; it is as it was outside of that part, and when the capture is over."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        scores = model(batch[0])
+        with torch.backends.cudnn.flags(enabled=False):
+            return torch.nn.functional.cross_entropy(scores, batch[1])
+
+    before = torch.backends.cudnn.enabled
+    twins = Twins(lambda: sgd(nn.Linear(4, 3), loss_fn), BATCHES[0])
+    twins.train(BATCHES)
+    assert twins.step.rung == "whole step" and torch.backends.cudnn.enabled == before, twins.step.explain()

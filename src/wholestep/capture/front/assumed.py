@@ -9,6 +9,7 @@ raises, at its line, in its words, or goes on the other way.
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import threading
@@ -144,19 +145,20 @@ def _always_raises(tx: Any, index: int) -> bool:
     return True
 
 
-def _install() -> None:
-    """Into the tables of every class of Dynamo's that walks through instructions."""
+def follow_instruction(name: str, make: Callable[[Callable[[Any, Any], None]], Callable[[Any, Any], None]]) -> None:
+    """Put a handler, made from Dynamo's own, into the tables of every class of Dynamo's that walks through instructions."""
     base = symbolic_convert.InstructionTranslatorBase
-    ours = {name: _branch(jumps_at, getattr(base, name)) for name, jumps_at in _JUMPS.items() if hasattr(base, name)}
-    for name, handler in ours.items():
-        setattr(base, name, handler)
-    opcodes = {symbolic_convert.dis.opmap[name]: handler for name, handler in ours.items() if name in symbolic_convert.dis.opmap}
-    kinds = [base]
+    if not hasattr(base, name):
+        return
+    handler = make(getattr(base, name))
+    setattr(base, name, handler)
+    opcode = symbolic_convert.dis.opmap.get(name)
+    kinds = [base] if opcode is not None else []
     while kinds:
         kind = kinds.pop()
         kinds += kind.__subclasses__()
-        for opcode, handler in opcodes.items():
-            kind.dispatch_table[opcode] = handler
+        kind.dispatch_table[opcode] = handler
 
 
-_install()
+for _jump, _jumps_at in _JUMPS.items():
+    follow_instruction(_jump, functools.partial(_branch, _jumps_at))

@@ -6,17 +6,20 @@ and which computes the same by operators of `ws`. Elsewhere nothing is replaced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._dynamo.variables import SkipFunctionVariable, UserFunctionVariable
+from torch._dynamo.variables import SkipFunctionVariable, TensorVariable, UserFunctionVariable
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.distributions import constraints
 from torch.nn.utils import rnn
 
-from wholestep.capture.front.assumed import assuming
+from wholestep.capture.front import traced as marks
+from wholestep.capture.front.assumed import assuming, follow_instruction
 from wholestep.capture.front.packed import pack_padded, pad_packed
 from wholestep.capture.front.sparse import make_coo
 from wholestep.kernels.ctc import ctc_loss
@@ -73,3 +76,44 @@ def _call_skipped(self: SkipFunctionVariable, tx: Any, args: Any, kwargs: Any) -
 
 _plain_skipped = SkipFunctionVariable.call_function
 SkipFunctionVariable.call_function = _call_skipped
+
+
+@contextlib.contextmanager
+def _cudnn_enabled(enabled: bool = False) -> Iterator[None]:
+    """In the place of torch.backends.cudnn.flags, of which only `enabled` is given."""
+    marks.mark_cudnn(enabled)
+    try:
+        yield
+    finally:
+        marks.mark_cudnn(None)
+
+
+def _cudnn_flags(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    if not getattr(assuming, "on", False) or len(args) > 1 or set(kwargs) - {"enabled"}:
+        return None
+    return VariableTracker.build(tx, _cudnn_enabled).call_function(tx, list(args), kwargs)
+
+
+TorchInGraphFunctionVariable._get_handlers()[torch.backends.cudnn.flags] = _cudnn_flags
+
+
+def _store(plain: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """`hidden.requires_grad = True` on an intermediate value without a gradient: what it asks for, nobody can read later.
+
+    Speech models of transformers do so for the sake of activation checkpointing. Dynamo refuses every such line.
+    """
+
+    def store(tx: Any, inst: Any) -> None:
+        if getattr(assuming, "on", False) and inst.argval == "requires_grad":
+            wanted, value = tx.stack[-2].realize(), tx.stack[-1].realize()
+            asked = wanted.is_python_constant() and wanted.as_python_constant() is True
+            if asked and isinstance(value, TensorVariable) and value.source is None and value.requires_grad is False:
+                value.requires_grad = True
+                tx.popn(2)
+                return
+        plain(tx, inst)
+
+    return store
+
+
+follow_instruction("STORE_ATTR", _store)

@@ -50,6 +50,8 @@ class Replay(fx.Interpreter):
         self.aux: dict[str, torch.Tensor] = {}
         self.gradients: list[torch.Tensor] | None = None
         self.assumed: list[Assumed] = []
+        self.cudnn: list[bool] = []
+        """Whether it was used, outside of each block of torch.backends.cudnn.flags."""
         self.sources: dict[str, str | None] = {}
         self.calls: dict[str, fx.Node] = {}
         self.numbers: dict[int, torch.Tensor] = {}
@@ -145,12 +147,14 @@ class Replay(fx.Interpreter):
         elif target is marks.mark_assumed:
             self._assume(*args)
             return None
+        elif target is marks.mark_cudnn:
+            self._use_cudnn(args[0])
+            return None
         elif target in _ASSERTS:
             self._assume(args[0], True)
             return None
         elif target in _FACTS:
-            if not isinstance(args[0], bool) and not statically_known_true(args[0]):
-                self._assume(args[0], True)
+            self._note_fact(*args)
             return None
         elif target is torch._check_is_size:
             return None
@@ -166,6 +170,26 @@ class Replay(fx.Interpreter):
         elif target in _NUMBERS and any(isinstance(a, torch.Tensor) for a in args):
             return _NUMBERS[target](*args)
         return super().call_function(target, args, kwargs)
+
+    def _use_cudnn(self, enabled: bool | None) -> None:
+        """Which layers cuDNN takes is decided while tracing."""
+        if enabled is not None:
+            self.cudnn.append(torch._C._get_cudnn_enabled())
+        torch._C._set_cudnn_enabled(self.cudnn.pop() if enabled is None else enabled)
+
+    def run(self, *args: Any, **options: Any) -> Any:
+        before = torch._C._get_cudnn_enabled()
+        try:
+            return super().run(*args, **options)
+        finally:
+            torch._C._set_cudnn_enabled(before)
+
+    def _note_fact(self, condition: Any, message: Any = "", *_: Any) -> None:
+        if isinstance(condition, torch.Tensor):  # about a number that was read from a tensor
+            if not _OF_COURSE.search(str(message)):
+                self._assume(condition, True)
+        elif isinstance(condition, torch.SymBool) and not statically_known_true(condition):
+            self._assume(condition, True)
 
     def _assume(self, condition: Any, truth: bool) -> None:
         if isinstance(condition, torch.SymBool | torch.SymInt):  # about a size that a mask decides
@@ -246,6 +270,8 @@ _FACTS = {
     torch.ops.aten._assert_scalar.default,
 }  # fmt: skip
 """Facts about numbers that Dynamo and libraries note, and that code is compiled for."""
+_OF_COURSE = re.compile(r"expression u\d+ (>= -?\d+|<= \d{10,}) on node")
+"""Bounds that Dynamo writes down for every number that it has seen read."""
 
 
 def user_line(trace: str) -> str | None:

@@ -40,12 +40,17 @@ def mark_assumed(condition: torch.Tensor, truth: bool) -> None:
     """The graph goes on as if the condition, which only data tells, were `truth` (assumed.py)."""
 
 
+def mark_cudnn(enabled: bool | None) -> torch.Tensor:
+    """From here on cuDNN is, or is not, to be used; None: as before the last such mark."""
+    return torch.zeros(())
+
+
 def mark_gradients(*hooked: torch.Tensor) -> torch.Tensor:
     """What the hooks made of the gradients, in the order of the parameters."""
     return torch.zeros((), device=hooked[0].device)
 
 
-MARKS = (mark_loss, mark_aux, mark_bad_loss, mark_bad_aux, mark_assumed, gradients, mark_gradients)
+MARKS = (mark_loss, mark_aux, mark_bad_loss, mark_bad_aux, mark_assumed, mark_cudnn, gradients, mark_gradients)
 for _mark in MARKS:
     torch.compiler.allow_in_graph(_mark)
 
