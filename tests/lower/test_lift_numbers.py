@@ -48,7 +48,7 @@ def trained(backend: str, drops: tuple[float, ...]) -> tuple[Any, list[torch.Ten
 def test_stochastic_depth_compiles_as_equal_layers_do() -> None:
     drops = (0.1, 0.2, 0.3, 0.4)
     step, ours = trained("inductor", drops)
-    assert step.regions["unique_regions"] <= step.regions["regions"] - 5, step.regions  # of eight that are layers
+    assert step.regions["unique_regions"] <= step.regions["regions"] - 4, step.regions  # eight of them are layers
     torch.testing.assert_close(ours, trained("interpret", drops)[1], rtol=1e-5, atol=1e-6)
 
 

@@ -53,7 +53,7 @@ LOUD: dict[str, str] = {
     **dict.fromkeys(  # whatever the reason is called, it is told
         (
             "list_that_grows", "range_replaced", "batch_norm_with_cumulative_average", "queue_with_a_tensor_pointer",
-            "replay_deque", "single_dispatch_registered_later", "tensor_method_patched", "sparse_adjacency",
+            "replay_deque", "single_dispatch_registered_later", "tensor_method_patched",
             "strings_read", "forward_hook_inside_the_loss", "full_backward_hook_counts", "full_backward_hook_scales",
             "full_backward_pre_hook_scales", "full_backward_hook_added_later", "backward_hook_for_all_modules",
             "activation_hook_records", "activation_retains_its_gradient", "hook_on_several_gradients",
@@ -65,10 +65,10 @@ LOUD: dict[str, str] = {
             "iterator_of_weights", "generator_of_weights", "cycle_of_weights", "count_of_steps", "file_read",
             "json_file_read_by_path", "file_exists", "file_written", "clock", "clock_of_the_last_step", "date",
             "working_directory", "level_of_a_logger", "name_of_the_thread", "list_of_numbers", "branch_on_the_loss",
-            "branch_on_not_a_number", "assertion_on_a_tensor", "fixed_point_until_it_settles", "unique_labels",
-            "cut_to_the_longest", "packed_sequences", "custom_autograd_function_that_counts",
+            "fixed_point_until_it_settles", "unique_labels",
+            "cut_to_the_longest", "custom_autograd_function_that_counts",
             "checkpointed_forward_that_counts", "checkpointed_sequence", "per_sample_functions",
-            "embedding_with_sparse_gradients", "sequence_loss", "random_number", "random_branch",
+            "embedding_with_sparse_gradients", "random_number", "random_branch",
             "random_choice_of_a_layer", "random_order_of_layers", "layers_dropped_at_random",
             "random_generator_of_ones_own", "random_seeded_in_the_loss", "random_seeded_between_steps",
             "random_drawn_between_steps", "numpy_random_number", "numpy_mixing_coefficient", "numpy_generator",

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import random
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -79,7 +80,8 @@ def judge(
     try:
         theirs = run(case, eager, plain=True)[0]
     except Exception as error:
-        return Outcome(case, "broken", f"{type(error).__name__}: {error}", time.perf_counter() - began)
+        where = " < ".join(f"{f.filename}:{f.lineno}" for f in reversed(traceback.extract_tb(error.__traceback__)[-4:]))
+        return Outcome(case, "broken", f"{type(error).__name__}: {error} ({where})", time.perf_counter() - began)
     maker = eager if alone else make_step or compiled
     watches: list[Watch] = []
     before = process_wide()
