@@ -246,9 +246,11 @@ _HELP = {
     "andom": "draw it outside of the loss and pass it in the batch",
 }
 """A word of what Dynamo met -> what would help."""
-_EAGER_ONLY = ("_getframe", "saved_tensors_hooks", "`Optimizer.", "Tensor.backward", "autograd.backward")
+_EAGER_ONLY = (
+    "_getframe", "saved_tensors_hooks", "`Optimizer.", "Tensor.backward", "autograd.backward", "`now`", "`today`", "`utcnow`",
+)  # fmt: skip
 """What torch.compile with graph breaks does in another way than eager: frames are cut, what is saved is not what eager saves, and
-an update or a backward inside of the loss meets graphs that were made before it."""
+an update or a backward inside of the loss meets graphs that were made before it, and dates are compared once for all."""
 
 
 def guarded_place(missed: str) -> str:
