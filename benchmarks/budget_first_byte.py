@@ -17,11 +17,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +28,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 import h200  # noqa: E402
+from memory_budget import run_child  # noqa: E402
 
 MODELS = {
     "llama": "language model, 0.57B, 4 x 2048",
@@ -207,23 +205,6 @@ def check_of(step: Any) -> str:
 # ---- in the parent ----
 
 
-def run_child(row: dict[str, Any], limit: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {
-            "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton",
-            "WHOLESTEP_CACHE_DIR": f"{folder}/wholestep", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error",
-        }  # fmt: skip
-        command = [sys.executable, __file__, "--child", json.dumps(row)]
-        try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit, check=False)
-        except subprocess.TimeoutExpired:
-            return {"error": f"took more than {limit:.0f} s"}
-    answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not answers:
-        return {"error": (done.stderr.strip() or "no output")[-3000:]}
-    return json.loads(answers[-1])
-
-
 class Table:
     """Rows in a file, model by model, until the time is up."""
 
@@ -264,7 +245,9 @@ class Table:
                 print(f"out of time before {name} {text}; the same command goes on from here", flush=True)
             return known
         row: dict[str, Any] = {"model": name, "asked": text, "budget_bytes": budget, "jobs": self.jobs}
-        row |= run_child(row, left)
+        row |= run_child(row, left, script=__file__)
+        if "out_of_memory" in row:
+            row["error"] = row.pop("out_of_memory")
         with self.lock:
             self.rows.append(row)
             print(shown(row), flush=True)

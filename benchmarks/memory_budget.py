@@ -123,14 +123,15 @@ def measured(row: dict[str, Any], step: Any, batches: list[Any], losses: list[fl
     return found
 
 
-def run_child(row: dict[str, Any], limit: float, cache: Path | None) -> dict[str, Any]:
+def run_child(row: dict[str, Any], limit: float, cache: Path | None = None, script: str = __file__) -> dict[str, Any]:
+    """What `script --child ROW` answers, in a process and with caches of its own."""
     with tempfile.TemporaryDirectory() as fresh:
         folder = cache or fresh
         environment = os.environ | {
             "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton",
             "WHOLESTEP_CACHE_DIR": f"{folder}/wholestep", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error",
         }  # fmt: skip
-        command = [sys.executable, __file__, "--child", json.dumps(row)]
+        command = [sys.executable, script, "--child", json.dumps(row)]
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit, check=False)
         except subprocess.TimeoutExpired:

@@ -62,7 +62,7 @@ def policy(monkeypatch):
             clock.now += direct
             return ("direct",)
 
-        def record(runner, inputs, batch):
+        def record(runner, inputs, batch, written=()):
             if isinstance(replay, str):
                 raise NotRecordable(replay)
             made.append(FakeRecording(clock, replay))
@@ -115,7 +115,7 @@ def test_what_a_failed_recording_held_is_free_before_the_direct_run(monkeypatch)
     monkeypatch.setattr(cuda_graph, "why_not", lambda runner, inputs: None)
     held, alive = [], []
 
-    def record(runner, inputs, batch):
+    def record(runner, inputs, batch, written=()):
         large = torch.empty(8)
         held.append(weakref.ref(large))
         try:
@@ -179,7 +179,7 @@ def by_shape(monkeypatch, direct, replay):
         clock.now += direct
         return ("direct",)
 
-    def record(runner, inputs, batch, sinks=None, pool=None):
+    def record(runner, inputs, batch, sinks=None, pool=None, written=()):
         if isinstance(replay, str):
             raise NotRecordable(replay)
         made.append(tuple(inputs[0].shape))
@@ -225,7 +225,7 @@ def test_what_is_lent_is_told(monkeypatch):
         def __call__(self, inputs):
             return [super().__call__(inputs)[0], self.sinks[1]]
 
-    def record(runner, inputs, batch, sinks=None, pool=None):
+    def record(runner, inputs, batch, sinks=None, pool=None, written=()):
         recording = Recording(clock, 1.0)
         recording.sinks = sinks
         return recording

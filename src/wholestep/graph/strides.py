@@ -30,4 +30,4 @@ def laid_out(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether its dimensions fill their memory, in whichever order."""
-    return tensor.is_contiguous() or tensor.permute(memory_order(tensor)).is_contiguous()
+    return tensor.is_contiguous() or is_dense_in(tensor, memory_order(tensor))

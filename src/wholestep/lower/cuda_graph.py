@@ -272,8 +272,7 @@ class AutoCudaGraph:
     def _try_recording(self, inputs: list[torch.Tensor]) -> list[Any]:
         try:
             extra = (self._sinks,) if self.lent else ()
-            written = {"written": self.written} if self.written else {}
-            self._recorded = self._record(self.runner, inputs, self.batch, *extra, **written)
+            self._recorded = self._record(self.runner, inputs, self.batch, *extra, written=self.written)
         except NotRecordable as refusal:
             self.decided, self.reason = "direct", f"not recordable: {refusal}"
         if self._recorded is not None:
@@ -378,7 +377,7 @@ class CudaGraphsByShape:
         if self._met[sizes] <= MEETINGS or len(self._recorded) >= MOST_RECORDINGS:
             return self.runner(inputs)
         try:
-            self._recorded[sizes] = self._in_pool(self.runner, inputs, self.batch, self._sinks)
+            self._recorded[sizes] = self._in_pool(self.runner, inputs, self.batch, self._sinks, self.written)
         except NotRecordable as refusal:
             self._settle("direct", f"not recordable: {refusal}")
         if sizes in self._recorded:
@@ -419,8 +418,7 @@ class CudaGraphsByShape:
     ) -> CudaGraphRunner:
         if self._pool is None and torch.cuda.is_available():
             self._pool = torch.cuda.graph_pool_handle()
-        more = {"written": written or self.written} if self.written else {}
-        return self._record(runner, inputs, batch, sinks, self._pool, **more)
+        return self._record(runner, inputs, batch, sinks, self._pool, written=written)
 
     def invalidate(self) -> None:
         """A state tensor moved: recorded addresses are void."""

@@ -26,6 +26,15 @@ def _tile(
 
 
 @triton.jit
+def _load(
+    base, batch_stride, head_stride, row_stride, b, h,
+    ROWS: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    where, inside = _tile(base, batch_stride, head_stride, row_stride, b, h, ROWS, D, BR, BD)
+    return tl.load(where, mask=inside, other=0.0)
+
+
+@triton.jit
 def _bias_tile(
     bias, w, h, w_stride, h_stride, t_stride, s_stride,
     T: tl.constexpr, S: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
@@ -50,12 +59,9 @@ def _forward_kernel(
     first = tl.program_id(1) * per
     for turn in range(first, tl.minimum(first + per, batch // tables)):
         b = turn * tables + w
-        where, inside = _tile(q, qb, qh, qt, b, h, T, D, BT, BD)
-        queries = tl.load(where, mask=inside, other=0.0)
-        where, inside = _tile(k, kb, kh, ks, b, h, S, D, BS, BD)
-        keys = tl.load(where, mask=inside, other=0.0)
-        where, inside = _tile(v, vb, vh, vs, b, h, S, D, BS, BD)
-        values = tl.load(where, mask=inside, other=0.0)
+        queries = _load(q, qb, qh, qt, b, h, T, D, BT, BD)
+        keys = _load(k, kb, kh, ks, b, h, S, D, BS, BD)
+        values = _load(v, vb, vh, vs, b, h, S, D, BS, BD)
         s = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale + added
         most = tl.max(s, 1)
         most = tl.where(most == float("-inf"), 0.0, most)
@@ -82,16 +88,11 @@ def _backward_kernel(
     first = tl.program_id(1) * per
     for turn in range(first, tl.minimum(first + per, batch // tables)):
         b = turn * tables + w
-        where, inside = _tile(q, qb, qh, qt, b, h, T, D, BT, BD)
-        queries = tl.load(where, mask=inside, other=0.0)
-        where, inside = _tile(k, kb, kh, ks, b, h, S, D, BS, BD)
-        keys = tl.load(where, mask=inside, other=0.0)
-        where, inside = _tile(v, vb, vh, vs, b, h, S, D, BS, BD)
-        values = tl.load(where, mask=inside, other=0.0)
-        where, inside = _tile(grad, gb, gh, gt, b, h, T, D, BT, BD)
-        given = tl.load(where, mask=inside, other=0.0)
-        where, inside = _tile(out, ob, oh, ot, b, h, T, D, BT, BD)
-        made = tl.load(where, mask=inside, other=0.0)
+        queries = _load(q, qb, qh, qt, b, h, T, D, BT, BD)
+        keys = _load(k, kb, kh, ks, b, h, S, D, BS, BD)
+        values = _load(v, vb, vh, vs, b, h, S, D, BS, BD)
+        given = _load(grad, gb, gh, gt, b, h, T, D, BT, BD)
+        made = _load(out, ob, oh, ot, b, h, T, D, BT, BD)
         level = tl.load(logsumexp + (b.to(tl.int64) * heads + h) * T + rows, mask=rows < T, other=float("inf"))
         level = tl.where(level == float("-inf"), float("inf"), level)  # rows that see nothing, or are nothing: p = 0
         s = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale + added

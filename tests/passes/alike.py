@@ -1,0 +1,18 @@
+"""Two graphs of one step, run once on the same random inputs: what they return, and what they leave in those."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from wholestep.lower import lower_interpret
+
+
+def assert_trains_alike(plain: Any, rewritten: Any, *, rtol: float, atol: float) -> None:
+    given = [torch.randn(node.meta["val"].shape) for node in plain.placeholders]
+    results = []
+    for graph in (plain, rewritten):
+        inputs = [value.clone() for value in given]
+        results.append((lower_interpret(graph)(inputs), inputs))
+    torch.testing.assert_close(results[0], results[1], rtol=rtol, atol=atol)
