@@ -149,7 +149,11 @@ def test_without_a_budget_the_fastest_plan_is_for_compiled_code_on_a_gpu(monkeyp
         captured = dry_capture(model, lambda m, x: m(x).square().mean(), optimizer, torch.randn(512, 256), device=kind)
         lines = ForSpeed(default_pipeline(), backend, torch.device(kind)).run_on(captured)
         again = sum(is_recomputed(node) for node in captured.graph.operations())
-        made[backend, kind] = (bool(captured.plan.recompute), again > 0, "quicker to make again than to keep" in lines[-1])
+        made[backend, kind] = (
+            bool(captured.plan.recompute),
+            again > 0,
+            "quicker to make again than to keep" in lines[-1],
+        )
     assert made["inductor", "cuda"] == (True, True, True)
     assert made["interpret", "cuda"] == made["inductor", "cpu"] == (False, False, False)
 
@@ -313,7 +317,8 @@ class Plans(Fitting):
         pipeline: Any = SimpleNamespace(carry_out=lambda graph, plan: plan.reasons["index"])
         super().__init__(budget, pipeline, backend, torch.device("cpu"))
         self.points = [
-            Point(Plan(reasons={"index": str(i)}), peak, time, {}, "") for i, (peak, time) in enumerate(zip(peaks, seconds))
+            Point(Plan(reasons={"index": str(i)}), peak, time, {}, "")
+            for i, (peak, time) in enumerate(zip(peaks, seconds))
         ]
         self.found, self.tried = measured, []
 
@@ -425,7 +430,9 @@ def test_recordings_of_other_sizes_stay_where_there_is_room(planned: int | None,
 def test_room_is_made_when_the_size_changes(free: int) -> None:
     step, _, _ = compiled(int(0.8 * free))
     asked: list[tuple[Any, list[Any]]] = []
-    step.settings = dataclasses.replace(step.settings, make_room=lambda variant, others: asked.append((variant, others)))
+    step.settings = dataclasses.replace(
+        step.settings, make_room=lambda variant, others: asked.append((variant, others))
+    )
     whole = batches(1)[0]
     half = {name: tensor[:2] for name, tensor in whole.items()}
     step(whole)
@@ -475,7 +482,9 @@ def card_peak() -> int:
 def test_two_sizes_within_the_smallest_budget_on_a_gpu() -> None:
     """The recording of one holds what the other needs."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(2048, 8192), nn.GELU(), nn.Linear(8192, 2048)))).cuda()
+    model = nn.Sequential(
+        *(m for _ in range(6) for m in (nn.Linear(2048, 8192), nn.GELU(), nn.Linear(8192, 2048)))
+    ).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     whole = {"x": torch.randn(8192, 2048, device="cuda")}
     part = {"x": whole["x"][:6144]}
@@ -508,7 +517,15 @@ def test_the_smallest_budget_is_kept_on_a_gpu(cuda_graph: bool | None) -> None:
 
     def compiled(memory: int) -> Any:
         return wholestep.compile(
-            model, loss_of, optimizer, batch, memory=memory, check="off", cuda_graph=cuda_graph, cache=False, precision="bf16"
+            model,
+            loss_of,
+            optimizer,
+            batch,
+            memory=memory,
+            check="off",
+            cuda_graph=cuda_graph,
+            cache=False,
+            precision="bf16",
         )
 
     step, budget = within_the_smallest(compiled)
@@ -523,14 +540,18 @@ class Words(nn.Module):
     def __init__(self, words: int) -> None:
         super().__init__()
         self.words, self.head = nn.Embedding(words, 1024), nn.Linear(1024, words, bias=False)
-        self.body = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))))
+        self.body = nn.Sequential(
+            *(m for _ in range(8) for m in (nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)))
+        )
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(self.head(self.body(self.words(ids))).flatten(0, 1), ids.flatten())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("words", "shape", "told"), [(64, (16, 2048), "check: whole"), (64000, (16, 1024), "check: reduced")])
+@pytest.mark.parametrize(
+    ("words", "shape", "told"), [(64, (16, 2048), "check: whole"), (64000, (16, 1024), "check: reduced")]
+)
 def test_the_budget_is_kept_from_the_call_of_compile_on(words: int, shape: Any, told: str, monkeypatch: Any) -> None:
     torch.manual_seed(0)
     model = Words(words).cuda()

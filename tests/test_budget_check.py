@@ -203,8 +203,12 @@ def test_with_the_captured_graph_it_need_not_tell() -> None:
     assert len(told(step)) == 1 and told(step)[0].startswith("whole: ")
 
 
-@pytest.mark.parametrize(("rows", "interpret", "said"), [(0, True, "whole"), (0, False, "left out"), (3, False, "left out")])
-def test_where_updates_are_not_torchs_only_the_captured_graph_is_compared(rows: int, interpret: bool, said: str) -> None:
+@pytest.mark.parametrize(
+    ("rows", "interpret", "said"), [(0, True, "whole"), (0, False, "left out"), (3, False, "left out")]
+)
+def test_where_updates_are_not_torchs_only_the_captured_graph_is_compared(
+    rows: int, interpret: bool, said: str
+) -> None:
     check = only_before(check_first_step, LAYER)
     step = checked(Normed(), Decision(rows, Lean(0, interpret), "eager takes 12.0 GiB"), check=check, whole_only=LAYER)
     with warnings.catch_warnings(record=True) as caught:
@@ -235,13 +239,19 @@ def test_on_a_card_before_and_after_are_held_to_the_budget(monkeypatch: pytest.M
     )
     check_within(budget, check)("run", variant, (), ())("run", "result")
     share = 480 / 1024
-    assert seen == [{"limit": 480 * MIB, "held": 70 * MIB, "whole_only": None}, (share, Lean(5, True)), (share, "run", "result")]
+    assert seen == [
+        {"limit": 480 * MIB, "held": 70 * MIB, "whole_only": None},
+        (share, Lean(5, True)),
+        (share, "run", "result"),
+    ]
     assert card.fraction == 0.9
 
 
 def test_a_check_that_is_left_out_is_told_by_a_warning() -> None:
     step = checked(Mlp(), Decision(None, Lean(0, False), "eager takes about 12.0 GiB for all rows"))
-    with pytest.warns(WholestepWarning, match=r"not compared with eager PyTorch within memory=600 MiB: eager takes about 12.0 GiB"):
+    with pytest.warns(
+        WholestepWarning, match=r"not compared with eager PyTorch within memory=600 MiB: eager takes about 12.0 GiB"
+    ):
         step(batches(1)[0])
     assert told(step)[0].startswith("left out: the first step is not compared with eager PyTorch within memory=600 MiB")
 
@@ -268,7 +278,9 @@ def test_and_to_fewer_still(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [3, 1] and "on 1 of 6 rows" in told(step)[0]
 
 
-@pytest.mark.parametrize(("build", "rows", "reason"), [(Mlp, 0, "it draws random numbers"), (Normed, 1, "eager fails on so few")])
+@pytest.mark.parametrize(
+    ("build", "rows", "reason"), [(Mlp, 0, "it draws random numbers"), (Normed, 1, "eager fails on so few")]
+)
 def test_or_to_none(build: type[nn.Module], rows: int, reason: str) -> None:
     step = checked(build(), Decision(rows, Lean(0, False)), check=out_of_memory)
     with pytest.warns(WholestepWarning, match=reason):

@@ -103,14 +103,18 @@ def test_the_prediction_is_what_an_accounted_run_takes(case: str) -> None:
     torch.manual_seed(0)
     model, batch = CASES[case]()
     optimizer = torch.optim.AdamW(model.parameters())
-    subject = make_subject(model, loss_of, optimizer, chunked_loss=True if case == "large vocabulary" else None, dry="cuda")
+    subject = make_subject(
+        model, loss_of, optimizer, chunked_loss=True if case == "large vocabulary" else None, dry="cuda"
+    )
     captured = capture_example(subject, batch)
     default_pipeline().run_on(captured)
     needs = needs_of(captured.graph)
     kept, plain = peak(model, batch, None)
     away, lean = peak(model, batch, 0)
     assert torch.equal(plain.loss, lean.loss) and lean.moved_bytes > 0
-    assert 0.8 * needs.running <= away <= 1.3 * (needs.running + needs.beside), "libraries take a little, not the same everywhere"
+    assert 0.8 * needs.running <= away <= 1.3 * (needs.running + needs.beside), (
+        "libraries take a little, not the same everywhere"
+    )
     assert lean.moved_bytes <= 1.1 * needs.saved
     if case == "large vocabulary":
         assert away > 0.7 * kept, "one operator is most of it: only fewer rows help"

@@ -10,7 +10,9 @@ import torch
 from wholestep import compat
 
 
-@pytest.mark.parametrize(("version", "warns"), [("2.11.0+cu130", False), ("2.13.0+cpu", False), ("2.14.1", True), ("3.0.0", True)])
+@pytest.mark.parametrize(
+    ("version", "warns"), [("2.11.0+cu130", False), ("2.13.0+cpu", False), ("2.14.1", True), ("3.0.0", True)]
+)
 def test_a_torch_newer_than_the_tested_ones_is_said(version: str, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     compat.untested_version.cache_clear()
@@ -29,13 +31,18 @@ def test_onednn_is_put_back() -> None:
 @pytest.mark.parametrize(
     ("told", "bytes_held"),
     [
-        ("GPU:0\nprocess {pid:>10d} uses     1634.000 MB GPU memory\nprocess          1 uses 9.000 MB GPU memory", 1634 << 20),
+        (
+            "GPU:0\nprocess {pid:>10d} uses     1634.000 MB GPU memory\nprocess          1 uses 9.000 MB GPU memory",
+            1634 << 20,
+        ),
         ("GPU:0\nprocess          1 uses     1634.000 MB GPU memory", None),
         ("GPU:0\nno processes are running", None),
         ("nvidia-ml-py not found, please install nvidia-ml-py", None),
     ],
 )
-def test_what_the_driver_says_this_process_holds(told: str, bytes_held: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_driver_says_this_process_holds(
+    told: str, bytes_held: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "list_gpu_processes", lambda device=None: told.format(pid=os.getpid()))
     assert compat.bytes_on_card(torch.device("cuda")) == bytes_held
 

@@ -67,7 +67,9 @@ def test_fabric_trains_and_resumes_exactly() -> None:
 
 def test_fabric_missing_is_one_line_that_says_how_to_get_it() -> None:
     absent = "import sys, runpy; sys.modules.update({'lightning': None, 'lightning_fabric': None}); "
-    said = run("-c", absent + f"sys.argv = ['fabric.py']; runpy.run_path({str(FOLDER / 'fabric.py')!r}, run_name='__main__')")
+    said = run(
+        "-c", absent + f"sys.argv = ['fabric.py']; runpy.run_path({str(FOLDER / 'fabric.py')!r}, run_name='__main__')"
+    )
     assert said.strip() == "this example needs Lightning Fabric: pip install lightning-fabric"
 
 

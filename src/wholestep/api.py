@@ -163,7 +163,9 @@ def _pipeline(passes: Any, plan: Plan | None, precision: str, clip_scope: str, e
     pipeline = passes if isinstance(passes, Pipeline) else default_pipeline(extra=passes or ())
     if plan is not None and plan.precision:
         # told apart by module only once the graph is there: captured in fp32, then mixed by the pass
-        pipeline = pipeline.insert_before("fold_constants", functools.partial(amp, precision=precision, modules=plan.precision))
+        pipeline = pipeline.insert_before(
+            "fold_constants", functools.partial(amp, precision=precision, modules=plan.precision)
+        )
     if clip_scope == "layer":
         pipeline = pipeline.replaced("update_early", functools.partial(update_early, clip="layer", min_bytes=1))
     return pipeline.without("update_early") if early_update is False else pipeline
@@ -188,7 +190,11 @@ class _Stages:
     """Regions that were compiled to measure plans, until one of the plans is lowered."""
 
     def capture(self, subject: Subject, reading: Reading | None, batch: Any, *, dynamic: Any = None) -> Capture:
-        with self.progress.stage("capturing the step"), compat.no_collection(), held_to(self.budget, self.subject.device):
+        with (
+            self.progress.stage("capturing the step"),
+            compat.no_collection(),
+            held_to(self.budget, self.subject.device),
+        ):
             return cached_capture(
                 subject, reading, batch, self._finish, finished_by=self._finished_by(), missed=self._warm_up, dynamic=dynamic,
                 enabled=self.cache,
@@ -306,7 +312,9 @@ def verify(
     _check_options(memory, plan, precision, backend, "off", None)
     planner: Any = plan
     if plan is None:
-        subject = make_subject(model, loss_fn, optimizer, precision=precision, accumulate=accumulate, clip_norm=clip_norm)
+        subject = make_subject(
+            model, loss_fn, optimizer, precision=precision, accumulate=accumulate, clip_norm=clip_norm
+        )
         pipeline = passes if isinstance(passes, Pipeline) else default_pipeline(extra=passes or ())
         planner = planner_of(ForSpeed(pipeline, backend, subject.device))
         if memory is not None:
@@ -338,7 +346,9 @@ def _check_options(
         raise BadOption("a plan with precisions of modules and precision='fp16'", hint="use precision='bf16'")
     if memory is not None and (plan is not None or dynamic is True):
         other = "plan=..." if plan is not None else "dynamic=True"
-        raise BadOption(f"memory={memory!r} together with {other}", hint="a budget makes its own plan for every size: give one")
+        raise BadOption(
+            f"memory={memory!r} together with {other}", hint="a budget makes its own plan for every size: give one"
+        )
     for name, value, known in (
         ("precision", precision, _PRECISIONS), ("backend", backend, _BACKENDS), ("check", check, _CHECKS),
         ("guards", guards, _GUARDS),
@@ -361,7 +371,9 @@ def _where_it_fits(check: Callable[..., Any]) -> Callable[..., Any]:
 
     def checked(run: OneStep, variant: Any, *rest: Any, **options: Any) -> Any:
         if variant.subject.device.type == "cpu" and not fits_beside(variant.capture.graph):
-            run.step._note("check: left out: the first step was not checked against eager: that would not fit into memory")
+            run.step._note(
+                "check: left out: the first step was not checked against eager: that would not fit into memory"
+            )
             return None
         return check(run, variant, *rest, **options)
 
@@ -398,7 +410,9 @@ def _warn_about_optimizer(optimizer: Optimizer | None, clip_norm: float | None) 
     reason = None if optimizer is None else optimizers.supported(optimizer)
     if reason is not None:
         warnings.warn(
-            f"forward and backward are captured, the update runs in eager PyTorch: {reason}", WholestepWarning, stacklevel=3
+            f"forward and backward are captured, the update runs in eager PyTorch: {reason}",
+            WholestepWarning,
+            stacklevel=3,
         )
 
 

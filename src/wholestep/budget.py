@@ -97,13 +97,14 @@ def make_budget(memory: str | int, subject: Subject, batch: Any = ()) -> Budget:
 def _context_bytes(device: torch.device) -> int:
     """What this process holds of the card beyond the allocator, or will when its kernels are loaded.
 
-    Where the driver does not tell for this process alone, others on the card would be counted too; hence the limit.
+    It may be gigabytes: kernels that spill registers make the driver keep memory for every thread that could run. Where the
+    driver does not tell for this process alone, others on the card would be counted too; hence the limit there.
     """
-    mine = compat.bytes_on_card(device)
-    if mine is None:
-        free, total = torch.cuda.mem_get_info(device)
-        mine = total - free
-    found = mine - torch.cuda.memory_reserved(device)
+    mine, reserved = compat.bytes_on_card(device), torch.cuda.memory_reserved(device)
+    if mine is not None:
+        return max(mine - reserved, CONTEXT_BYTES)
+    free, total = torch.cuda.mem_get_info(device)
+    found = total - free - reserved
     return max(found, CONTEXT_BYTES) if found < 3 * CONTEXT_BYTES else CONTEXT_BYTES
 
 
@@ -111,7 +112,9 @@ def _others(subject: Subject, batch: Any) -> int:
     """Allocated bytes that are neither parameters, buffers, optimizer state nor the batch."""
     tensors = [*subject.parameters.values(), *subject.buffers.values(), *batch]
     if subject.optimizer is not None:
-        tensors += [t for state in subject.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+        tensors += [
+            t for state in subject.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)
+        ]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.is_cuda}
     return max(0, torch.cuda.memory_allocated(subject.device) - sum(storages.values()))
 
@@ -199,7 +202,11 @@ class Fitting:
             failed = {i for i, peak in measured.items() if self._takes(peak) > self.budget.card_bytes}
             fits = sorted(set(measured) - failed)
             following = self._choice(failed)
-            if following in measured or len(measured) >= MOST_TRIES or (fits and not self._much_faster(following, fits[0])):
+            if (
+                following in measured
+                or len(measured) >= MOST_TRIES
+                or (fits and not self._much_faster(following, fits[0]))
+            ):
                 following = fits[0] if fits else len(self.points) - 1
                 if following in measured:
                     break
@@ -228,7 +235,9 @@ class Fitting:
     def exact_peak(self, graph: TrainingGraph) -> int:
         """Allocated bytes at the peak, by what was really measured of its parts."""
         if self.place.type == "cuda" and limit_now(self.budget, self.place) <= torch.cuda.memory_allocated(self.place):
-            raise torch.OutOfMemoryError("more is allocated already than the budget allows")  # so nothing is compiled in vain
+            raise torch.OutOfMemoryError(
+                "more is allocated already than the budget allows"
+            )  # so nothing is compiled in vain
         if sized_by_data(graph):  # compiled code cannot be asked for the most it may take
             return predict_profile(at_traced_sizes(graph)).peak_bytes
         if self.backend == "inductor":
@@ -274,7 +283,9 @@ class ForSpeed:
         try:
             self.plan = fastest(at_traced_sizes(graph), this_device("cuda"), self.pipeline.carry_out)
         except Exception as error:  # nobody asked for a plan, so a step must not fail for want of one
-            self.said = f"everything is kept for the backward pass: planning failed ({type(error).__name__}: {error})"[:300]
+            self.said = f"everything is kept for the backward pass: planning failed ({type(error).__name__}: {error})"[
+                :300
+            ]
         if self.plan.recompute:
             count = len(self.plan.recompute)
             self.said = f"{count} values are quicker to make again than to keep (plan=wholestep.Plan() keeps them)"
@@ -308,7 +319,9 @@ def memory_cap(budget: Budget, device: torch.device, more_bytes: int = 0) -> Ite
     """
     before = torch.cuda.get_per_process_memory_fraction(device)
     total = torch.cuda.get_device_properties(device).total_memory
-    limit = max(budget.card_bytes - budget.context_bytes + more_bytes, 0) / total  # less than the context has to be refused, too
+    limit = (
+        max(budget.card_bytes - budget.context_bytes + more_bytes, 0) / total
+    )  # less than the context has to be refused, too
     torch.cuda.set_per_process_memory_fraction(min(before, limit), device)
     try:
         yield
@@ -347,7 +360,10 @@ class Enforced:
     def __call__(self) -> contextlib.AbstractContextManager[None]:
         now = torch.cuda.memory_allocated(self.device)
         if self.held is None:
-            self.held, self.context = now, max(self.context, _context_bytes(self.device))  # the check has loaded kernels since
+            self.held, self.context = (
+                now,
+                max(self.context, _context_bytes(self.device)),
+            )  # the check has loaded kernels since
         more = max(0, now - self.held)
         if more > LIBRARY_BYTES and not self.warned:
             self.warned = True

@@ -114,10 +114,14 @@ def decide(
         if room < 0:
             reasons.append(f"eager takes about {show_bytes(beside + needs.running)} for {which}")
         elif host is not None and (far := needs.on_host - near + copies) > host:
-            reasons.append(f"eager takes about {show_bytes(far)} of the host for {which}, which has {show_bytes(host)} left")
+            reasons.append(
+                f"eager takes about {show_bytes(far)} of the host for {which}, which has {show_bytes(host)} left"
+            )
         else:
             interpret = not reasons and _fits_interpreted(graph, usable, held)
-            return Decision(0 if not reasons else count, Lean(max(room - needs.beside, 0), interpret), "; ".join(reasons[:1]))
+            return Decision(
+                0 if not reasons else count, Lean(max(room - needs.beside, 0), interpret), "; ".join(reasons[:1])
+            )
         if rows is None or count == 1:
             return Decision(None, Lean(0, False), "; ".join(dict.fromkeys((reasons[0], reasons[-1]))))
         count = fewer(count, rows)
@@ -140,7 +144,9 @@ def _bytes(node: fx.Node) -> int:
 
 
 def _inputs(graph: TrainingGraph, *roles: Role) -> int:
-    return sum(_bytes(node) for entry, node in zip(graph.inputs, graph.placeholders, strict=True) if entry.role in roles)
+    return sum(
+        _bytes(node) for entry, node in zip(graph.inputs, graph.placeholders, strict=True) if entry.role in roles
+    )
 
 
 def _is_chunked_loss(node: fx.Node) -> bool:
@@ -199,7 +205,9 @@ def _fresh_bytes(variant: Variant) -> int:
     fresh = {name for names in first for name in names}
     graphs = [graph for graph in (variant.capture.graph, variant.capture.update) if graph is not None]
     pairs = [pair for graph in graphs for pair in zip(graph.inputs, graph.placeholders, strict=True)]
-    return sum(_bytes(node) for entry, node in pairs if entry.role is Role.STATE and entry.name.rpartition("/")[0] in fresh)
+    return sum(
+        _bytes(node) for entry, node in pairs if entry.role is Role.STATE and entry.name.rpartition("/")[0] in fresh
+    )
 
 
 class _Checked:

@@ -46,6 +46,7 @@ def untested_version() -> str | None:
         return None
     return f"torch {torch.__version__} is newer than the tested {TESTED_TORCH[-1]}; wholestep.verify tells whether all is well"
 
+
 FakeMode = FakeTensorMode
 GraphModule = _LazyGraphModule
 """Writes its Python code when somebody calls or prints it: most graphs are neither called nor printed."""
@@ -162,7 +163,9 @@ def about_picked_places(error: Exception) -> str:
     condition = re.search(r"expression (.+?) \(unhinted", str(error))
     asked = f" (whether {condition[1]})" if condition else ""
     if "Size-like symbols: none" in str(error):
-        return f"what is computed depends on a value that only data tells{asked}; select by torch.where or a mask instead"
+        return (
+            f"what is computed depends on a value that only data tells{asked}; select by torch.where or a mask instead"
+        )
     return (
         f"what is computed depends on how many places a mask picks{asked}; weight by the mask in the place of picking, as "
         "(x * mask).sum() / mask.sum() does"
@@ -303,7 +306,9 @@ def grow_segments() -> bool:
     False where this torch cannot change that any more.
     """
     names = ((torch._C, "_accelerator_setAllocatorSettings"), (torch.cuda.memory, "_set_allocator_settings"))
-    for setter in (getattr(holder, name, None) for holder, name in names):  # the newer name first: the other warns there
+    for setter in (
+        getattr(holder, name, None) for holder, name in names
+    ):  # the newer name first: the other warns there
         if setter is None:
             continue
         try:

@@ -41,7 +41,9 @@ class BadOption(WholestepError):
 class BudgetTooSmall(WholestepError):
     """No plan fits in the memory that was allowed; `smallest_bytes` says what would."""
 
-    def __init__(self, what: str, *, smallest_bytes: int = 0, where: str | None = None, hint: str | None = None) -> None:
+    def __init__(
+        self, what: str, *, smallest_bytes: int = 0, where: str | None = None, hint: str | None = None
+    ) -> None:
         self.smallest_bytes = smallest_bytes
         super().__init__(what, where=where, hint=hint)
 

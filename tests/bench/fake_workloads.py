@@ -27,7 +27,9 @@ def leave_alone(graph):
 def build(sizes: dict[str, Any], device: torch.device, seed: int) -> Training:
     """A straight line through a few points."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, sizes["width"]), nn.Dropout(sizes.get("dropout", 0.0)), nn.Linear(sizes["width"], 1))
+    model = nn.Sequential(
+        nn.Linear(4, sizes["width"]), nn.Dropout(sizes.get("dropout", 0.0)), nn.Linear(sizes["width"], 1)
+    )
     model, x = model.to(device), torch.randn(3, 16, 4).to(device)
     batches = [{"x": one, "y": one.sum(1, keepdim=True)} for one in x]
     part = Part(
@@ -49,8 +51,16 @@ def row_of(contender: str, workload: Workload | None = None, **rest: Any) -> dic
     """The row of a contender, made in this process."""
     from wholestep.api import compile as compile_step
 
-    chosen = {"size": "smoke", "device": torch.device("cpu"), "seed": 0, "protocol": QUICK, "compile_step": compile_step} | rest
-    with mock.patch("wholestep.bench.memory.gc.collect"):  # the heap of a test run is large, and takes longer than the row
+    chosen = {
+        "size": "smoke",
+        "device": torch.device("cpu"),
+        "seed": 0,
+        "protocol": QUICK,
+        "compile_step": compile_step,
+    } | rest
+    with mock.patch(
+        "wholestep.bench.memory.gc.collect"
+    ):  # the heap of a test run is large, and takes longer than the row
         return attempt(workload or fake(), contender, **chosen)
 
 

@@ -152,7 +152,9 @@ def test_a_process_without_an_answer_is_a_reason(code: int, err: str, said: str)
     assert said in _ending(code, err)
 
 
-@pytest.mark.parametrize(("text", "said"), [(None, "no such file"), ("x = 1\n", "holds no pass"), ("1 / 0\n", "ZeroDivisionError")])
+@pytest.mark.parametrize(
+    ("text", "said"), [(None, "no such file"), ("x = 1\n", "holds no pass"), ("1 / 0\n", "ZeroDivisionError")]
+)
 def test_a_file_without_passes_is_told(tmp_path: Path, text: str | None, said: str) -> None:
     path = tmp_path / "mine.py"
     if text is not None:

@@ -54,7 +54,12 @@ def test_rows_that_are_new_or_gone_and_other_machines_are_told() -> None:
     found = compare([row(), row(contender="old")], [row(machine=other), row(contender="new")])
     assert found.new == [("line", "new")] and found.gone == [("line", "old")]
     text = comparison_text(found)
-    for said in ("another device: H200 -> A100", "another torch: 2.13 -> 2.14", "another triton: none -> 3", "new: line by new"):
+    for said in (
+        "another device: H200 -> A100",
+        "another torch: 2.13 -> 2.14",
+        "another triton: none -> 3",
+        "new: line by new",
+    ):
         assert said in text, text
     assert not compare([row()], [row()]).warnings
 
@@ -90,12 +95,16 @@ def test_claims_without_rows_are_not_measured_yet_and_with_rows_have_figures() -
         "bert-large, speed over eager: 2.00x", "bert-large, memory against eager: -30 % peak"
     ]  # fmt: skip
     tuning = next(paper for paper in load_papers() if paper.system == "Hidet").claims[1]
-    assert answers(tuning, [*rows, row(workload="bert-large", contender="compile", first_step_seconds=60.0)], WORKLOADS) == [
+    assert answers(
+        tuning, [*rows, row(workload="bert-large", contender="compile", first_step_seconds=60.0)], WORKLOADS
+    ) == [
         f"resnet-50, first step against compile: {NOT_YET}",
         "bert-large, first step against compile: 20 s, torch.compile 60 s",
     ]
     small = [one | {"size": "smoke"} for one in rows]
-    assert all(NOT_YET in line for line in answers(claim, small, WORKLOADS)), "a small size on a CPU says nothing about speed"
+    assert all(NOT_YET in line for line in answers(claim, small, WORKLOADS)), (
+        "a small size on a CPU says nothing about speed"
+    )
     assert all(NOT_YET in line for line in answers(claim, [rows[0], rows[1] | {"departs": "x"}], WORKLOADS))
 
 

@@ -73,7 +73,9 @@ def test_a_row_of_a_gpu_has_its_memory_and_its_name(contender: str) -> None:
         assert row["again"] == pytest.approx(row["losses"], rel=1e-3) and not torch.backends.cudnn.deterministic
 
 
-@pytest.mark.parametrize(("name", "said"), [("lazy", "at step 4"), ("halved", "at step 0"), ("exploding", "not finite")])
+@pytest.mark.parametrize(
+    ("name", "said"), [("lazy", "at step 4"), ("halved", "at step 0"), ("exploding", "not finite")]
+)
 def test_a_contender_that_computes_something_else_is_flagged(name: str, said: str) -> None:
     eager, own = judged([row_of("eager"), row_of(OWN + name)])
     assert own["status"] == "ok" and said in own["departs"] and "departs" not in eager
@@ -84,10 +86,15 @@ def test_a_contender_that_computes_something_else_is_flagged(name: str, said: st
 def test_a_row_is_held_to_what_eager_repeats_of_itself() -> None:
     eager, other = row_of("eager"), row_of("eager") | {"contender": "other"}
     moved = max(eager["curve"]) - min(eager["curve"])
-    other["losses"] = eager["losses"] | {"4": eager["losses"]["4"] + 0.2 * moved, "10": eager["losses"]["10"] + 0.2 * moved}
+    other["losses"] = eager["losses"] | {
+        "4": eager["losses"]["4"] + 0.2 * moved,
+        "10": eager["losses"]["10"] + 0.2 * moved,
+    }
     assert "at step 4" in judged([eager, other])[1]["departs"]
     steady = eager | {"again": eager["losses"]}
-    assert "at step 4" in judged([steady, other])[1]["departs"] and "repeat" not in "".join(workload_table([steady, other]))
+    assert "at step 4" in judged([steady, other])[1]["departs"] and "repeat" not in "".join(
+        workload_table([steady, other])
+    )
     # it moved by half as much at step 4: later steps follow from that one
     unsteady = eager | {"again": eager["losses"] | {"4": eager["losses"]["4"] - 0.11 * moved}}
     assert "departs" not in judged([unsteady, other])[1]
@@ -159,7 +166,11 @@ def test_the_smoke_run_names_what_does_not_hold() -> None:
     }
     rows = smoke.run_smoke(workloads, run=lambda workload, contenders, seed: made[workload.name])
     said = smoke.problems(rows)
-    assert len(said) == 1 and said[0].startswith("bad by") and [row["workload"] for row in rows] == ["good", "good", "bad", "bad"]
+    assert (
+        len(said) == 1
+        and said[0].startswith("bad by")
+        and [row["workload"] for row in rows] == ["good", "good", "bad", "bad"]
+    )
     assert len(smoke_text(rows).splitlines()) == 5
 
 

@@ -106,7 +106,11 @@ def test_a_row_says_what_it_is(name: str) -> None:
     row: Workload = WORKLOADS[name]
     assert row.name == name and row.unit and len(row.summary) < 130
     assert row.data.startswith(("real: ", "synthetic: "))
-    assert row.smoke.keys() == row.gpu.keys() and row.smoke["precision"] == "fp32" and row.gpu["precision"] in ("fp32", "bf16")
+    assert (
+        row.smoke.keys() == row.gpu.keys()
+        and row.smoke["precision"] == "fp32"
+        and row.gpu["precision"] in ("fp32", "bf16")
+    )
 
 
 @by_name
@@ -127,7 +131,9 @@ def test_batches_depend_on_seed_and_number_alone(name: str) -> None:
     later = seen_batches(one, 2)
     assert same(seen_batches(again, 2), later)
     assert not same(seen_batches(one, 1), later) and not same(seen_batches(other, 2), later)
-    assert later[0].keys() == one.parts[0].example_batch.keys() and later[-1].keys() == one.parts[-1].example_batch.keys()
+    assert (
+        later[0].keys() == one.parts[0].example_batch.keys() and later[-1].keys() == one.parts[-1].example_batch.keys()
+    )
 
 
 # ---- training ----

@@ -142,7 +142,9 @@ OTHERS: dict[str, Any] = {
     "accumulate": lambda: key_of(accumulate=2),
     "precision": lambda: key_of(precision="bf16"),
     "batch size": lambda: key_of(batch=class_batches(1, size=7)[0]),
-    "batch structure": lambda: key_of(batch={"x": BATCH[0], "y": BATCH[1]}, loss_fn=lambda m, b: classify(m, (b["x"], b["y"]))),
+    "batch structure": lambda: key_of(
+        batch={"x": BATCH[0], "y": BATCH[1]}, loss_fn=lambda m, b: classify(m, (b["x"], b["y"]))
+    ),
 }
 
 

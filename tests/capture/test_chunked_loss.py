@@ -153,7 +153,9 @@ def no_grad_logits(logits: Tensor, labels: Tensor) -> Tensor:
 
 LEFT_ALONE: dict[str, Loss] = {
     "class weights": lambda z, y: flat(z, y, weight=torch.linspace(0.5, 1.0, CLASSES)),
-    "probabilities": lambda z, y: F.cross_entropy(z.view(-1, CLASSES), torch.full((BATCH * LENGTH, CLASSES), 1 / CLASSES)),
+    "probabilities": lambda z, y: F.cross_entropy(
+        z.view(-1, CLASSES), torch.full((BATCH * LENGTH, CLASSES), 1 / CLASSES)
+    ),
     "no reduction": lambda z, y: flat(z, y, reduction="none").mean(),
     "scaled": lambda z, y: flat(z / 2.0, y),
     "tanh alone": lambda z, y: flat(torch.tanh(z), y),
@@ -278,7 +280,9 @@ def test_large_logits_are_chunked_by_default_and_told() -> None:
     with torch.device("meta"):
         model = nn.Linear(4, 128256, bias=False)
     model = model.to_empty(device="cpu")
-    subject = make_subject(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), torch.optim.SGD(model.parameters(), lr=0.1))
+    subject = make_subject(
+        model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     made = capture_example(subject, (torch.zeros(8192, 4), torch.zeros(8192, dtype=torch.int64)))
     assert "loss: linear + cross-entropy in 4 chunks of 2048 rows, logits never whole (3.91 GiB)" in made.notes
     assert not logits_nodes(made.graph, 2048, 128256)

@@ -54,7 +54,8 @@ def _dtypes(captured: Capture) -> dict[Any, torch.dtype]:
 def _operators(captured: Capture) -> list[str]:
     """Operators with the shapes and types of their results, in order."""
     return [
-        f"{node.target} {[(tuple(t.shape), t.dtype) for t in tensors_in(node.meta['val'])]}" for node in captured.graph.operations()
+        f"{node.target} {[(tuple(t.shape), t.dtype) for t in tensors_in(node.meta['val'])]}"
+        for node in captured.graph.operations()
     ]
 
 

@@ -49,7 +49,9 @@ def test_a_data_dependent_if_runs_in_eager() -> None:
             return self.second(x)
 
     twins = Twins(lambda: side_of(Chooses()), BATCHES[0])
-    assert any(re.search(r"not captured yet; one step in eager .*test_ladder\.py:\d+", note) for note in twins.step.notes)
+    assert any(
+        re.search(r"not captured yet; one step in eager .*test_ladder\.py:\d+", note) for note in twins.step.notes
+    )
     assert twins.step.rung == "not captured yet" and not twins.step.falls
     twins.train(BATCHES[:1])
     with pytest.warns(WholestepWarning, match=r"the step runs in eager PyTorch: whole step: .*test_ladder\.py:\d+"):

@@ -64,7 +64,9 @@ HUGE = 4e4
 
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_it_is_torchs_grad_scaler_bit_for_bit(kind: str, clip_norm: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_torchs_grad_scaler_bit_for_bit(
+    kind: str, clip_norm: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Through overflows and growth: losses, scales, parameters and optimizer state, on the same operators."""
     monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", 3)
     ours, theirs = network(), network()
@@ -82,7 +84,9 @@ def test_it_is_torchs_grad_scaler_bit_for_bit(kind: str, clip_norm: float | None
         assert float(step(data)) == known
         scales.append(scaler.get_scale())
         assert float(step.loss_scale) == scales[-1]
-    assert min(scales) < loss_scale.INITIAL and any(b > a for a, b in itertools.pairwise(scales)), "both ways were tried"
+    assert min(scales) < loss_scale.INITIAL and any(b > a for a, b in itertools.pairwise(scales)), (
+        "both ways were tried"
+    )
     for (name, a), b in zip(ours.state_dict().items(), theirs.state_dict().values()):
         assert torch.equal(a, b), name
 
@@ -162,7 +166,13 @@ def test_the_eager_rung_scales_as_well() -> None:
     model = network()
     with pytest.warns(WholestepWarning):
         step = wholestep.compile(
-            model, drawing, OPTIMIZERS["adamw"](model.parameters()), batch(), precision="fp16", backend="interpret", cache=False
+            model,
+            drawing,
+            OPTIMIZERS["adamw"](model.parameters()),
+            batch(),
+            precision="fp16",
+            backend="interpret",
+            cache=False,
         )
         step(batch(0, HUGE))
         assert float(step.loss_scale) == 2.0**15
@@ -173,7 +183,10 @@ def test_the_eager_rung_scales_as_well() -> None:
 def test_compiled_code_does_the_same() -> None:
     ours, theirs = network(), network()
     # SGD: a bias before batch norm has a gradient of noise only, and Adam would make steps of it
-    compiled_step, interpreted = compiled(ours, "sgd", backend="inductor", clip_norm=1.0), compiled(theirs, "sgd", clip_norm=1.0)
+    compiled_step, interpreted = (
+        compiled(ours, "sgd", backend="inductor", clip_norm=1.0),
+        compiled(theirs, "sgd", clip_norm=1.0),
+    )
     for index in range(4):
         data = batch(index, HUGE if index == 1 else 1.0)
         torch.testing.assert_close(compiled_step(data), interpreted(data), rtol=2e-3, atol=1e-4)

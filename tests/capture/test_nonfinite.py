@@ -97,7 +97,13 @@ def test_a_bad_first_step_is_no_difference_from_eager():
     model = network()
     before = copy.deepcopy(model.state_dict())
     step = wholestep.compile(
-        model, loss_fn, torch.optim.AdamW(model.parameters()), batch(), nonfinite="skip", backend="interpret", check="first"
+        model,
+        loss_fn,
+        torch.optim.AdamW(model.parameters()),
+        batch(),
+        nonfinite="skip",
+        backend="interpret",
+        check="first",
     )
     step(batch(float("nan")))
     assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())

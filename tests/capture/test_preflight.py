@@ -132,7 +132,9 @@ except wholestep.WholestepError as error:
 def test_two_true_processes_are_refused(group: str, tmp_path: Path) -> None:
     (tmp_path / "two.py").write_text(TWO_PROCESSES)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "two.py", group]
-    found = subprocess.run(command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    found = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
     assert found.stdout.count("refused: this process is one of 2 ") == 2, found.stderr
     assert found.stdout.count("is initialised" if group else "is not initialised") == 2
 
@@ -323,7 +325,12 @@ class Checkpointed(nn.Module):
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
-        self.before, self.first, self.second, self.reentrant = nn.Linear(4, 4), nn.Linear(4, 6), nn.Linear(6, 3), reentrant
+        self.before, self.first, self.second, self.reentrant = (
+            nn.Linear(4, 4),
+            nn.Linear(4, 6),
+            nn.Linear(6, 3),
+            reentrant,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = checkpoint(lambda t: self.first(t).tanh(), self.before(x), use_reentrant=self.reentrant)

@@ -71,7 +71,12 @@ def test_a_table_is_measured_printed_and_gone_on_with(call: Call, tmp_path: Path
     arguments = ("bench", "line", "--against", f"{OWN}plain,wholestep-interpret", "--out", "r.json")
     done = call(*arguments)
     assert done.code == 0, done.err
-    assert "vs best peer" in done.out and "wholestep-interpret" in done.out and "3 rows made" in done.err and "no GPU" in done.err
+    assert (
+        "vs best peer" in done.out
+        and "wholestep-interpret" in done.out
+        and "3 rows made" in done.err
+        and "no GPU" in done.err
+    )
     assert json.loads((tmp_path / "r.json").read_text())["rows"][0]["contender"] == "eager"
     done = call(*arguments, "--json")
     assert "0 rows made, 3 kept" in done.err and len(json.loads(done.out)["rows"]) == 3

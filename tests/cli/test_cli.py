@@ -36,7 +36,20 @@ def test_verify_tells_a_difference_by_its_exit_code(call: Call, monkeypatch: pyt
 
 
 def test_verify_runs_the_awkward_batches_of_a_preset(call: Call) -> None:
-    arguments = ("--backend", "interpret", "--steps", "1", "--batch", "2", "--seq", "8", "--set", "width=16", "--set", "layers=1")
+    arguments = (
+        "--backend",
+        "interpret",
+        "--steps",
+        "1",
+        "--batch",
+        "2",
+        "--seq",
+        "8",
+        "--set",
+        "width=16",
+        "--set",
+        "layers=1",
+    )
     done = call("verify", "gpt-1m", *arguments, "--set", "tokenizer=bytes", "--json")
     assert done.code == 0, done.err
     assert any(row["step"].startswith("edge") for row in json.loads(done.out)["rows"])
@@ -171,7 +184,9 @@ def test_ctrl_c_before_the_loop_is_one_line_and_130(call: Call, monkeypatch: pyt
 
 def test_a_reader_that_went_away_is_no_error(in_folder: Path) -> None:
     command = f"{sys.executable} -m wholestep show own_training:setup | head -1"
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=in_folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], cwd=in_folder, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0 and done.stderr == "", done.stderr
 
 

@@ -56,7 +56,9 @@ def test_the_display_suits_the_stream() -> None:
         def isatty(self) -> bool:
             return True
 
-    assert type(make_display(Terminal(), quiet=False)) is Bar and type(make_display(io.StringIO(), quiet=False)) is Lines
+    assert (
+        type(make_display(Terminal(), quiet=False)) is Bar and type(make_display(io.StringIO(), quiet=False)) is Lines
+    )
     assert make_display(Terminal(), quiet=True).verbose is False
 
 

@@ -51,7 +51,9 @@ def steep():
 
 def test_a_loss_that_is_not_finite_stops_at_once(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path, monkeypatch)
-    done = call("train", "own_training:setup", "--set", "bad=7", *QUICK, *FP16, "--steps", "8", "--out", "run", "--quiet")
+    done = call(
+        "train", "own_training:setup", "--set", "bad=7", *QUICK, *FP16, "--steps", "8", "--out", "run", "--quiet"
+    )
     assert done.code == 1 and "not finite at step 2" in done.err, done.err
 
 

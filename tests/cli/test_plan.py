@@ -34,7 +34,14 @@ def test_the_answer_is_first_and_everything_is_there(call: Call) -> None:
     assert done.code == 0, done.err
     lines = done.out.splitlines()
     assert lines[0].startswith("gpt-1m, batch 3 x 17, fp32: fits NVIDIA L4") and "(not calibrated)" in lines[0]
-    for words in ("weights", "optimizer state", "saved activations", "on the card", "nothing is recomputed", "largest   batch"):
+    for words in (
+        "weights",
+        "optimizer state",
+        "saved activations",
+        "on the card",
+        "nothing is recomputed",
+        "largest   batch",
+    ):
         assert words in done.out, words
     assert "recompute blocks.*.mlp/gelu_1" in done.out and "◆" in done.out and "not calibrated: they follow" in done.out
 
@@ -107,7 +114,11 @@ def test_accumulation_keeps_the_optimizer_state_in_the_account(call: Call) -> No
 
 def test_a_card_known_by_its_memory_alone_has_relative_times(call: Call) -> None:
     done = call("plan", *TINY, "--device", "24GiB", "--no-check-batch")
-    assert done.code == 0 and "1.00x per step" in done.out.splitlines()[0] and "speed of this card is not known" in done.out
+    assert (
+        done.code == 0
+        and "1.00x per step" in done.out.splitlines()[0]
+        and "speed of this card is not known" in done.out
+    )
     assert " ms" not in done.out.replace("terms", "")
 
 
@@ -130,7 +141,9 @@ def test_nothing_is_allocated_for_the_weights(call: Call, monkeypatch: pytest.Mo
         return normal(self, *args, **kwargs)
 
     monkeypatch.setattr(torch.Tensor, "normal_", watched)
-    done = call("plan", "llama-8b", "--set", "num_hidden_layers=2", "--batch", "1", "--seq", "64", "--json", "--no-check-batch")
+    done = call(
+        "plan", "llama-8b", "--set", "num_hidden_layers=2", "--batch", "1", "--seq", "64", "--json", "--no-check-batch"
+    )
     assert done.code == 0 and json.loads(done.out)["num_parameters"] > 1e9
     assert max(made, default=0) < 1e6
 

@@ -68,7 +68,9 @@ def different(a: Path, b: Path) -> list[str]:
     """The names of weights and optimizer states that are not equal in two runs."""
     found = []
     for name in ("model", "optimizer"):
-        first, second = (load_file(next((run / "checkpoints").glob("step-*")) / f"{name}.safetensors") for run in (a, b))
+        first, second = (
+            load_file(next((run / "checkpoints").glob("step-*")) / f"{name}.safetensors") for run in (a, b)
+        )
         assert first and first.keys() == second.keys()
         found += [f"{name}/{key}" for key in first if not torch.equal(first[key], second[key])]
     return found

@@ -22,9 +22,7 @@ SLOW = ("resnet-50", "vit-small", "bert-large", "llama-1b")
 """Their like are quicker: resnet-18, and the language models."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in TRAINED]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in TRAINED])
 def test_stopped_and_resumed_equals_never_stopped(name: str, call: Call, tmp_path: Path) -> None:
     sets, sizes = TINY[name]
     family = PRESETS[name].family

@@ -42,7 +42,11 @@ def words(asked: dict[str, Any]) -> list[str]:
     for name, value in asked.items():
         flag = "--set" if name == "sets" else f"--{name.replace('_', '-')}"
         if name != "model":
-            found += [flag] if value is True else [w for v in (value if isinstance(value, list) else [value]) for w in (flag, v)]
+            found += (
+                [flag]
+                if value is True
+                else [w for v in (value if isinstance(value, list) else [value]) for w in (flag, v)]
+            )
     return found
 
 
@@ -94,7 +98,9 @@ def start_of(name: str, tmp_path: Path) -> dict[str, Any]:
     if name == "init":
         from transformers import GPT2Config, GPT2LMHeadModel
 
-        GPT2LMHeadModel(GPT2Config(vocab_size=260, n_positions=16, n_embd=8, n_layer=1, n_head=1)).save_pretrained(tmp_path / "w")
+        GPT2LMHeadModel(GPT2Config(vocab_size=260, n_positions=16, n_embd=8, n_layer=1, n_head=1)).save_pretrained(
+            tmp_path / "w"
+        )
         asked = {**asked, "model": "w", "sets": ["tokenizer=bytes"]}
     return asked
 
@@ -104,7 +110,9 @@ def test_an_option_survives_a_resume(name: str, observe: Observe, tmp_path: Path
     asked = start_of(name, tmp_path)
     first = observe(*words(asked), "--out", "run")
     assert isinstance(first, dict), first
-    without = {key: value for key, value in asked.items() if key != name} | ({"sets": SMALL["sets"]} if name == "sets" else {})
+    without = {key: value for key, value in asked.items() if key != name} | (
+        {"sets": SMALL["sets"]} if name == "sets" else {}
+    )
     if name != "model":  # its default is the value that is given
         assert observe(*words(without), "--out", "plain") != first, "the option can be seen"
     assert observe("--resume", "--out", "run") == first
@@ -131,7 +139,9 @@ def test_a_training_value_survives_a_resume_that_sets_another(key: str, observe:
     first = observe(*words(asked), "--out", "run")
     assert isinstance(first, dict) and str(first["settings"][key]) == SET_TO[key]
     assert observe("--resume", "--out", "run") == first
-    assert observe("--resume", "--out", "run", "--set", "width=16") == first, "one that is repeated does not undo the others"
+    assert observe("--resume", "--out", "run", "--set", "width=16") == first, (
+        "one that is repeated does not undo the others"
+    )
 
 
 def test_checkpoints_keep_coming_as_often(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,9 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def state(run: str | Path, number: int) -> dict[str, torch.Tensor]:
     path = Path(run) / "checkpoints" / f"step-{number:06d}"
-    return {f"{name}/{k}": v for name in ("model", "optimizer") for k, v in load_file(path / f"{name}.safetensors").items()}
+    return {
+        f"{name}/{k}": v for name in ("model", "optimizer") for k, v in load_file(path / f"{name}.safetensors").items()
+    }
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -141,7 +143,11 @@ def damage(path: Path, how: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("truncated", "has 50 bytes instead of"), ("newer", "update Wholestep"), ("foreign", "was not written by wholestep.save")],
+    [
+        ("truncated", "has 50 bytes instead of"),
+        ("newer", "update Wholestep"),
+        ("foreign", "was not written by wholestep.save"),
+    ],
 )
 def test_a_checkpoint_that_cannot_be_used_is_told(call: Call, how: str, said: str) -> None:
     assert call(*OWN, "--steps", "2", "--out", "a").code == 0
@@ -179,7 +185,9 @@ def test_one_damaged_run_is_passed_over_by_resume_and_told_by_explain(call: Call
 
 
 @pytest.mark.parametrize("entry", ["settings", "request", "compile", "result", "device", "versions"])
-@pytest.mark.parametrize("value", [3, {}, {"model": [], "family": 7, "sets": 5, "data": {}, "falls": 3, "seconds": "x"}])
+@pytest.mark.parametrize(
+    "value", [3, {}, {"model": [], "family": 7, "sets": 5, "data": {}, "falls": 3, "seconds": "x"}]
+)
 def test_a_run_whose_entries_are_of_other_kinds_is_at_most_one_line(call: Call, entry: str, value: Any) -> None:
     assert call(*OWN, "--steps", "1", "--out", "a").code == 0
     facts = json.loads(Path("a/run.json").read_text())
@@ -265,7 +273,9 @@ def test_a_signal_saves_and_says_how_to_go_on(call: Call, in_folder: Path, numbe
     facts = open_run(in_folder / "a").facts
     stopped = facts["result"]["steps"]
     assert facts["status"] == "interrupted" and state("a", stopped)
-    assert [row["step"] for row in read_rows(in_folder / "a" / "metrics.jsonl") if "loss" in row] == list(range(1, stopped + 1))
+    assert [row["step"] for row in read_rows(in_folder / "a" / "metrics.jsonl") if "loss" in row] == list(
+        range(1, stopped + 1)
+    )
     edit_steps(in_folder / "a", stopped + 3)
     assert call("train", "--resume", "--out", "a").code == 0
     assert call(*OWN, "--steps", str(stopped + 3), "--out", "b").code == 0
@@ -317,7 +327,11 @@ def test_explain_tells_a_run_in_a_page(call: Call) -> None:
         lines = done.out.splitlines()
         assert len(lines) <= 25 and "6 of 6" in done.out and "whole step" in done.out and "step-000006" in done.out
     facts = json.loads(call("explain", "a", "--json").out)
-    assert facts["status"] == "finished" and len(facts["losses"]) == 6 and facts["settings"]["model"] == "own_training:setup"
+    assert (
+        facts["status"] == "finished"
+        and len(facts["losses"]) == 6
+        and facts["settings"]["model"] == "own_training:setup"
+    )
 
 
 def test_explain_tells_an_interrupted_run_how_to_go_on(call: Call) -> None:

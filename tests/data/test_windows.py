@@ -12,7 +12,9 @@ from wholestep.data.windows import Masked, TextBatches, continued_form, labelled
 from wholestep.errors import BadOption
 
 
-def batches(count: int = 1000, window: int = 9, rows: int = 4, seed: int = 0, form: Any = next_token_form) -> TextBatches:
+def batches(
+    count: int = 1000, window: int = 9, rows: int = 4, seed: int = 0, form: Any = next_token_form
+) -> TextBatches:
     return TextBatches(
         torch.arange(count), name="numbers", window=window, seq=window - 1, batch=rows, seed=seed, form=form,
         device=torch.device("cpu"), text_bytes=2 * count,

@@ -67,7 +67,9 @@ def test_a_wrong_program_is_shortened_and_printed_as_a_test() -> None:
 def test_a_wrong_seed_is_told_with_its_stage() -> None:
     fault = next(fault for fault in FAULTS if fault.stage == "fold_constants")
     with planted(fault):
-        found = next(f for seed in range(1, 30) if (f := look((seed, Asked(passes=("fold_constants",), shrink=0)))).stage)
+        found = next(
+            f for seed in range(1, 30) if (f := look((seed, Asked(passes=("fold_constants",), shrink=0)))).stage
+        )
     assert found.stage == "fold_constants" and f"test_fold_constants_{found.seed}" in found.test and found.what
 
 

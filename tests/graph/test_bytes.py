@@ -17,7 +17,9 @@ def test_what_people_write(text, count):
     assert parse_bytes(text) == count
 
 
-@pytest.mark.parametrize("text", ["12GBs", "12 G", "GiB", "", "-3GiB", "1.5", "0GiB", "0.2B", "12,5GiB", True, 0, -1, None, "1e9"])
+@pytest.mark.parametrize(
+    "text", ["12GBs", "12 G", "GiB", "", "-3GiB", "1.5", "0GiB", "0.2B", "12,5GiB", True, 0, -1, None, "1e9"]
+)
 def test_anything_else_is_one_line(text):
     with pytest.raises(BadOption, match="12GiB") as caught:
         parse_bytes(text)

@@ -59,7 +59,13 @@ def test_borders_are_the_first_nodes_of_parts():
     big = MIN_LAYER_OPERATIONS
     nodes = nodes_for(
         [("embed", 2, "forward"), ("h.0", big, "forward"), ("h.1", big, "forward"), ("head", 1, "forward")]
-        + [("head", 1, "backward"), ("h.1.mlp", 2, "backward"), ("", 1, "backward"), ("h.0", 2, "backward"), ("", 2, "update")]
+        + [
+            ("head", 1, "backward"),
+            ("h.1.mlp", 2, "backward"),
+            ("", 1, "backward"),
+            ("h.0", 2, "backward"),
+            ("", 2, "update"),
+        ]
     )
     for node in nodes:
         if not node.meta["custom"]["module"]:

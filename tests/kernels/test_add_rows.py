@@ -46,7 +46,10 @@ def test_index_put_has_the_bits_and_strides_of_torchs_own(case: str, dtype: torc
     start = torch.randn(SHAPE[::-1], dtype=dtype).permute(2, 1, 0) if transposed else torch.randn(SHAPE, dtype=dtype)
     values = torch.randn(shape, dtype=dtype)
     kept = start.clone()
-    ours, theirs = add_rows.index_put(start, indices, values, accumulate=True), aten.index_put(start, indices, values, True)
+    ours, theirs = (
+        add_rows.index_put(start, indices, values, accumulate=True),
+        aten.index_put(start, indices, values, True),
+    )
     assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
     assert torch.equal(start, kept)
 
@@ -63,7 +66,9 @@ def test_the_others_have_the_bits_of_torchs_own() -> None:
     assert torch.equal(ours, aten._unsafe_masked_index_put_accumulate(start, mask, [rows], values))
 
 
-@pytest.mark.parametrize("start", [torch.zeros(()).expand(7, 5), torch.ones(1, 5).expand(7, 5), torch.ones(5, 14)[:, ::2].t()])
+@pytest.mark.parametrize(
+    "start", [torch.zeros(()).expand(7, 5), torch.ones(1, 5).expand(7, 5), torch.ones(5, 14)[:, ::2].t()]
+)
 def test_a_start_that_has_no_memory_of_its_own(start: Tensor) -> None:
     index, values = [torch.tensor([0, 0, 6])], torch.randn(3, 5)
     ours, theirs = add_rows.index_put(start, index, values, accumulate=True), aten.index_put(start, index, values, True)

@@ -98,10 +98,14 @@ def test_choices_made_in_little_memory_are_for_this_process(
     monkeypatch.setattr(choice_module.torch.cuda, "get_rng_state", lambda device: None)
     monkeypatch.setattr(choice_module.torch.cuda, "set_rng_state", lambda state, device: None)
     monkeypatch.setattr(choice_module.torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(choice_module, "_time", lambda implementation, *rest: {"efficient": 1.0}.get(implementation.name, 2.0))
+    monkeypatch.setattr(
+        choice_module, "_time", lambda implementation, *rest: {"efficient": 1.0}.get(implementation.name, 2.0)
+    )
     tried: list[int] = []
 
-    def disagree(implementation: Implementation, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> None:
+    def disagree(
+        implementation: Implementation, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+    ) -> None:
         tried.append(q.shape[0])
         assert q.shape[0] == k.shape[0] == v.shape[0]
         if q.shape[0] > fits or implementation.name == lacking:

@@ -28,7 +28,9 @@ def operands(
     return [t.to(device, torch.float32 if t is bias and dtype != torch.float64 else dtype) for t in made]
 
 
-def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, grad: torch.Tensor, scale: float) -> list:
+def expected(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, grad: torch.Tensor, scale: float
+) -> list:
     """Out and the four gradients, in float64 and by autograd."""
     wide = [t.detach().double().requires_grad_() for t in (q, k, v, bias)]
     spread = wide[3].repeat(q.shape[0] // bias.shape[0], 1, 1, 1)
@@ -39,7 +41,9 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tens
     return [out.detach(), *torch.autograd.grad(out, wide, grad.double())]
 
 
-def found(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, grad: torch.Tensor, scale: float) -> list:
+def found(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, grad: torch.Tensor, scale: float
+) -> list:
     leaves = [t.detach().requires_grad_() for t in (q, k, v, bias)]
     out, _ = torch.ops.ws.biased_attention(*leaves, scale)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
@@ -91,7 +95,18 @@ def test_triton_body_under_its_interpreter() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("sizes", [(32, 3, 49, 49, 32, 1), (32, 6, 49, 49, 32, 8), (6, 2, 100, 128, 64, 3), *SIZES], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (32, 3, 49, 49, 32, 1),
+        (32, 6, 49, 49, 32, 8),
+        (6, 2, 100, 128, 64, 3),
+        (4, 2, 60, 33, 128, 2),
+        (4, 2, 64, 64, 64, 1),
+        *SIZES,
+    ],
+    ids=str,
+)
 def test_cuda(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     given = operands(sizes, dtype, "cuda")
     once, again, theirs = found(*given, 0.2), found(*given, 0.2), expected(*given, 0.2)

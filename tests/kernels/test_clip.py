@@ -41,7 +41,12 @@ def test_bitwise_torch(dtypes: list[str], max_norm: float) -> None:
 def test_narrow_gradients_that_count_as_float32(narrow: torch.dtype, max_norm: float) -> None:
     """The bits are those of the widened gradients, in the same order, with float32 ones between."""
     torch.manual_seed(0)
-    grads = [torch.randn(17, 5).to(narrow), torch.randn(3), torch.randn(64, 65).to(narrow).t(), torch.randn(()).to(narrow)]
+    grads = [
+        torch.randn(17, 5).to(narrow),
+        torch.randn(3),
+        torch.randn(64, 65).to(narrow).t(),
+        torch.randn(()).to(narrow),
+    ]
     limit = torch.tensor(max_norm, dtype=torch.float64)
     want = torch.ops.ws.clip([g.float() for g in grads], limit)
     got = torch.ops.ws.clip(grads, limit, torch.float32)

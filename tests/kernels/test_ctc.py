@@ -49,7 +49,9 @@ def test_equals_torch(lengths: tuple[list[int], list[int]], reduction: str) -> N
         assert_equal((PADDED, frames, said), scores(), reduction, zero_infinity=zero_infinity)
     one_after_the_other = torch.cat([row[:n] for row, n in zip(PADDED, said.tolist(), strict=True)])
     assert_equal((one_after_the_other, frames, said), scores(), reduction, zero_infinity=True)
-    assert_equal((one_after_the_other, tuple(frames.tolist()), tuple(said.tolist())), scores(), reduction, zero_infinity=True)
+    assert_equal(
+        (one_after_the_other, tuple(frames.tolist()), tuple(said.tolist())), scores(), reduction, zero_infinity=True
+    )
 
 
 def test_a_transcript_that_does_not_fit_is_infinite_or_zero() -> None:
@@ -74,4 +76,6 @@ def test_narrow_numbers_count_as_autocast_has_them() -> None:
 
 def test_the_operator_is_well_made() -> None:
     x = scores().log_softmax(-1).requires_grad_()
-    torch.library.opcheck(torch.ops.ws.ctc.default, (x, PADDED, torch.tensor([7, 7, 7]), torch.tensor([3, 2, 4]), 0, True))
+    torch.library.opcheck(
+        torch.ops.ws.ctc.default, (x, PADDED, torch.tensor([7, 7, 7]), torch.tensor([3, 2, 4]), 0, True)
+    )

@@ -42,7 +42,9 @@ def test_forward_and_gradients(ends: list[int], dtype: torch.dtype) -> None:
     ours, theirs = torch.ops.ws.grouped_mm(x, w, last), by_hand(x, w, last)
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
     weight = torch.linspace(-1, 1, ours.numel(), dtype=dtype).reshape(ours.shape)
-    for a, b in zip(torch.autograd.grad((ours * weight).sum(), (x, w)), torch.autograd.grad((theirs * weight).sum(), (x, w))):
+    for a, b in zip(
+        torch.autograd.grad((ours * weight).sum(), (x, w)), torch.autograd.grad((theirs * weight).sum(), (x, w))
+    ):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
@@ -101,7 +103,10 @@ def test_cuda(ends: list[int], dtype: torch.dtype, precision: str) -> None:
         source = torch.Generator("cuda").manual_seed(0)
         x = torch.randn(2048, 200, generator=source, device="cuda", dtype=dtype)
         w = torch.randn(3, 136, 200, generator=source, device="cuda", dtype=dtype).transpose(1, 2)
-        grad, last = torch.randn(2048, 136, generator=source, device="cuda", dtype=dtype), torch.tensor(ends, device="cuda")
+        grad, last = (
+            torch.randn(2048, 136, generator=source, device="cuda", dtype=dtype),
+            torch.tensor(ends, device="cuda"),
+        )
         ours = [torch.ops.ws.grouped_mm(x, w, last), *torch.ops.ws.grouped_mm_backward(grad, x, w, last)]
         torchs = [grouped_mm.reference(x, w, last), *grouped_mm.reference_backward(grad, x, w, last)]
         wide = [t.double() for t in (grad, x, w)]
@@ -132,6 +137,11 @@ def test_three_steps_of_a_captured_mixture(backend: str) -> None:
     model = Experts()
     batches = [torch.randn(10, 4) for _ in range(3)]
     report = wholestep.verify(
-        model, lambda m, b: m(b).square().mean(), torch.optim.AdamW(model.parameters(), 1e-2), batches, steps=3, backend=backend
+        model,
+        lambda m, b: m(b).square().mean(),
+        torch.optim.AdamW(model.parameters(), 1e-2),
+        batches,
+        steps=3,
+        backend=backend,
     )
     assert report.ok and report.rung == "whole step", str(report)

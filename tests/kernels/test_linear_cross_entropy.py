@@ -37,9 +37,7 @@ def plain(
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if cap:
         logits = cap * torch.tanh(logits / cap)
-    loss = F.cross_entropy(
-        logits, target, ignore_index=ignore_index, label_smoothing=smoothing, reduction=reduction
-    )
+    loss = F.cross_entropy(logits, target, ignore_index=ignore_index, label_smoothing=smoothing, reduction=reduction)
     if z:
         used = target != ignore_index
         extra = torch.where(used, z * torch.logsumexp(logits, 1).square(), 0.0).sum()
@@ -252,7 +250,9 @@ def test_chunks_are_small_and_equal(rows: int, vocabulary: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk", [3, 100])
-def test_classes_that_do_not_exist_change_nothing(dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_that_do_not_exist_change_nothing(
+    dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows are filled up on a GPU; here they are made to be."""
     tensors = made(dtype)
     plain = gradients(chunked, tensors, chunk=chunk)
@@ -331,7 +331,9 @@ def test_cuda_at_a_large_vocabulary(classes: int, dtype: torch.dtype, options: d
     ours = gradients(chunked, (x, weight, None, target), chunk=chunk, **options)
     used = torch.cuda.max_memory_allocated() - before
     exact = gradients(
-        plain, (x.detach().double().requires_grad_(), weight.detach().double().requires_grad_(), None, target), **options
+        plain,
+        (x.detach().double().requires_grad_(), weight.detach().double().requires_grad_(), None, target),
+        **options,
     )
     eager = gradients(plain, (x, weight, None, target), **options)
     assert used < 4 * rows * classes, f"{used / 2**20:.0f} MiB"

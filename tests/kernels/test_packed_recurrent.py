@@ -25,14 +25,26 @@ def operands(kind: str, sizes: list[int], both: bool, bias: bool, dtype: torch.d
     for _ in range(ways):
         weights += [drawn(gates, INPUTS), drawn(gates, WIDTH), *([drawn(gates), drawn(gates)] if bias else [])]
     states = [drawn(ways, sizes[0], WIDTH) for _ in range(2 if kind == "lstm" else 1)]
-    return drawn(sum(sizes), INPUTS), torch.tensor(sizes), states[0], states[1] if kind == "lstm" else None, weights, kind, both
+    return (
+        drawn(sum(sizes), INPUTS),
+        torch.tensor(sizes),
+        states[0],
+        states[1] if kind == "lstm" else None,
+        weights,
+        kind,
+        both,
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("both", [False, True], ids=["forwards", "both ways"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_forward_and_gradients(sizes: list[int], both: bool, kind: str) -> None:
-    for bias, dtype, tolerance in ((True, torch.float64, 1e-12), (False, torch.float64, 1e-12), (True, torch.float32, 1e-5)):
+    for bias, dtype, tolerance in (
+        (True, torch.float64, 1e-12),
+        (False, torch.float64, 1e-12),
+        (True, torch.float32, 1e-5),
+    ):
         call = operands(kind, sizes, both, bias, dtype)
         theirs = packed_recurrent.reference(*call)
         ours = torch.ops.ws.packed_recurrent(*call)[: len(theirs)]

@@ -25,7 +25,9 @@ SHAPES = [(1, False, 0.0), (2, True, 0.3)]
 class Reader(nn.Module):
     """A recurrent layer of any kind between two others, its last states used as well."""
 
-    def __init__(self, kind: str, layers: int, both: bool, dropout: float, *, biases: bool = True, first: bool = True) -> None:
+    def __init__(
+        self, kind: str, layers: int, both: bool, dropout: float, *, biases: bool = True, first: bool = True
+    ) -> None:
         super().__init__()
         options: dict[str, Any] = {"nonlinearity": kind.removeprefix("rnn_")} if kind.startswith("rnn") else {}
         self.into = nn.Linear(5, 7)
@@ -64,7 +66,9 @@ def _elsewhere(work: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def _forward(x: Tensor, h: Tensor, c: Tensor | None, weights: list[Tensor], kind: str, both: bool) -> tuple[Tensor, ...]:
+def _forward(
+    x: Tensor, h: Tensor, c: Tensor | None, weights: list[Tensor], kind: str, both: bool
+) -> tuple[Tensor, ...]:
     out, last_h, *last_c = _elsewhere(lambda: [t.detach() for t in _differentiable(x, h, c, weights, kind, both)])
     kept = (torch.zeros(11, dtype=torch.uint8), torch.zeros(3))  # not of the sizes guessed, as on a GPU
     return out.contiguous(), last_h, last_c[0] if last_c else x.new_empty(0), *kept
@@ -168,7 +172,12 @@ def test_a_gpu_elsewhere_gets_whole_layers_and_their_costs() -> None:
     nodes = [n for n in graph.operations() if str(n.target).startswith("ws.recurrent")]
     assert [str(n.target).split(".")[1] for n in nodes] == ["recurrent"] * 2 + ["recurrent_backward"] * 2
     first = 2 * 4 * 3 * 2 * (18 * 7 + 18 * 6)  # steps, rows, ways, matrices
-    assert [flops(n).count for n in nodes] == [first, (second := 2 * 4 * 3 * 2 * (18 * 12 + 18 * 6)), 2 * second, 2 * first]
+    assert [flops(n).count for n in nodes] == [
+        first,
+        (second := 2 * 4 * 3 * 2 * (18 * 12 + 18 * 6)),
+        2 * second,
+        2 * first,
+    ]
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------
@@ -178,7 +187,9 @@ def test_a_gpu_elsewhere_gets_whole_layers_and_their_costs() -> None:
 @pytest.mark.parametrize("kind", list(CLASSES))
 @pytest.mark.parametrize(("both", "biases"), list(itertools.product([False, True], [True, False])))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_cuda_has_the_values_and_gradients_of_torchs_layer(kind: str, both: bool, biases: bool, dtype: torch.dtype) -> None:
+def test_cuda_has_the_values_and_gradients_of_torchs_layer(
+    kind: str, both: bool, biases: bool, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     model = Reader(kind, 2, both, 0.0, biases=biases).cuda().to(dtype)
     x = torch.randn(33, 17, 5, device="cuda", dtype=dtype)

@@ -11,7 +11,9 @@ from wholestep.kernels.scatter_shared import reference
 SHAPES = [((4, 5, 7), 3), ((2, 3, 20, 33), 40), ((1, 1, 1), 1), ((0, 4, 4), 4), ((9, 4, 0), 4), ((8, 2, 6), 9)]
 
 
-def operands(shape: tuple[int, ...], size: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+def operands(
+    shape: tuple[int, ...], size: int, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     index = torch.randint(0, size, shape[-2:])
     if index.numel():

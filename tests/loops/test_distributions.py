@@ -96,7 +96,15 @@ def divergence(model: Any, b: Batch) -> torch.Tensor:
 
 
 EVALUATED = [
-    policy_gradient, from_probabilities, continuous_policy, covariance, mixture, squashed, on_the_simplex, counts, divergence,
+    policy_gradient,
+    from_probabilities,
+    continuous_policy,
+    covariance,
+    mixture,
+    squashed,
+    on_the_simplex,
+    counts,
+    divergence,
 ]
 
 
@@ -153,7 +161,9 @@ def by_rejection(model: Any, b: Batch) -> torch.Tensor:
     positive = F.softplus(model(b["seen"])) + 0.5
     drawn = D.Gamma(positive, 1.0).rsample() + D.Dirichlet(positive).rsample() + D.StudentT(positive).rsample().tanh()
     rate = D.Poisson(positive)
-    return drawn.mean() + D.Beta(positive[:, :2], positive[:, 2:]).rsample().mean() - rate.log_prob(rate.sample()).mean()
+    return (
+        drawn.mean() + D.Beta(positive[:, :2], positive[:, 2:]).rsample().mean() - rate.log_prob(rate.sample()).mean()
+    )
 
 
 def heavy_tails(model: Any, b: Batch) -> torch.Tensor:
@@ -180,7 +190,10 @@ def test_equals_eager_with_the_same_draws(loss: Callable[..., torch.Tensor]) -> 
 def outside(model: Any, b: Batch) -> torch.Tensor:
     """Of what the batch brings: a value that is not in the support, or a deviation that is not positive."""
     density = D.Normal(model(b["seen"]).mean(-1), b["advantage"])
-    return -density.log_prob(b["seen"][:, 0]).mean() - D.Bernoulli(logits=model(b["seen"])).log_prob(b["seen"][:, :4]).mean()
+    return (
+        -density.log_prob(b["seen"][:, 0]).mean()
+        - D.Bernoulli(logits=model(b["seen"])).log_prob(b["seen"][:, :4]).mean()
+    )
 
 
 @pytest.mark.parametrize("where", ["parameter", "sample", "not a number"])

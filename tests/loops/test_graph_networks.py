@@ -45,7 +45,9 @@ def graph(number: int, nodes: int = 7, edges: int = 12, layout: str = "coo") -> 
     ends = torch.randint(0, nodes, (2, edges), generator=source)
     ends = torch.cat([ends, torch.arange(nodes).repeat(2, 1)], dim=1)
     adjacency = torch.sparse_coo_tensor(ends, torch.rand(ends.shape[1], generator=source), (nodes, nodes))
-    adjacency = {"some twice": adjacency, "coo": adjacency.coalesce(), "csr": adjacency.coalesce().to_sparse_csr()}[layout]
+    adjacency = {"some twice": adjacency, "coo": adjacency.coalesce(), "csr": adjacency.coalesce().to_sparse_csr()}[
+        layout
+    ]
     return {
         "adjacency": adjacency, "ends": ends, "x": torch.randn(nodes, FEATURES, generator=source),
         "labels": torch.randint(0, CLASSES, (nodes,), generator=source),

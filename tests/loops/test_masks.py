@@ -25,7 +25,11 @@ ROWS, LENGTH, WIDTH, WORDS = 3, 5, 8, 11
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.inner, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.embedding, self.inner, self.head = (
+            nn.Embedding(WORDS, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WORDS),
+        )
         self.mask_token = nn.Parameter(torch.zeros(WIDTH))
 
     def hidden(self, words: torch.Tensor) -> torch.Tensor:
@@ -38,7 +42,10 @@ class Words(nn.Module):
 def batch(number: int, mask: str = "some", rows: int = ROWS) -> Batch:
     source = torch.Generator().manual_seed(number)
     words, labels = (torch.randint(0, WORDS, (rows, LENGTH), generator=source) for _ in range(2))
-    masks = {"some": torch.rand(rows, LENGTH, generator=source) < 0.4, "all": torch.ones(rows, LENGTH, dtype=torch.bool)}
+    masks = {
+        "some": torch.rand(rows, LENGTH, generator=source) < 0.4,
+        "all": torch.ones(rows, LENGTH, dtype=torch.bool),
+    }
     masks["none"] = ~masks["all"]
     masks["one"] = masks["none"].index_put((torch.tensor(0), torch.tensor(2)), torch.tensor(True))
     return {"words": words, "labels": labels, "mask": masks[mask]}
@@ -149,7 +156,9 @@ def test_trains_as_in_eager(loss: Loss) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", [labels_of_masked, masks_of_their_own, written_where_it_was_read, divided_by_the_count])
+@pytest.mark.parametrize(
+    "loss", [labels_of_masked, masks_of_their_own, written_where_it_was_read, divided_by_the_count]
+)
 def test_compiled_trains_as_in_eager(loss: Loss) -> None:
     twins = Twins(lambda: side(loss), BATCHES[0], backend="inductor")
     twins.train(BATCHES, tolerance=1e-5)

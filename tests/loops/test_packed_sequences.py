@@ -114,7 +114,9 @@ def test_batches_of_other_lengths_share_one_graph() -> None:
 
 
 def test_lengths_in_a_list() -> None:
-    batches = [{**b, "lengths": b["lengths"].tolist()} for b in (batch(n, lengths=[6, 2 + n, 3, 5 - n]) for n in range(3))]
+    batches = [
+        {**b, "lengths": b["lengths"].tolist()} for b in (batch(n, lengths=[6, 2 + n, 3, 5 - n]) for n in range(3))
+    ]
     twins = Twins(lambda: side(tagged), batches[0])
     twins.train(batches, tolerance=1e-5)
     assert twins.step.rung == "whole step", twins.step.explain()

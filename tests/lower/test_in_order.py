@@ -76,7 +76,9 @@ def added(table: Tensor, index: Tensor) -> Tensor:
 ALL = (embedding, indexed, indexed_twice, taken, gathered, sampled, padded, added)
 
 
-@pytest.mark.parametrize("forwards", [(embedding, indexed), pytest.param(ALL, marks=pytest.mark.slow)], ids=["two", "all"])
+@pytest.mark.parametrize(
+    "forwards", [(embedding, indexed), pytest.param(ALL, marks=pytest.mark.slow)], ids=["two", "all"]
+)
 def test_no_compiled_kernel_adds_atomically(functional_trace, forwards) -> None:
     tensors = [torch.randn(50, 4), torch.randint(50, (ROWS,))]
     outputs = [Output(OutputKind.AUX, forward.__name__) for forward in forwards]

@@ -130,6 +130,8 @@ def test_accumulated_gradients_are_copied_early(functional_trace):
 def test_a_chunk_of_old_state_is_kept_although_its_operator_hides_that_it_is_a_view(functional_trace):
     """unsafe_split shares memory without its schema saying so: the returned half must be the value before the write."""
     step = functional_trace(
-        lambda a: (aten.unsafe_split.Tensor(a, 2)[0], a + 1), [torch.randn(4)], [Output(AUX, "half"), Output(UPDATE, "a", 0)]
+        lambda a: (aten.unsafe_split.Tensor(a, 2)[0], a + 1),
+        [torch.randn(4)],
+        [Output(AUX, "half"), Output(UPDATE, "a", 0)],
     )
     run_both(step)

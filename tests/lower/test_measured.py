@@ -20,7 +20,9 @@ from wholestep.lower.runner import Runner
 @pytest.fixture
 def graph() -> TrainingGraph:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Dropout(0.1), nn.Linear(4, 2))
-    subject = make_subject(model, lambda m, b: m(b).square().mean(), torch.optim.AdamW(model.parameters()), clip_norm=1.0)
+    subject = make_subject(
+        model, lambda m, b: m(b).square().mean(), torch.optim.AdamW(model.parameters()), clip_norm=1.0
+    )
     return capture_example(subject, torch.zeros(3, dtype=torch.int64)).graph
 
 
@@ -34,9 +36,14 @@ def slowed(graph: TrainingGraph, seconds: float, facts: dict[str, Any]) -> Runne
     return Runner(function, inner.num_inputs, facts)
 
 
-def test_the_slower_one_is_dropped_and_named(graph: TrainingGraph, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_the_slower_one_is_dropped_and_named(
+    graph: TrainingGraph, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     monkeypatch.setenv("WHOLESTEP_CACHE_DIR", str(tmp_path))
-    slow, fast = slowed(graph, 0.05, {"backend": "inductor", "regions": 3}), slowed(graph, 0.0, {"backend": "interpret"})
+    slow, fast = (
+        slowed(graph, 0.05, {"backend": "inductor", "regions": 3}),
+        slowed(graph, 0.0, {"backend": "interpret"}),
+    )
     chosen = measured.faster_of(graph, slow, fast).describe()
     assert chosen["backend"] == "interpret" and "measures slower" in chosen["notes"][0] and chosen["regions"] == 3
     assert chosen["driver"] is None  # that of the runner which runs, not of the one dropped

@@ -88,4 +88,6 @@ def outcome(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
 
 def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     """Names whose bits are not the same, or that only one has."""
-    return [n for n in {**a, **b} if n not in a or n not in b or a[n].dtype != b[n].dtype or not torch.equal(a[n], b[n])]
+    return [
+        n for n in {**a, **b} if n not in a or n not in b or a[n].dtype != b[n].dtype or not torch.equal(a[n], b[n])
+    ]

@@ -24,9 +24,14 @@ def told_by_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, st
     """What each of two ranks says about every way of wrapping; one pair of processes, as imports take most of its time."""
     store = tmp_path_factory.mktemp("ranks") / "store"
     command = [sys.executable, str(Path(__file__).with_name("ranks.py")), str(store)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    }
     ranks = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        subprocess.Popen(
+            [*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
         for rank in range(2)
     ]
     try:
@@ -101,15 +106,28 @@ def test_a_captured_step_of_a_converted_model_is_eager_bit_for_bit() -> None:
     lean = twins(lambda: Net(p=0.1))[1]
     optimizer = torch.optim.AdamW(lean.parameters(), lr=1e-3)
     report = wholestep.verify(
-        lean, lambda model, x: model(x).square().mean(), optimizer, torch.randn(2, 5, HIDDEN), backend="interpret", steps=3
+        lean,
+        lambda model, x: model(x).square().mean(),
+        optimizer,
+        torch.randn(2, 5, HIDDEN),
+        backend="interpret",
+        steps=3,
     )
     assert str(report).startswith("equal to eager bit for bit") and "whole step" in str(report)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_captured_step_of_a_converted_llama_is_verified(precision: str) -> None:
-    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    lean = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+    }
+    lean = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    )
     assert {change.was for change in wholestep.nn.convert(lean).swapped} >= {"LlamaMLP", "LlamaRMSNorm", "Linear"}
     ids = torch.randint(0, 32, (2, 6))
     batch = {"input_ids": ids, "labels": ids}

@@ -48,10 +48,15 @@ def traced(function: Callable[..., Any], *inputs: torch.Tensor, parameters: int 
 
 def operators(graph: TrainingGraph) -> list[str]:
     """`["mul", "sum"]`: the operators of the graph, in order."""
-    return [str(getattr(n.target, "_schema", n.target)).split("(")[0].split("::")[-1].split(".")[0] for n in graph.operations()]
+    return [
+        str(getattr(n.target, "_schema", n.target)).split("(")[0].split("::")[-1].split(".")[0]
+        for n in graph.operations()
+    ]
 
 
-def rewritten(one: Callable[[TrainingGraph], TrainingGraph], graph: TrainingGraph, *inputs: torch.Tensor) -> TrainingGraph:
+def rewritten(
+    one: Callable[[TrainingGraph], TrainingGraph], graph: TrainingGraph, *inputs: torch.Tensor
+) -> TrainingGraph:
     """The graph after a bitwise pass: checked, and run on `inputs` with the same bits as before."""
     before = graph.module(*inputs)
     changed = one(graph)
@@ -60,5 +65,7 @@ def rewritten(one: Callable[[TrainingGraph], TrainingGraph], graph: TrainingGrap
     assert len(before) == len(after)
     for old, new in zip(before, after, strict=True):
         assert old.dtype == new.dtype and old.shape == new.shape
-        assert torch.equal(old.reshape(-1).contiguous().view(torch.uint8), new.reshape(-1).contiguous().view(torch.uint8))
+        assert torch.equal(
+            old.reshape(-1).contiguous().view(torch.uint8), new.reshape(-1).contiguous().view(torch.uint8)
+        )
     return changed

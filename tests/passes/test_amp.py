@@ -129,7 +129,9 @@ def test_bad_options_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"accumulate": 3}, {"clip_norm": 0.1}, {"optimizer": None}, {"nonfinite": "skip"}, {"dynamic": True}], ids=str
+    "options",
+    [{"accumulate": 3}, {"clip_norm": 0.1}, {"optimizer": None}, {"nonfinite": "skip"}, {"dynamic": True}],
+    ids=str,
 )
 def test_with_the_other_options(options: dict[str, Any]) -> None:
     """The first step is checked against eager by `compile` itself, with the limits of bf16."""
@@ -185,7 +187,14 @@ def trained(name: str, how: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
     losses = []
     if how == "amp":
         step = wholestep.compile(
-            built.model, built.loss_fn, optimizer, batches[0], backend="interpret", check="off", cache=False, passes=WITH_AMP
+            built.model,
+            built.loss_fn,
+            optimizer,
+            batches[0],
+            backend="interpret",
+            check="off",
+            cache=False,
+            passes=WITH_AMP,
         )
         losses = [float(step(batches[i % len(batches)])) for i in range(STEPS)]
     else:

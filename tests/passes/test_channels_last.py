@@ -471,9 +471,13 @@ def on_a_gpu(graph: TrainingGraph) -> TrainingGraph:
 @pytest.mark.parametrize(("device", "used"), [("cuda", True), ("cpu", False)])
 def test_a_capture_without_a_gpu_is_laid_out_as_one_there(device: str, used: bool) -> None:
     """So that `wholestep plan` sees the copies that a GPU would make."""
-    model = nn.Sequential(*(m for _ in range(4) for m in (nn.Conv2d(128, 128, 3, padding=1), nn.BatchNorm2d(128), nn.ReLU())))
+    model = nn.Sequential(
+        *(m for _ in range(4) for m in (nn.Conv2d(128, 128, 3, padding=1), nn.BatchNorm2d(128), nn.ReLU()))
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    capture = dry_capture(model, lambda m, x: m(x).square().mean(), optimizer, torch.randn(4, 128, 12, 12), device=device)
+    capture = dry_capture(
+        model, lambda m, x: m(x).square().mean(), optimizer, torch.randn(4, 128, 12, 12), device=device
+    )
     told = default_pipeline().run_on(capture)
     assert capture.graph.for_gpu is used
     assert any("4 convolutions channels-last" in line for line in told) is used

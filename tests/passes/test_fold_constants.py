@@ -57,7 +57,10 @@ ON_A_GPU: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[str]]] = 
     "a root of a number": (lambda x: x / torch.full((), 48.0).sqrt(), ["div"]),
     "rounded to bf16": (lambda x: x.bfloat16() / torch.full((), 48.0).sqrt().bfloat16(), ["_to_copy", "div"]),
     "a sum with a logarithm": (lambda x: x + torch.full((), 7.75).log() * 2, ["add"]),
-    "integers are promoted by a tensor": (lambda x: (x > 0).int() * torch.full((), 3.0).sqrt(), ["gt", "_to_copy", "full", "mul"]),
+    "integers are promoted by a tensor": (
+        lambda x: (x > 0).int() * torch.full((), 3.0).sqrt(),
+        ["gt", "_to_copy", "full", "mul"],
+    ),
     "a number of no dimension": (lambda x: x.sum() * torch.full((), 3.0).sqrt(), ["sum", "full", "mul"]),
     "a row is no number": (lambda x: x / torch.full((6,), 48.0).sqrt(), ["full", "sqrt", "div"]),
     "drawn": (lambda x: x * torch.full((), 0.5).bernoulli(), ["full", "bernoulli", "mul"]),

@@ -33,7 +33,11 @@ class TwoHeads(nn.Module):
 
     def __init__(self, combine: Combine) -> None:
         super().__init__()
-        self.body, self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, CLASSES)
+        self.body, self.first, self.second = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, CLASSES),
+            nn.Linear(WIDTH, CLASSES),
+        )
         self.combine = combine
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:

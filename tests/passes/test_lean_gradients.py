@@ -150,7 +150,11 @@ def test_one_gradient_of_two_parameters() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer, self.one, self.two = nn.Linear(4, 4), nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4, 4))
+            self.layer, self.one, self.two = (
+                nn.Linear(4, 4),
+                nn.Parameter(torch.zeros(4, 4)),
+                nn.Parameter(torch.zeros(4, 4)),
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x @ (self.one + self.two) + self.layer(x)

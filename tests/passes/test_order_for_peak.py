@@ -59,11 +59,25 @@ def names(graph: TrainingGraph) -> list[str]:
 
 def test_a_widening_cast_waits_for_its_reader() -> None:
     graph = small_graph()
-    assert names(graph) == ["mul_tensor", "_to_copy_default", "repeat_default", "sum_default", "add_tensor", "sum_default_1"]
+    assert names(graph) == [
+        "mul_tensor",
+        "_to_copy_default",
+        "repeat_default",
+        "sum_default",
+        "add_tensor",
+        "sum_default_1",
+    ]
     before, value = peak_bytes(graph), graph.module(torch.full((64,), 3.0, dtype=torch.bfloat16))
     order_for_peak(graph)
     check(graph)
-    assert names(graph) == ["mul_tensor", "repeat_default", "sum_default", "_to_copy_default", "add_tensor", "sum_default_1"]
+    assert names(graph) == [
+        "mul_tensor",
+        "repeat_default",
+        "sum_default",
+        "_to_copy_default",
+        "add_tensor",
+        "sum_default_1",
+    ]
     assert phase_of(graph.node("_to_copy_default")) == "backward", "it belongs to the region of its reader"
     assert peak_bytes(graph) < before
     assert torch.equal(graph.module(torch.full((64,), 3.0, dtype=torch.bfloat16))[0], value[0])

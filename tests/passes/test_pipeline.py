@@ -83,7 +83,11 @@ def test_passes_that_wait_for_a_plan() -> None:
         return Plan(recompute=("made",))
 
     bound = pipeline.without("<lambda>").insert_after("carries_out", carries_out).bound(planner)
-    assert names(bound) == ["first", "carries_out", "carries_out"] and names(bound.first(1)) == ["first"] and not bound.apply
+    assert (
+        names(bound) == ["first", "carries_out", "carries_out"]
+        and names(bound.first(1)) == ["first"]
+        and not bound.apply
+    )
     graph = compiled(Pipeline([])).graph
     assert graph is not None
     CARRIED.clear()

@@ -69,12 +69,22 @@ def everything(graph: TrainingGraph) -> Plan:
     return Plan(recompute=tuple(sorted({keys[n] for n in values} - set(last.values()))))
 
 
-def trained(passes: Any, precision: str, backend: str = "interpret") -> tuple[list[float], dict[str, torch.Tensor], Any]:
+def trained(
+    passes: Any, precision: str, backend: str = "interpret"
+) -> tuple[list[float], dict[str, torch.Tensor], Any]:
     torch.manual_seed(0)
     model = Small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step = wholestep.compile(
-        model, loss_fn, optimizer, batches(1)[0], precision=precision, backend=backend, passes=passes, cache=False, seed=3
+        model,
+        loss_fn,
+        optimizer,
+        batches(1)[0],
+        precision=precision,
+        backend=backend,
+        passes=passes,
+        cache=False,
+        seed=3,
     )
     losses = [float(step(batch)) for batch in batches(5)]
     return losses, model.state_dict(), step.graph
@@ -92,7 +102,12 @@ def test_every_bit_stays_when_everything_is_made_again(precision: str) -> None:
     assert all(torch.equal(value, kept[name]) for name, value in state.items())
     copies = [n for n in after.operations() if (n.meta["custom"] or {}).get("recomputed")]
     targets = {str(n.target) for n in copies}
-    assert {"aten.native_layer_norm.default", "ws.dropout.default", "aten.gelu.default", "ws.attention.default"} <= targets
+    assert {
+        "aten.native_layer_norm.default",
+        "ws.dropout.default",
+        "aten.gelu.default",
+        "ws.attention.default",
+    } <= targets
     assert all(phase_of(n) == "backward" for n in copies)
     assert predict_profile(after).peak_bytes < predict_profile(before).peak_bytes
 
@@ -116,7 +131,14 @@ def test_compiled_code_holds_the_equality_rule(precision: str) -> None:
         passes=Pipeline(default_pipeline().passes),
     )  # fmt: skip
     report = wholestep.verify(
-        model, loss_fn, optimizer, batches(3), precision=precision, backend="inductor", plan=everything(prepared.graph), steps=5
+        model,
+        loss_fn,
+        optimizer,
+        batches(3),
+        precision=precision,
+        backend="inductor",
+        plan=everything(prepared.graph),
+        steps=5,
     )
     assert report.ok, str(report)
 

@@ -31,7 +31,9 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
-    "sgd with momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "sgd with momentum": lambda m: torch.optim.SGD(
+        m.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
     "sgd, dampened": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, dampening=0.3, foreach=True),
     "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
     "adam, amsgrad, two groups": lambda m: torch.optim.Adam(two_groups(m), lr=1e-2, amsgrad=True, weight_decay=0.1),
@@ -46,7 +48,9 @@ def updated_names(graph: TrainingGraph) -> list[list[str]]:
     return [[names[p] for p in node.args[0]] for node in updates(graph)]
 
 
-@pytest.mark.parametrize(("name", "tied"), [*((name, False) for name in OPTIMIZERS), ("sgd with momentum", True), ("adamw", True)])
+@pytest.mark.parametrize(
+    ("name", "tied"), [*((name, False) for name in OPTIMIZERS), ("sgd with momentum", True), ("adamw", True)]
+)
 def test_five_steps_are_torchs(name: str, tied: bool) -> None:
     batches = id_batches()
     twins = Twins(side_of(OPTIMIZERS[name], tied=tied, layers=2), batches[0], passes=early(), check="off")
@@ -139,7 +143,9 @@ def test_a_returned_parameter_is_the_one_from_before_the_update() -> None:
     assert not torch.equal(twins.ours.model.blocks[2].up.weight, before)
 
 
-@pytest.mark.parametrize("options", [{"clip_norm": 0.1}, {"nonfinite": "skip"}, {"clip_norm": 0.1, "nonfinite": "skip"}])
+@pytest.mark.parametrize(
+    "options", [{"clip_norm": 0.1}, {"nonfinite": "skip"}, {"clip_norm": 0.1, "nonfinite": "skip"}]
+)
 def test_what_needs_all_gradients_is_not_split(options: dict[str, Any]) -> None:
     batches = id_batches()
     twins = Twins(side_of(OPTIMIZERS["adamw"]), batches[0], passes=early(), **options)
@@ -281,7 +287,14 @@ def test_clipping_by_layer_is_its_own_training() -> None:
     ours, theirs = models
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
     step = wholestep.compile(
-        ours, next_token, optimizers[0], batches[0], clip_norm=0.05, clip_scope="layer", backend="interpret", cache=False
+        ours,
+        next_token,
+        optimizers[0],
+        batches[0],
+        clip_norm=0.05,
+        clip_scope="layer",
+        backend="interpret",
+        cache=False,
     )
     parts = updated_names(step.graph)
     assert len(parts) > LAYERS

@@ -29,7 +29,9 @@ def prepared(model: nn.Module, loss: Any, batch: Any) -> TrainingGraph:
     """The graph as the planner gets it."""
     pipeline = Pipeline(default_pipeline().passes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    step = wholestep.compile(model, loss, optimizer, batch, passes=pipeline, backend="interpret", check="off", cache=False)
+    step = wholestep.compile(
+        model, loss, optimizer, batch, passes=pipeline, backend="interpret", check="off", cache=False
+    )
     assert step.graph is not None
     return step.graph
 
@@ -110,7 +112,8 @@ class Convolutions(nn.Module):
         super().__init__()
         widths = [3, 8, 8, 16]
         self.stages = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU()) for a, b in itertools.pairwise(widths)
+            nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU())
+            for a, b in itertools.pairwise(widths)
         )
         self.head = nn.Linear(16, 5)
 
@@ -136,7 +139,10 @@ def made(kind: str) -> tuple[nn.Module, Any, Any]:
 def test_plans_by_events_and_by_sums_begin_with_the_same(worth: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """`plan` on a laptop looks at events, `compile` at sums: without a tight budget they choose alike."""
     monkeypatch.setattr("wholestep.plan.frontier.WORTH_SECONDS", worth)
-    graph, apply = prepared(Gelu(), lambda m, x: m(x).square().mean(), torch.randn(512, 256)), default_pipeline().carry_out
+    graph, apply = (
+        prepared(Gelu(), lambda m, x: m(x).square().mean(), torch.randn(512, 256)),
+        default_pipeline().carry_out,
+    )
     ways = [frontier(graph, H200, apply, targets=6, exact=exact) for exact in (True, False)]
     assert ways[0][0].plan == ways[1][0].plan == Study(graph, H200, apply).quickest.plan
     assert bool(ways[0][0].plan.recompute) is (worth == 0.0)
@@ -209,7 +215,9 @@ def gelu() -> TrainingGraph:
 def test_what_is_quicker_to_compute_than_to_keep_is_made_again(gelu: TrainingGraph) -> None:
     apply = default_pipeline().carry_out
     kept, plan = Study(gelu, H200, apply).kept, fastest(gelu, H200, apply)
-    assert plan.recompute and plan.predicted_seconds < 0.99 * kept.seconds and plan.predicted_bytes < 0.9 * kept.peak_bytes
+    assert (
+        plan.recompute and plan.predicted_seconds < 0.99 * kept.seconds and plan.predicted_bytes < 0.9 * kept.peak_bytes
+    )
     assert not any("addmm" in key for key in plan.recompute), "matrix products are not quicker"
     assert not fastest(gelu, this_device("cpu"), apply).recompute, "a CPU computes no faster than it stores"
 

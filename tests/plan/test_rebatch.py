@@ -23,7 +23,9 @@ def _question(model: str, batch: int, *sets: str, seq: int | None) -> Question:
     [
         _question("gpt-1m", 3, "layers=2", "width=48", "heads=2", seq=31),
         _question("resnet-18", 5, "image_size=16", seq=None),
-        _question("bert-large", 3, "num_hidden_layers=2", "hidden_size=64", "intermediate_size=160", "vocab_size=500", seq=19),
+        _question(
+            "bert-large", 3, "num_hidden_layers=2", "hidden_size=64", "intermediate_size=160", "vocab_size=500", seq=19
+        ),
     ],
     ids=lambda asked: asked.model,
 )
@@ -48,7 +50,9 @@ def test_weights_states_and_gradients_do_not_grow_and_the_original_stays() -> No
         assert copy.meta["val"].numel() == node.meta["val"].numel() * (3 if grows else 1), entry
     for name in graph.gradients.values():
         assert scaled.node(name).meta["val"].shape == graph.node(name).meta["val"].shape
-    assert before == {node.name: [tuple(t.shape) for t in tensors_in(node.meta.get("val"))] for node in graph.graph.nodes}
+    assert before == {
+        node.name: [tuple(t.shape) for t in tensors_in(node.meta.get("val"))] for node in graph.graph.nodes
+    }
 
 
 @pytest.mark.parametrize("budget", [99, 100, 137, 250, 1000, 5003])

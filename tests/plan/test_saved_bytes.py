@@ -76,7 +76,9 @@ def test_a_block_keeps_nine_of_eagers_fifteen() -> None:
     least = MemoryPlanner(problem).least()
     lean = default_pipeline().carry_out(copy_graph(graph), Plan(recompute=least.again))
     assert matrix_work(lean) == matrix_work(graph)
-    statistics = BATCH * HEADS * LENGTH * 4 + 2 * 512  # log-sum-exp in float32; seed and offset, an allocator block each
+    statistics = (
+        BATCH * HEADS * LENGTH * 4 + 2 * 512
+    )  # log-sum-exp in float32; seed and offset, an allocator block each
     kept = kept_of_blocks(lean)
     assert len(kept) == 4
     for block in ("0", "1", "2"):  # the last one's output is read by the loss

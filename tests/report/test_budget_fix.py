@@ -27,7 +27,9 @@ def test_the_budget_it_names_can_be_asked_for() -> None:
     peak = predict_profile(graph).peak_bytes
     limit = int(0.85 * peak)
     text = explain_oom(graph, limit_bytes=limit)
-    found = re.search(r'memory="([^"]+)" \(--memory\): .* \(fits\); \d+ values are made again in the backward pass', text)
+    found = re.search(
+        r'memory="([^"]+)" \(--memory\): .* \(fits\); \d+ values are made again in the backward pass', text
+    )
     assert found is not None, text
     step = compiled(memory=found[1])
     assert step.plan.recompute and step.plan.predicted_bytes <= limit * 1.1
@@ -66,4 +68,6 @@ def test_advice_does_not_fail_in_its_turn(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_budgets_are_of_the_card_on_a_gpu() -> None:
     assert asked_for(3 * 2**30, on_gpu=False) == 'memory="3.0GiB"'
-    assert asked_for(3 * 2**30, on_gpu=True) == 'memory="3.8GiB"', "the CUDA context and the allocator's slack come on top"
+    assert asked_for(3 * 2**30, on_gpu=True) == 'memory="3.8GiB"', (
+        "the CUDA context and the allocator's slack come on top"
+    )

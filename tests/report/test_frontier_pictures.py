@@ -21,7 +21,9 @@ def _texts(picture: str) -> list[str]:
 
 
 def test_every_knee_has_its_words_and_the_cards_in_range_a_line() -> None:
-    picture = frontier_staircase(KNEES, title="llama & co", subtitle="s", budget=26.0, chosen=2, peers=[("Liger", 30.0, 260.0)])
+    picture = frontier_staircase(
+        KNEES, title="llama & co", subtitle="s", budget=26.0, chosen=2, peers=[("Liger", 30.0, 260.0)]
+    )
     said = _texts(picture)
     assert "llama & co" in said and "make again <up>: -2.0 GiB" in said and "everything is kept" in said
     assert "24 GB" in said and "40 GB" in said and "80 GB" not in said
@@ -63,5 +65,9 @@ def test_misses_are_drawn_and_named() -> None:
     picture = predicted_scatter(points, title="t", unit="GiB")
     said = _texts(picture)
     assert "3 steps, 1 wrong answers; error: median 4.8 %, largest 33.3 %" in said
-    assert picture.count('class="right"') == 2 and picture.count('class="miss"') == 2 and "predicted 20.0, measured 30.0" in said
+    assert (
+        picture.count('class="right"') == 2
+        and picture.count('class="miss"') == 2
+        and "predicted 20.0, measured 30.0" in said
+    )
     assert "nothing was measured yet" in predicted_scatter([], title="t", unit="GiB")

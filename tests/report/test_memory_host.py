@@ -137,10 +137,15 @@ def test_the_check_against_eager_is_left_out_where_it_does_not_fit(monkeypatch: 
 KINDS = {
     "wide": (Wide, lambda: torch.randn(256, 2)),
     "convolution": (
-        lambda: nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(392, 1)),
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(392, 1)
+        ),
         lambda: torch.randn(16, 1, 16, 16),
     ),
-    "dropout": (lambda: nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1)), lambda: torch.randn(128, 8)),
+    "dropout": (
+        lambda: nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1)),
+        lambda: torch.randn(128, 8),
+    ),
 }
 
 
@@ -153,5 +158,7 @@ def test_no_step_takes_less_than_what_is_asked_for(kind: str, backend: str) -> N
     step = wholestep.compile(model, loss, optimizer, batch, backend=backend, check="off", verbose=False)
     assert step.graph is not None
     asked = host.SURELY[backend] * host.transient_bytes(step.graph, backend) + host._inputs(step.graph, *host.Role)
-    taken = measure_step(step, model=model, optimizer=optimizer, batch=batch, system="wholestep", device=torch.device("cpu"))
+    taken = measure_step(
+        step, model=model, optimizer=optimizer, batch=batch, system="wholestep", device=torch.device("cpu")
+    )
     assert asked <= taken.peak_bytes

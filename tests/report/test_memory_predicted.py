@@ -52,7 +52,9 @@ def test_interpreted_steps_take_what_was_predicted(make: Callable[[], Job]) -> N
     assert predicted.notes == ()
     bare = predict_profile(step.graph)
     assert "without what operators take" in bare.notes[0]
-    most = max(found.running for found in scratch.values())  # how much is the CPU's affair: 0.6 MB for oneDNN without AVX-512
+    most = max(
+        found.running for found in scratch.values()
+    )  # how much is the CPU's affair: 0.6 MB for oneDNN without AVX-512
     assert bare.peak_bytes <= predicted.peak_bytes <= bare.peak_bytes + most
 
 

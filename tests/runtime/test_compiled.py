@@ -97,7 +97,9 @@ def test_on_interpret_it_is_eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("compiled_ms", "eager_ms", "winner"), [(1.0, 2.0, "torch.compile"), (2.0, 1.0, "eager")])
-def test_the_faster_one_is_kept(compiled_ms: float, eager_ms: float, winner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_faster_one_is_kept(
+    compiled_ms: float, eager_ms: float, winner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the clock of the middle run, after the warm-up."""
     notes: list[str] = []
     ran: list[str] = []

@@ -75,7 +75,11 @@ def test_on_the_cpu_everything_repeats() -> None:
     assert unordered(graph_for("cpu"), "cpu", compiled=True) is None
     model = Words()
     step = wholestep.compile(
-        model, loss, torch.optim.SGD(model.parameters(), lr=0.1), torch.zeros(2, 8, dtype=torch.int64), backend="interpret"
+        model,
+        loss,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.zeros(2, 8, dtype=torch.int64),
+        backend="interpret",
     )
     assert "repeats" not in step.explain()
 
@@ -88,7 +92,11 @@ def test_what_is_not_captured_is_not_promised() -> None:
         return total if total.item() > -1 else -total
 
     step = wholestep.compile(
-        model, unguardable, torch.optim.SGD(model.parameters(), lr=0.1), torch.zeros(2, 8, dtype=torch.int64), backend="interpret"
+        model,
+        unguardable,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.zeros(2, 8, dtype=torch.int64),
+        backend="interpret",
     )
     with pytest.warns(WholestepWarning, match="runs in eager PyTorch"):
         for _ in range(3):

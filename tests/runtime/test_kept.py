@@ -134,7 +134,9 @@ def made(net: nn.Module, **options: Any) -> tuple[torch.optim.Optimizer, Step]:
 
 def everything(net: nn.Module, optimizer: torch.optim.Optimizer, step: Step) -> list[Any]:
     """Parameters, buffers, optimizer state, counters and generators, as values."""
-    state = [{key: torch.as_tensor(value).tolist() for key, value in entry.items()} for entry in optimizer.state.values()]
+    state = [
+        {key: torch.as_tensor(value).tolist() for key, value in entry.items()} for entry in optimizer.state.values()
+    ]
     tensors = {name: tensor.tolist() for name, tensor in net.state_dict().items()}
     return [tensors, state, step.count, [p.grad for p in net.parameters()], torch.get_rng_state().tolist()]
 
@@ -168,7 +170,9 @@ def assert_fails_as_eager(net: nn.Module, optimizer: torch.optim.Optimizer, step
 
 def own_frames(error: Exception) -> list[tuple[str, int | None]]:
     """The lines of this file below the loss."""
-    found = [(frame.name, frame.lineno) for frame in traceback.extract_tb(error.__traceback__) if frame.filename == __file__]
+    found = [
+        (frame.name, frame.lineno) for frame in traceback.extract_tb(error.__traceback__) if frame.filename == __file__
+    ]
     return found[[name for name, _ in found].index("loss") :]
 
 

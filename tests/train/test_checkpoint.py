@@ -165,9 +165,7 @@ def test_a_momentum_buffer_not_used_yet_is_not_saved(tmp_path: Path) -> None:
     """Wholestep makes the buffers before the first step; torch's first step, without one, takes no dampening."""
     whole, resumed = build("sgd", 0), build("sgd", 1)
     whole[3]._latest.binding.refresh()
-    assert all(
-        hasattr(entry["momentum_buffer"], checkpoint.UNUSED) for entry in whole[1].state.values()
-    )  # the premise
+    assert all(hasattr(entry["momentum_buffer"], checkpoint.UNUSED) for entry in whole[1].state.values())  # the premise
     wholestep.save(tmp_path, **dict(zip(("model", "optimizer", "scheduler", "step"), whole)))
     expected = run("sgd", whole, 0, 3)
     wholestep.load(tmp_path, **dict(zip(("model", "optimizer", "scheduler", "step"), resumed)))
@@ -420,7 +418,9 @@ def test_a_damaged_checkpoint_written_without_hashes(name: str, harm: str, tmp_p
         path.write_bytes(content[: len(content) // 2] if harm == "truncated" else b"\xff" * len(content))
     why = " has .* bytes instead of " if harm == "truncated" and name != "checkpoint.json" else ""
     for asked in (tmp_path, path.parent):
-        with pytest.raises(BadCheckpoint, match=f"step-000002 is damaged: {name}{why}.*step-000001 is good: take it with `load"):
+        with pytest.raises(
+            BadCheckpoint, match=f"step-000002 is damaged: {name}{why}.*step-000001 is good: take it with `load"
+        ):
             wholestep.load(asked, model=nn.Linear(2, 3))
     assert wholestep.load(tmp_path / "step-000001", model=nn.Linear(2, 3)).number == 1
     (tmp_path / "step-000001" / "checkpoint.json").unlink()

@@ -119,7 +119,9 @@ def test_every_file_met_every_harm() -> None:
 def test_a_checkpoint_under_another_number_is_refused(saved: tuple[Path, Path]) -> None:
     sound, _ = saved
     shutil.copytree(sound / "step-000002", sound / "step-000009")
-    with pytest.raises(BadCheckpoint, match=r"step-000009 is damaged: checkpoint.json is of step 2\. step-000004 is good"):
+    with pytest.raises(
+        BadCheckpoint, match=r"step-000009 is damaged: checkpoint.json is of step 2\. step-000004 is good"
+    ):
         wholestep.load(sound, model=nn.Linear(2, 2))
 
 

@@ -108,7 +108,10 @@ def test_trains_as_the_stock_trainer_does(tmp_path: Path, model: Any, data: Any)
 
 @pytest.mark.parametrize(
     ("model", "data"),
-    [pytest.param(gpt2, sentences(10), id="gpt2"), pytest.param(bert, classified(10), marks=pytest.mark.slow, id="bert")],
+    [
+        pytest.param(gpt2, sentences(10), id="gpt2"),
+        pytest.param(bert, classified(10), marks=pytest.mark.slow, id="bert"),
+    ],
 )
 def test_accumulation_with_a_short_last_window(tmp_path: Path, model: Any, data: Any) -> None:
     """Five batches, four to a window: the second window of each epoch has one, and divides by one."""
@@ -206,7 +209,9 @@ class Annealed(wholestep.hf.Trainer):
 def test_a_loss_that_reads_the_trainers_counter_is_not_frozen(tmp_path: Path) -> None:
     trainer = make(Annealed, tmp_path, gpt2(), sentences(2), learning_rate=0.0, max_steps=8)
     trainer.train()
-    assert trainer.step is not None and trainer.step.rung == "whole step" and trainer.step.captures == 2  # then an input
+    assert (
+        trainer.step is not None and trainer.step.rung == "whole step" and trainer.step.captures == 2
+    )  # then an input
     losses = logged(trainer, "loss")
     torch.testing.assert_close(
         [loss / losses[0] for loss in losses], [float(i + 1) for i in range(8)], rtol=1e-4, atol=0

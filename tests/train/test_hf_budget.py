@@ -29,7 +29,10 @@ def trained(folder: Path, **options: Any) -> Any:
     torch.manual_seed(1)
     config = transformers.GPT2Config(vocab_size=16, n_positions=16, n_embd=16, n_layer=2, n_head=2)
     trainer = wholestep.hf.Trainer(
-        model=transformers.GPT2LMHeadModel(config), args=args, train_dataset=rows, wholestep={"backend": "interpret", **options}
+        model=transformers.GPT2LMHeadModel(config),
+        args=args,
+        train_dataset=rows,
+        wholestep={"backend": "interpret", **options},
     )
     trainer.train()
     return trainer
@@ -52,7 +55,9 @@ def test_the_scale_of_accelerate_is_an_input(tmp_path: Path, scale: float) -> No
     both = []
     for kind in (wholestep.hf.Trainer, transformers.Trainer):
         trainer = make(kind, tmp_path / kind.__module__, gpt2(), sentences(), gradient_accumulation_steps=2)
-        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2, backoff_factor=2.0**-8)
+        trainer.accelerator.scaler = torch.amp.GradScaler(
+            "cpu", init_scale=scale, growth_interval=2, backoff_factor=2.0**-8
+        )
         trainer.train()
         both.append(trainer)
     ours, stock = both

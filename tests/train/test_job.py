@@ -67,7 +67,11 @@ def test_another_seed_is_another_job() -> None:
 
 def test_set_beats_the_seed_option_and_changes_the_optimizer() -> None:
     job = tiny("gpt-1m", "seed=4", "lr=0.5", "weight_decay=0.25", "clip_norm=none", "accumulate=2")
-    assert job.settings["seed"] == 4 and job.compile_options == {"precision": "fp32", "clip_norm": None, "accumulate": 2}
+    assert job.settings["seed"] == 4 and job.compile_options == {
+        "precision": "fp32",
+        "clip_norm": None,
+        "accumulate": 2,
+    }
     assert [group["weight_decay"] for group in job.optimizer.param_groups] == [0.25, 0.0]
     assert all(p.ndim > 1 for p in job.optimizer.param_groups[0]["params"])
     assert job.scheduler.base_lrs == [0.5, 0.5]
@@ -127,17 +131,23 @@ def test_a_checkpoint_holds_the_schedule(tmp_path: Path, schedule: str) -> None:
     first = make_job_again(whole.settings, device="cpu")
     step = compiled(first)
     assert taken(first, step, range(3)) == expected[:3]
-    checkpoint.save(tmp_path, model=first.model, optimizer=first.optimizer, scheduler=first.scheduler, step=step, data=3)
+    checkpoint.save(
+        tmp_path, model=first.model, optimizer=first.optimizer, scheduler=first.scheduler, step=step, data=3
+    )
     second = make_job_again(whole.settings, device="cpu")
     step = compiled(second)
-    loaded = checkpoint.load(tmp_path, model=second.model, optimizer=second.optimizer, scheduler=second.scheduler, step=step)
+    loaded = checkpoint.load(
+        tmp_path, model=second.model, optimizer=second.optimizer, scheduler=second.scheduler, step=step
+    )
     assert taken(second, step, range(loaded.data, 6)) == expected[3:]
 
 
 # ---- samples ----
 
 
-@pytest.mark.parametrize(("model", "sets"), [("gpt-1m", ()), ("hf:bert", ()), ("resnet-18", ("width=4", "image_size=8"))])
+@pytest.mark.parametrize(
+    ("model", "sets"), [("gpt-1m", ()), ("hf:bert", ()), ("resnet-18", ("width=4", "image_size=8"))]
+)
 def test_a_sample_leaves_training_alone(model: str, sets: tuple[str, ...]) -> None:
     job = tiny(model, *sets, **({"seq": None} if model == "resnet-18" else {}))
     frozen = next(job.model.children())
@@ -147,7 +157,9 @@ def test_a_sample_leaves_training_alone(model: str, sets: tuple[str, ...]) -> No
     sample = job.write_sample()
     assert sample == job.write_sample() and torch.get_rng_state().equal(before)
     assert job.model.training and not frozen.training
-    assert {"gpt-1m": len(sample) > 100, "hf:bert": "masked tokens guessed" in sample}.get(model, "held-out digits" in sample)
+    assert {"gpt-1m": len(sample) > 100, "hf:bert": "masked tokens guessed" in sample}.get(
+        model, "held-out digits" in sample
+    )
 
 
 # ---- Hugging Face ----
@@ -192,7 +204,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("saved")
     job = make_job("hf:bert", sets=(*BERT, "tokenizer=bytes"), batch=2, seq=8, seed=7, device="cpu")
     job.model.save_pretrained(made)
-    (made / "tokenizer.json").write_text(make_tokens("bpe", b"to be or not to be", 280, reserved=True).tokenizer.to_str())  # type: ignore[attr-defined]
+    (made / "tokenizer.json").write_text(
+        make_tokens("bpe", b"to be or not to be", 280, reserved=True).tokenizer.to_str()
+    )  # type: ignore[attr-defined]
     return made
 
 

@@ -91,7 +91,9 @@ def test_a_loader_is_gone_through_again_and_a_position_is_a_number(module: str) 
 
 def test_it_trains(module: str) -> None:
     job = make_job(f"{module}:loaded")
-    step = wholestep.compile(job.model, job.loss_fn, job.optimizer, job.batches.batch(0), backend="interpret", verbose=False)
+    step = wholestep.compile(
+        job.model, job.loss_fn, job.optimizer, job.batches.batch(0), backend="interpret", verbose=False
+    )
     assert float(step(job.batches.batch(0))) > 0
 
 
@@ -160,4 +162,6 @@ def test_a_module_that_fails_is_one_line_with_its_place(module: str) -> None:
 def test_nothing_to_train_is_told_by_compile(module: str) -> None:
     job = make_job(f"{module}:frozen")
     with pytest.raises(WholestepError, match="nothing to train"):
-        wholestep.compile(job.model, job.loss_fn, job.optimizer, job.batches.batch(0), backend="interpret", verbose=False)
+        wholestep.compile(
+            job.model, job.loss_fn, job.optimizer, job.batches.batch(0), backend="interpret", verbose=False
+        )

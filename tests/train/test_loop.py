@@ -34,7 +34,9 @@ def run(out: Path, *, resume: bool = False, backend: str = "interpret", options:
 
 def state(folder: Path, number: int) -> dict[str, Tensor]:
     path = folder / "checkpoints" / f"step-{number:06d}"
-    return {f"{name}/{k}": v for name in ("model", "optimizer") for k, v in load_file(path / f"{name}.safetensors").items()}
+    return {
+        f"{name}/{k}": v for name in ("model", "optimizer") for k, v in load_file(path / f"{name}.safetensors").items()
+    }
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -73,7 +75,9 @@ def test_a_run_trains_and_writes_what_it_did(tmp_path: Path) -> None:
     held = [row["held_out_loss"] for row in rows if "held_out_loss" in row]
     assert len(held) == 10 and held[-1] == outcome.held_out < held[0]
     facts = json.loads((tmp_path / "a" / "run.json").read_text())
-    assert facts["status"] == "finished" and facts["settings"]["lr"] == 0.05 and facts["compile"]["rung"] == "whole step"
+    assert (
+        facts["status"] == "finished" and facts["settings"]["lr"] == 0.05 and facts["compile"]["rung"] == "whole step"
+    )
     assert (tmp_path / "a" / "sample.txt").read_text().startswith("the sum of six ones is")
     assert "whole step" in (tmp_path / "a" / "explain.txt").read_text()
 
@@ -250,12 +254,16 @@ def test_a_disk_that_fills_up_names_the_last_good_checkpoint(tmp_path: Path, mon
     assert run(tmp_path / "a", steps=10, resume=True).steps_now == 6
 
 
-def test_metrics_that_cannot_be_written_name_the_last_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_that_cannot_be_written_name_the_last_good_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def remove() -> None:
         (tmp_path / "a" / "metrics.jsonl").unlink()
         (tmp_path / "a" / "metrics.jsonl").mkdir()
 
-    with pytest.raises(WholestepError, match=r"metrics.jsonl could not be written: Is a directory\. checkpoint step-000002"):
+    with pytest.raises(
+        WholestepError, match=r"metrics.jsonl could not be written: Is a directory\. checkpoint step-000002"
+    ):
         run(tmp_path / "a", steps=10, options={"display": at_step(3, remove), "save_every": 2})
 
 
@@ -300,7 +308,10 @@ def test_checkpoints_that_cannot_be_used_are_told(tmp_path: Path) -> None:
     facts = tmp_path / "a" / "checkpoints" / "step-000002" / "checkpoint.json"
     kept = facts.read_text()
     files = [path.name for path in facts.parent.iterdir() if path.name != "checkpoint.sha256"]
-    for changes, said in (({"version": 99}, "format version 99"), ({"format": "other"}, "not written by wholestep.save")):
+    for changes, said in (
+        ({"version": 99}, "format version 99"),
+        ({"format": "other"}, "not written by wholestep.save"),
+    ):
         edit(facts, **changes)
         write_hashes(facts.parent, files)
         with pytest.raises(BadCheckpoint, match=said):
@@ -339,7 +350,9 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     place = tmp_path / "a" / "checkpoints" / "step-000004"
     shutil.rmtree(place)
     shutil.copytree(tmp_path / "b" / "checkpoints" / "step-000004", place)
-    with pytest.raises(BadCheckpoint, match=r"is of another run: it was trained with lr=0.1, this run has lr=0.05\. put the run's"):
+    with pytest.raises(
+        BadCheckpoint, match=r"is of another run: it was trained with lr=0.1, this run has lr=0.05\. put the run's"
+    ):
         run(tmp_path / "a", steps=6, resume=True)
 
 
@@ -370,7 +383,11 @@ def test_a_damaged_run_breaks_no_other(harm: str, tmp_path: Path, monkeypatch: p
     assert line.startswith("runs/harmed/run.json ") and line.endswith("; this run is passed over") and "\n" not in line
     with pytest.raises(BadOption) as caught, warnings.catch_warnings(record=True) as quiet:
         open_run(Path("runs/harmed"))
-    assert str(caught.value).startswith("runs/harmed") and str(caught.value).endswith("there are runs/sound.") and not quiet
+    assert (
+        str(caught.value).startswith("runs/harmed")
+        and str(caught.value).endswith("there are runs/sound.")
+        and not quiet
+    )
     assert new_run(None, "harmed", {}).path == Path("runs/harmed-2")
 
 

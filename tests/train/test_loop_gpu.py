@@ -43,7 +43,9 @@ def test_five_steps_and_five_more_are_ten_bit_for_bit(tmp_path: Path, backend: s
     run(tmp_path / "whole", steps=10, backend=backend)
     run(tmp_path / "parts", steps=5, backend=backend)
     run(tmp_path / "parts", steps=10, backend=backend, resume=True)
-    a, b = (load_file(tmp_path / name / "checkpoints" / "step-000010" / "model.safetensors") for name in ("whole", "parts"))
+    a, b = (
+        load_file(tmp_path / name / "checkpoints" / "step-000010" / "model.safetensors") for name in ("whole", "parts")
+    )
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 

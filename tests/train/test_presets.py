@@ -18,7 +18,10 @@ from wholestep.train.wishes import check_training
 SMALL_HF = ("hidden_size=32", "num_hidden_layers=2", "num_attention_heads=2", "intermediate_size=64")
 TINY = {
     "gpt-1m": (("width=16", "layers=2", "heads=2", "context=16", "tokenizer=bytes"), {"seq": 16}),
-    "gpt-10m": (("width=16", "layers=2", "heads=2", "context=16", "tokenizer=bytes", "tied=false", "accumulate=2"), {"seq": 16}),
+    "gpt-10m": (
+        ("width=16", "layers=2", "heads=2", "context=16", "tokenizer=bytes", "tied=false", "accumulate=2"),
+        {"seq": 16},
+    ),
     "gpt-30m": (("width=16", "layers=2", "heads=2", "tokenizer=bytes"), {"seq": 8}),
     "gpt2-medium": (("n_embd=32", "n_layer=2", "n_head=2", "vocab_size=300", "tokenizer=bytes"), {"seq": 8}),
     "bert-large": ((*SMALL_HF, "vocab_size=300", "tokenizer=bytes"), {"seq": 16}),

@@ -54,7 +54,10 @@ class Watch:
     def look(self) -> None:
         self.reasons += [str(fall) for fall in getattr(self.step, "falls", ()) if str(fall) not in self.reasons]
         rung = getattr(self.step, "rung", "whole step")
-        if rung not in ("whole step", "not captured yet"):  # the latter: one real eager step, which the notes tell, comes first
+        if rung not in (
+            "whole step",
+            "not captured yet",
+        ):  # the latter: one real eager step, which the notes tell, comes first
             self.left = rung
 
 

@@ -57,7 +57,9 @@ def _compiles(thread: threading.Thread) -> bool:
     if thread.name == "wholestep-warm-up":
         return True
     module = sys.modules.get("torch._inductor.async_compile")
-    if module is None or not module.AsyncCompile.pool.cache_info().currsize:  # asking for a pool would make one, or fail
+    if (
+        module is None or not module.AsyncCompile.pool.cache_info().currsize
+    ):  # asking for a pool would make one, or fail
         return False
     return thread in module.AsyncCompile.pool()._threads
 

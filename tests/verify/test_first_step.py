@@ -83,7 +83,9 @@ def test_a_wrong_graph_is_named_before_anything_is_written() -> None:
     step = compiled(model, optimizer, passes=[swapped_keys])
     kept = {n: t.clone() for n, t in model.state_dict().items()}
     for _ in range(2):  # and it is checked again
-        with pytest.raises(FirstStepDiffers, match=r"module drop_one: its output is off .* \(at drop_one\).*check='off'"):
+        with pytest.raises(
+            FirstStepDiffers, match=r"module drop_one: its output is off .* \(at drop_one\).*check='off'"
+        ):
             step(batches(1)[0])
     assert all(torch.equal(t, kept[n]) for n, t in model.state_dict().items()) and step.count == 0
 
@@ -123,7 +125,9 @@ def leanly(step: Step, *, interpret: bool) -> Step:
 
 
 @pytest.mark.parametrize(("build", "kind", "accumulate"), RIGHT)
-def test_a_right_step_passes_leanly(build: type[nn.Module], kind: str, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_right_step_passes_leanly(
+    build: type[nn.Module], kind: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(host, "SMALL_BYTES", 1)
     model = build()
     step = leanly(compiled(model, OPTIMIZERS[kind](model.parameters()), accumulate=accumulate), interpret=False)
@@ -231,7 +235,9 @@ def test_without_memory_to_measure_that_rounding_it_is_told(lean: bool, monkeypa
     monkeypatch.setattr(first_step, "reference_gradients", no_memory)
     model = Normed()
     optimizer = torch.optim.AdamW(model.parameters())
-    step = wholestep.compile(model, loss_fn, optimizer, batches(1)[0], backend="interpret", cache=False, precision="bf16")
+    step = wholestep.compile(
+        model, loss_fn, optimizer, batches(1)[0], backend="interpret", cache=False, precision="bf16"
+    )
     if lean:
         leanly(step, interpret=False)
     wrong_runner(step, "body.weight", 1.2)
@@ -271,6 +277,7 @@ def test_a_lost_buffer_is_named() -> None:
 
 def test_a_step_that_was_compared_says_nothing_about_other_passes() -> None:
     """The captured graph is found on disk; what is made of it was not compared."""
+
     def made(passes: list[Any]) -> Step:
         torch.manual_seed(0)
         model = Mlp()

@@ -24,7 +24,14 @@ MARK = '{"wholestep_bench_row": '
 
 
 def make_request(
-    workload: str, contenders: Sequence[str], *, size: str, device: str, seed: int, protocol: Protocol, own_passes: str | None
+    workload: str,
+    contenders: Sequence[str],
+    *,
+    size: str,
+    device: str,
+    seed: int,
+    protocol: Protocol,
+    own_passes: str | None,
 ) -> str:
     """What the parent sends."""
     asked = {"workload": workload, "contenders": list(contenders), "size": size, "device": device, "seed": seed}

@@ -18,7 +18,13 @@ from wholestep.bench.workload import Workload
 from wholestep.errors import WholestepError
 
 FOLDER = Path(__file__).resolve().parent / "papers"
-MEASURES = ("speed over best peer", "speed over eager", "memory against eager", "first step against compile", "coverage")
+MEASURES = (
+    "speed over best peer",
+    "speed over eager",
+    "memory against eager",
+    "first step against compile",
+    "coverage",
+)
 NOT_YET = "not measured yet"
 
 
@@ -109,11 +115,15 @@ def papers_text(papers: Sequence[Paper], rows: Sequence[Row], workloads: Mapping
     return "\n".join(lines).rstrip()
 
 
-def papers_json(papers: Sequence[Paper], rows: Sequence[Row], workloads: Mapping[str, Workload]) -> list[dict[str, Any]]:
+def papers_json(
+    papers: Sequence[Paper], rows: Sequence[Row], workloads: Mapping[str, Workload]
+) -> list[dict[str, Any]]:
     """The same for programs."""
     found = []
     for paper in papers:
         facts = dataclasses.asdict(paper)
-        facts["claims"] = [dataclasses.asdict(claim) | {"here": answers(claim, rows, workloads)} for claim in paper.claims]
+        facts["claims"] = [
+            dataclasses.asdict(claim) | {"here": answers(claim, rows, workloads)} for claim in paper.claims
+        ]
         found.append(facts)
     return found

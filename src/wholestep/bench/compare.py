@@ -91,7 +91,9 @@ def _changes(before: Row, after: Row) -> list[Change]:
             said = f"peak {show_bytes(sizes[0])} -> {show_bytes(sizes[1])}"
             found.append(change("larger" if sizes[1] > sizes[0] else "smaller", said))
     if ("departs" in before) != ("departs" in after):
-        found.append(change("departs", after["departs"]) if "departs" in after else change("agrees", "losses are eager's again"))
+        found.append(
+            change("departs", after["departs"]) if "departs" in after else change("agrees", "losses are eager's again")
+        )
     return found
 
 

@@ -91,7 +91,12 @@ def planned(
             if own_passes is not None and contender in ("wholestep", "wholestep-interpret"):
                 with_own = f"{contender}+{Path(own_passes).stem}"
                 cases.append(
-                    Case(contender=with_own, own_passes=os.path.abspath(own_passes), passes_digest=passes_digest, **common)
+                    Case(
+                        contender=with_own,
+                        own_passes=os.path.abspath(own_passes),
+                        passes_digest=passes_digest,
+                        **common,
+                    )
                 )
     return cases
 

@@ -89,4 +89,8 @@ def trouble(curve: Sequence[float | None]) -> str | None:
         return f"loss not finite at step {next(i for i, value in enumerate(curve) if value is None or not math.isfinite(value))}"
     third = max(len(values) // 3, 1)
     first, last = sum(values[:third]) / third, sum(values[-third:]) / third
-    return None if last < first else f"loss does not fall ({first:.5g} over the first {third} steps, {last:.5g} over the last)"
+    return (
+        None
+        if last < first
+        else f"loss does not fall ({first:.5g} over the first {third} steps, {last:.5g} over the last)"
+    )

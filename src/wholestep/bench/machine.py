@@ -33,7 +33,12 @@ def facts(*, on_gpu: bool) -> dict[str, Any]:
 def gpu_facts() -> dict[str, Any]:
     """Name, clocks, power and driver of the first visible GPU, by nvidia-smi; empty when it does not answer."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
-    query = ["nvidia-smi", f"--id={visible}", f"--query-gpu={','.join(_ASKED.values())}", "--format=csv,noheader,nounits"]
+    query = [
+        "nvidia-smi",
+        f"--id={visible}",
+        f"--query-gpu={','.join(_ASKED.values())}",
+        "--format=csv,noheader,nounits",
+    ]
     said = _answer(query)
     values = [value.strip() for value in said.splitlines()[0].split(",")] if said else []
     if len(values) != len(_ASKED):
@@ -66,7 +71,9 @@ def commit() -> str:
 def _checked_out(folder: Path) -> str:
     """Once per process: what is imported does not change with the files."""
     git = ["git", "-C", str(folder)]
-    if _answer([*git, "ls-files", "--error-unmatch", "__init__.py"]) is None:  # installed, perhaps inside another checkout
+    if (
+        _answer([*git, "ls-files", "--error-unmatch", "__init__.py"]) is None
+    ):  # installed, perhaps inside another checkout
         return ""
     found = _answer([*git, "rev-parse", "HEAD"]) or ""
     return found + ("+changes" if found and _answer([*git, "status", "--porcelain", "--", "."]) else "")

@@ -96,8 +96,16 @@ def measure(
         row: dict[str, Any] = {"build_seconds": built, "first_step_seconds": compiled + time.perf_counter() - began}
         row |= _warmed_up(timed, protocol)
         window = _sampled(timed, protocol, meter)
-        row |= {"step_ms": summarised(window), "memory": meter.read(), "machine": machine.facts(on_gpu=device.type == "cuda")}
-    row |= {"throughput": training.units / row["step_ms"]["median"] * 1e3, "unit": workload.unit, "precision": training.precision}
+        row |= {
+            "step_ms": summarised(window),
+            "memory": meter.read(),
+            "machine": machine.facts(on_gpu=device.type == "cuda"),
+        }
+    row |= {
+        "throughput": training.units / row["step_ms"]["median"] * 1e3,
+        "unit": workload.unit,
+        "precision": training.precision,
+    }
     row |= {"dropout": dropout, "curve": timed.curve}
     row["losses"] = {str(step): timed.curve[step] for step in protocol.loss_steps()}
     ours = [call.facts() for call in calls if isinstance(call, Ours)]
@@ -125,7 +133,9 @@ def _losses_again(
     return {str(step): timed.curve[step] for step in steps}
 
 
-def attempt(workload: Workload, contender: str, *, size: str, device: torch.device, seed: int, **rest: Any) -> dict[str, Any]:
+def attempt(
+    workload: Workload, contender: str, *, size: str, device: torch.device, seed: int, **rest: Any
+) -> dict[str, Any]:
     """`measure`, with whatever goes wrong as a row of its own."""
     head = {
         "workload": workload.name, "contender": contender, "size": size, "device": device.type, "seed": seed,

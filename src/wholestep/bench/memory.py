@@ -73,7 +73,9 @@ class MemoryMeter:
         steady = max(psutil.Process().memory_info().rss - self.base, 0)
         return {
             "measured": f"resident set above that after the build, highest {since}",
-            "peak_bytes": max(_peak_resident(self.resets) - self.base, steady),  # Linux counts the peak in lumps, a little late
+            "peak_bytes": max(
+                _peak_resident(self.resets) - self.base, steady
+            ),  # Linux counts the peak in lumps, a little late
             "steady_bytes": steady,
         }
 

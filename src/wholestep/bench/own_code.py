@@ -29,7 +29,9 @@ def own_contender(name: str) -> Callable[[Part, str], StepCall]:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # anything may happen while somebody's module is imported
-        raise BadOption(f"contender {name!r}: {type(error).__name__}: {error}", hint="run where it can be imported") from error
+        raise BadOption(
+            f"contender {name!r}: {type(error).__name__}: {error}", hint="run where it can be imported"
+        ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         close = difflib.get_close_matches(function_name, [n for n in vars(module) if callable(getattr(module, n))], n=1)
@@ -57,7 +59,9 @@ def load_passes(path: str) -> OwnPasses:
     """The functions marked @compiler_pass in a file, in the order in which they stand there."""
     file = Path(path)
     if not file.is_file():
-        raise BadOption(f"--with {path}: there is no such file", hint="name a Python file with functions marked @compiler_pass")
+        raise BadOption(
+            f"--with {path}: there is no such file", hint="name a Python file with functions marked @compiler_pass"
+        )
     spec = importlib.util.spec_from_file_location(f"wholestep_own_passes_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise BadOption(f"--with {path}: not a Python file", hint="its name ends in .py")
@@ -66,9 +70,13 @@ def load_passes(path: str) -> OwnPasses:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # anything may happen while somebody's file is run
-        raise BadOption(f"--with {path}: {type(error).__name__}: {error}", hint="run it alone with python to see where") from error
+        raise BadOption(
+            f"--with {path}: {type(error).__name__}: {error}", hint="run it alone with python to see where"
+        ) from error
     found = tuple(
-        value for value in vars(module).values() if hasattr(value, "numerics") and getattr(value, "__module__", "") == spec.name
+        value
+        for value in vars(module).values()
+        if hasattr(value, "numerics") and getattr(value, "__module__", "") == spec.name
     )
     if not found:
         raise BadOption(f"--with {path}: it holds no pass", hint="mark functions with @compiler_pass(numerics=...)")

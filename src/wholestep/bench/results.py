@@ -27,7 +27,9 @@ def load(path: Path) -> list[Row]:
     try:
         document = read_json(path)
     except OSError as error:
-        raise BadOption(f"{path}: {error.strerror or error}", hint="name a file that `wholestep bench` wrote") from error
+        raise BadOption(
+            f"{path}: {error.strerror or error}", hint="name a file that `wholestep bench` wrote"
+        ) from error
     except ValueError as error:
         raise BadOption(f"{path} is not JSON", hint="name a file that `wholestep bench` wrote") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:

@@ -50,7 +50,9 @@ def workload_table(rows: Sequence[Row], *, blocks: bool = True) -> list[str]:
         speed = f"{measured[0]['unit']}/s"
         memory = "memory" if measured[0]["device"] == "cuda" else "memory (RSS)"
         heads = ("", "ms", "p10-p90", "vs best peer", speed, "first step", memory, "loss", "")
-        lines += ["  " + line for line in aligned([heads, *(_cells(row, best, blocks) for row in measured)], left=(0, 8))]
+        lines += [
+            "  " + line for line in aligned([heads, *(_cells(row, best, blocks) for row in measured)], left=(0, 8))
+        ]
     for row in rows:
         lines += [f"  {row['contender']}: {said}" for said in _remarks(row)]
     return lines
@@ -72,7 +74,10 @@ def smoke_text(rows: Sequence[Row], *, blocks: bool = True) -> str:
         loss, curve = (_losses(row), _curve(row, blocks)) if ok else ("", "")
         table.append((row["workload"], row["contender"], loss, curve, rungs))
     falls = [
-        f"{row['workload']} fell from {fall}" for row in rows for part in row.get("wholestep", ()) for fall in part["falls"]
+        f"{row['workload']} fell from {fall}"
+        for row in rows
+        for part in row.get("wholestep", ())
+        for fall in part["falls"]
     ]
     return "\n".join([*aligned(table, left=(0, 1, 3, 4)), *falls])
 

@@ -53,7 +53,11 @@ def lift_constants(recorded: fx.GraphModule, subject: Subject, mode: compat.Fake
 def _becomes_literal(graph: fx.Graph, node: fx.Node, tensor: torch.Tensor) -> bool:
     """A number written in the code (`torch.tensor(0.5)`, or an empty list) is not state: it is put in the graph."""
     fresh = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
-    if not (tensor.dim() == 0 or tensor.numel() == 0) or not node.users or not all(u.target in fresh for u in node.users):
+    if (
+        not (tensor.dim() == 0 or tensor.numel() == 0)
+        or not node.users
+        or not all(u.target in fresh for u in node.users)
+    ):
         return False
     with graph.inserting_before(node):
         number = graph.call_function(
@@ -122,7 +126,9 @@ def _assemble(module: fx.GraphModule, inputs: Sequence[Input], meanings: list[Ou
             values = [new if v is node else v for v in values]
             node.replace_all_uses_with(new)
             graph.erase_node(node)
-            updated = any(m.kind is OutputKind.UPDATE and m.target == index for m in meanings)  # by the optimizer, after it
+            updated = any(
+                m.kind is OutputKind.UPDATE and m.target == index for m in meanings
+            )  # by the optimizer, after it
             if new is not target and not updated:
                 values.append(new)
                 outputs.append(Output(OutputKind.UPDATE, str(inputs[index]), index))

@@ -83,7 +83,9 @@ def _unflatten(tree: tuple, stream: Any) -> Any:
         items = dict(zip(keys, values, strict=True))
         return items if cls is dict else _rebuild_mapping(cls, items)
     if kind == "dataclass":
-        made = object.__new__(cls)  # not through __init__: fields with init=False and __post_init__ already had their turn
+        made = object.__new__(
+            cls
+        )  # not through __init__: fields with init=False and __post_init__ already had their turn
         for name, value in zip(keys, values, strict=True):
             object.__setattr__(made, name, value)
         return made

@@ -92,7 +92,9 @@ class ChunkedLoss:
             loss = self._loss(func, source, result, args, kwargs)
             return result if loss is None else loss
         if func in (Tensor.register_hook, Tensor.retain_grad) and id(args[0]) in self._used:
-            raise CaptureRefused("the gradient of logits is asked for after their loss: chunked_loss=False keeps them whole")
+            raise CaptureRefused(
+                "the gradient of logits is asked for after their loss: chunked_loss=False keeps them whole"
+            )
         if isinstance(result, Tensor) and result is not args[0] and _is_cut(result) == _is_cut(args[0]):
             found = _followed(source, func, args, kwargs, result)
             if found is not None:
@@ -132,7 +134,11 @@ class ChunkedLoss:
     def _note(self, rows: Any, vocabulary: int, chunk: int) -> None:
         count = compat.traced_size(rows)
         chunks, size = max(-(-count // chunk), 1), f"{4 * count * vocabulary / 2**30:.3g} GiB"
-        told = f"{chunks} chunks of {chunk} rows, logits never whole ({size})" if chunks > 1 else f"1 chunk ({size} of logits)"
+        told = (
+            f"{chunks} chunks of {chunk} rows, logits never whole ({size})"
+            if chunks > 1
+            else f"1 chunk ({size} of logits)"
+        )
         self.notes.append(f"loss: linear + cross-entropy in {told}")
 
 

@@ -190,7 +190,6 @@ class FunctionLevel(TorchFunctionMode):
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key=site, on_gpu=self.on_gpu
         )
 
-
     def _recurrent(self, func: Callable, args: tuple) -> Any:
         """nn.LSTM and its kin, layer by layer, with keyed dropout between them; each by cuDNN on a GPU.
 
@@ -274,7 +273,9 @@ class DispatchLevel(TorchDispatchMode):
         own = any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
         if handler is None or own:
             reason = "with its own generator" if own else "that has no keyed form yet"
-            raise CaptureRefused(f"the model draws random numbers by {func} {reason}", where=compat.noted_source() or user_source())
+            raise CaptureRefused(
+                f"the model draws random numbers by {func} {reason}", where=compat.noted_source() or user_source()
+            )
         return handler(self.sites, *args, **kwargs)
 
 

@@ -83,7 +83,9 @@ def _insists(statements: Sequence[ast.stmt]) -> bool:
     """Whether these call `closure`, or raise for want of it, other than behind a question whether there is one."""
     for statement in statements:
         if isinstance(statement, ast.If | ast.Assert) and _mentions(statement.test):
-            missing = isinstance(statement.test, ast.UnaryOp) or any(isinstance(n, ast.Is) for n in ast.walk(statement.test))
+            missing = isinstance(statement.test, ast.UnaryOp) or any(
+                isinstance(n, ast.Is) for n in ast.walk(statement.test)
+            )
             if isinstance(statement, ast.Assert):
                 return not missing
             if missing:  # what comes after it is for those who gave one
@@ -95,7 +97,10 @@ def _insists(statements: Sequence[ast.stmt]) -> bool:
                 return True
         elif any(isinstance(n, ast.BoolOp | ast.IfExp) and _mentions(n) for n in ast.walk(statement)):
             return False  # it asks in passing: `closure = closure or ...`
-        elif any(isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "closure" for n in ast.walk(statement)):
+        elif any(
+            isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "closure"
+            for n in ast.walk(statement)
+        ):
             return True
     return False
 
@@ -125,7 +130,16 @@ def _is_torchs(function: Any) -> bool:
 
 _PLAIN = frozenset((int, float, bool, str, tuple, list, type(None)))
 _TORCH_OPTIM = os.path.dirname(torch.optim.__file__)
-_STRUCTURE = ("amsgrad", "maximize", "nesterov", "fused", "foreach", "decoupled_weight_decay", "capturable", "differentiable")
+_STRUCTURE = (
+    "amsgrad",
+    "maximize",
+    "nesterov",
+    "fused",
+    "foreach",
+    "decoupled_weight_decay",
+    "capturable",
+    "differentiable",
+)
 
 
 def structure(optimizer: Optimizer) -> list[Any]:

@@ -84,10 +84,16 @@ def refuse_world() -> None:
     """An error where this process is one of several, whether they know of each other yet or not."""
     distributed = torch.distributed
     initialised = distributed.is_available() and distributed.is_initialized()
-    said = os.environ.get("WORLD_SIZE", "")  # set by torchrun and its like; a single process may be told of a world of one
+    said = os.environ.get(
+        "WORLD_SIZE", ""
+    )  # set by torchrun and its like; a single process may be told of a world of one
     size = distributed.get_world_size() if initialised else int(said) if said.isdecimal() else 1
     if size > 1:
-        why = "torch.distributed is initialised" if initialised else f"WORLD_SIZE={said}, and torch.distributed is not initialised"
+        why = (
+            "torch.distributed is initialised"
+            if initialised
+            else f"WORLD_SIZE={said}, and torch.distributed is not initialised"
+        )
         raise UnsupportedModel(
             f"this process is one of {size} ({why}): a captured step would train each replica alone",
             hint="the distributed engine is not built yet; start one process, use torch's own loop, or optimizer=None and "
@@ -104,7 +110,9 @@ def _refuse_scaler(loss_fn: Any) -> None:
     cells = [cell for cell in function.__closure__ or () if cell != types.CellType()]
     held = [cell.cell_contents for cell in cells] + [function.__globals__.get(name) for name in code.co_names]
     if any(isinstance(value, torch.amp.GradScaler) for value in held):
-        raise BadLoss("loss_fn scales its loss with a GradScaler", hint="return the unscaled loss; precision='fp16' scales it")
+        raise BadLoss(
+            "loss_fn scales its loss with a GradScaler", hint="return the unscaled loss; precision='fp16' scales it"
+        )
 
 
 def _refuse_post_accumulate_hooks(subject: Subject) -> None:
@@ -134,7 +142,9 @@ def set_aside(subject: Subject) -> Iterator[None]:
         # recomputed in the backward, a random number would be drawn without its key
         stack.enter_context(_attributes(flagged, "gradient_checkpointing", False))
         stack.enter_context(
-            _replaced(torch_checkpoint, CheckpointFunction=_Direct, _checkpoint_without_reentrant_generator=_direct_generator)
+            _replaced(
+                torch_checkpoint, CheckpointFunction=_Direct, _checkpoint_without_reentrant_generator=_direct_generator
+            )
         )
         stack.enter_context(_attributes(compiled, "_compiled_call_impl", None))
         stack.enter_context(torch.compiler.set_stance("force_eager"))

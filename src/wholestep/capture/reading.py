@@ -86,6 +86,15 @@ def _batch_labels(batch: Any) -> dict[int, str]:
 
 def _plain(source: str) -> str:
     """`L['batch']['x']` -> `batch.x`, and the like."""
-    for old, new in (("L['", ""), ("G['", ""), ("']['", "."), ("'].", "."), ("']", ""), ("['", "."), ("[", "."), ("]", "")):
+    for old, new in (
+        ("L['", ""),
+        ("G['", ""),
+        ("']['", "."),
+        ("'].", "."),
+        ("']", ""),
+        ("['", "."),
+        ("[", "."),
+        ("]", ""),
+    ):
         source = source.replace(old, new)
     return source.removeprefix("batch.") or "batch"

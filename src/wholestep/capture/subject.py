@@ -171,7 +171,19 @@ def _refuse_criterion(loss_fn: Any) -> None:
     )
 
 
-_PREDICTIONS = {"input", "inputs", "logits", "pred", "preds", "prediction", "predictions", "output", "outputs", "y_pred", "y_hat"}
+_PREDICTIONS = {
+    "input",
+    "inputs",
+    "logits",
+    "pred",
+    "preds",
+    "prediction",
+    "predictions",
+    "output",
+    "outputs",
+    "y_pred",
+    "y_hat",
+}
 _TARGETS = {"target", "targets", "label", "labels", "y_true", "truth"}
 """What criteria call their first and their second parameter."""
 
@@ -180,7 +192,9 @@ def _check_fp16(subject: Subject) -> None:
     """Loss scaling needs the update, in one piece, on float32 weights."""
     other = "use precision='bf16', which needs no loss scaling"
     if subject.accumulate > 1:
-        raise NotBuiltYet(f"precision='fp16' with accumulate={subject.accumulate}", hint=f"leave accumulate out, or {other}")
+        raise NotBuiltYet(
+            f"precision='fp16' with accumulate={subject.accumulate}", hint=f"leave accumulate out, or {other}"
+        )
     if subject.optimizer is None:
         raise BadOption("precision='fp16' without an optimizer: the gradients you get would be scaled", hint=other)
     reason = optimizers.supported(subject.optimizer)

@@ -127,7 +127,9 @@ def _trace(tracer: Tracer) -> tuple[TrainingGraph, tuple[torch.Tensor, ...]]:
     recorded = compat.trace(whole, fakes, mode=tracer.mode)
     unseen = compat.facts_of_data(tracer.mode) - {one.fact for one in tracer.facts}
     if unseen:
-        raise CaptureRefused(f"masks pick numbers of places that have to fit each other, which nothing looks at: {unseen}")
+        raise CaptureRefused(
+            f"masks pick numbers of places that have to fit each other, which nothing looks at: {unseen}"
+        )
     attribute_backward(recorded)
     first = sum(entry.role is Role.CONSTANT for entry in order)
     constants = lift_constants(recorded, tracer.subject, tracer.mode)

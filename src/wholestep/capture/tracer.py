@@ -107,7 +107,9 @@ def check_loss(result: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             hint="return a scalar tensor, or (loss, aux) with aux a dict of tensors",
         )
     if result.numel() != 1:
-        raise BadLoss(f"the loss has shape {tuple(result.shape)}", hint="reduce it to a scalar, for example with .mean()")
+        raise BadLoss(
+            f"the loss has shape {tuple(result.shape)}", hint="reduce it to a scalar, for example with .mean()"
+        )
     if not result.is_floating_point():
         raise BadLoss(f"the loss has dtype {result.dtype}", hint="a loss must be a floating-point scalar")
     for name, value in aux.items():
@@ -215,11 +217,21 @@ class Tracer:
         for i, integer in enumerate(reading.graph.host.integer):
             number = values[Input(Role.HYPER, f"number{i}")][0]
             numbers.append(number.to(torch.int64) if integer else number)
-        dry = gpu_autocast() if self.subject.dry == "cuda" and self.subject.precision != "fp32" else contextlib.nullcontext()
+        dry = (
+            gpu_autocast()
+            if self.subject.dry == "cuda" and self.subject.precision != "fp32"
+            else contextlib.nullcontext()
+        )
         with dry, keyed(sites, on_gpu=self.subject.on_gpu, chunked=chunked) as modes:
             found = reading.graph.run(args, numbers, self.paths, self.subject.device)
         return Forward(
-            found.loss, found.aux, found.outputs, found.kept, found.gradients, unrolled=modes.unrolled, assumed=found.assumed
+            found.loss,
+            found.aux,
+            found.outputs,
+            found.kept,
+            found.gradients,
+            unrolled=modes.unrolled,
+            assumed=found.assumed,
         )
 
     def step(self, values: dict[Input, torch.Tensor], sites: Sites) -> tuple[list[Any], list[Output]]:
@@ -292,7 +304,9 @@ class Tracer:
             )
         trained = list(self.subject.trained)
         compat.number_backward(loss)
-        grads = torch.autograd.grad(loss, [leaves[n] for n in trained], allow_unused=True, retain_graph=hooked is not None)
+        grads = torch.autograd.grad(
+            loss, [leaves[n] for n in trained], allow_unused=True, retain_graph=hooked is not None
+        )
         if hooked is not None:  # hooks saw the gradients already; which parameters got one is torch's to say
             grads = tuple(None if g is None else h for g, h in zip(grads, hooked, strict=True))
         found = {n: g for n, g in zip(trained, grads, strict=True) if g is not None}

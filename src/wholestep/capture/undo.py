@@ -83,7 +83,9 @@ class Undo:
     def _keep(self, value: Any) -> Iterator[Any]:
         """Note how to put `value` back; yields what it refers to."""
         if isinstance(value, dict):
-            if type(value) not in _DICTS and _installed(getattr(sys.modules.get(type(value).__module__), "__file__", None)):
+            if type(value) not in _DICTS and _installed(
+                getattr(sys.modules.get(type(value).__module__), "__file__", None)
+            ):
                 return  # a mapping of a library's, which may load what it is asked for
             self._puts.append(functools.partial(_put_dict, value, dict(value)))
             if len(value) <= _MOST_ENTRIES:
@@ -196,7 +198,9 @@ def _slots(cls: type) -> Iterator[str]:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__"):
-                yield name if not name.startswith("__") or name.endswith("__") else f"_{base.__name__.lstrip('_')}{name}"
+                yield (
+                    name if not name.startswith("__") or name.endswith("__") else f"_{base.__name__.lstrip('_')}{name}"
+                )
 
 
 def _installed(path: str | None) -> bool:

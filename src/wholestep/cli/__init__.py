@@ -88,7 +88,9 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except Stopped as stopped:
-        typer.echo("wholestep: stopped at once; nothing was saved since the last checkpoint, if there was one", err=True)
+        typer.echo(
+            "wholestep: stopped at once; nothing was saved since the last checkpoint, if there was one", err=True
+        )
         sys.exit(128 + int(stopped.args[0]))
     except Exception as error:
         if failure.is_out_of_memory(error):
@@ -113,7 +115,12 @@ def _refuse_what_is_not_built(arguments: list[str]) -> None:
 
 
 def _show_warning(
-    message: Any, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: str | None = None
+    message: Any,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
 ) -> None:
     """Our own warnings as one line, without the place in our code; those of others as Python shows them."""
     if issubclass(category, WholestepWarning):

@@ -26,7 +26,9 @@ PEERS = ("eager", "compile", "liger")
 
 
 def command(
-    workloads: Annotated[list[str] | None, typer.Argument(metavar="WORKLOAD", help="All of them when none is named.")] = None,
+    workloads: Annotated[
+        list[str] | None, typer.Argument(metavar="WORKLOAD", help="All of them when none is named.")
+    ] = None,
     listed: Annotated[bool, typer.Option("--list", help="Print the workloads there are.")] = False,
     smoke: Annotated[bool, typer.Option("--smoke", help="Check every workload at a small size on the CPU.")] = False,
     against: Annotated[
@@ -36,7 +38,9 @@ def command(
         str | None, typer.Option("--with", metavar="FILE", help="Passes of your own, after Wholestep's; a row more.")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Steps to sample after warm-up (20).")] = None,
-    limit: Annotated[float | None, typer.Option(min=1, metavar="SECONDS", help="Begin no row that would not fit.")] = None,
+    limit: Annotated[
+        float | None, typer.Option(min=1, metavar="SECONDS", help="Begin no row that would not fit.")
+    ] = None,
     case_limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="For one row.")] = 600.0,
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Rows at work at once; they are timed in turns.")] = 1,
     out: Annotated[
@@ -44,7 +48,9 @@ def command(
     ] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Make rows that failed again.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start the results file over.")] = False,
-    suite: Annotated[str | None, typer.Option(metavar="papers", help="What ten papers claim, beside your results.")] = None,
+    suite: Annotated[
+        str | None, typer.Option(metavar="papers", help="What ten papers claim, beside your results.")
+    ] = None,
     seed: options.Seed = None,
     json: options.Json = False,
 ) -> None:
@@ -80,9 +86,13 @@ def command(
     if smoke:
         if own_passes is not None or steps is not None or limit is not None:
             raise BadOption("--smoke takes no --with, --steps or --limit", hint="leave --smoke out to measure")
-        raise typer.Exit(_smoke(chosen, contenders(against, peers=("eager",), ours="wholestep-interpret"), seed or 0, out, json))
+        raise typer.Exit(
+            _smoke(chosen, contenders(against, peers=("eager",), ours="wholestep-interpret"), seed or 0, out, json)
+        )
     names = contenders(against, peers=PEERS, ours="wholestep")
-    raise typer.Exit(_measure(chosen, names, own_passes, steps, limit, case_limit, out, retry, fresh, seed or 0, json, jobs))
+    raise typer.Exit(
+        _measure(chosen, names, own_passes, steps, limit, case_limit, out, retry, fresh, seed or 0, json, jobs)
+    )
 
 
 def find_workloads(names: Sequence[str], known: dict[str, Workload]) -> list[Workload]:
@@ -124,7 +134,9 @@ def _measure(
     on_gpu = torch.cuda.is_available()
     size, device = ("gpu", "cuda") if on_gpu else ("smoke", "cpu")
     if jobs > 1 and not on_gpu:
-        raise BadOption(f"--jobs {jobs} without a GPU: one row's compiling would slow down another's steps", hint="leave it out")
+        raise BadOption(
+            f"--jobs {jobs} without a GPU: one row's compiling would slow down another's steps", hint="leave it out"
+        )
     path = Path(out or ("bench_gpu.json" if on_gpu else "bench_cpu.json"))
     if not on_gpu:
         _say("no GPU here: the small sizes run on the CPU, and their times say little about a GPU")
@@ -214,7 +226,12 @@ def _progress(total: int) -> Iterator[Callable[[str, int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
+    columns = (
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=total)
         yield lambda text, done: bar.update(task, description=text, completed=done)

@@ -62,7 +62,9 @@ def examine() -> Iterator[tuple[str, str]]:
     yield "cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
     yield "memory", _memory()
     yield "gpu", _gpu()
-    compiler = next((path for name in (os.environ.get("CXX"), "g++", "clang++") if name and (path := shutil.which(name))), None)
+    compiler = next(
+        (path for name in (os.environ.get("CXX"), "g++", "clang++") if name and (path := shutil.which(name))), None
+    )
     yield "C++ compiler", compiler or "missing: on the CPU the step runs interpreted; install g++"
     yield from _caches()
 
@@ -101,7 +103,11 @@ def _caches() -> Iterator[tuple[str, str]]:
     from wholestep.graph.bytes import show_bytes
 
     root = cache_folder("")
-    kinds = [f"{path.name} {show_bytes(_bytes(path))}" for path in sorted(root.iterdir()) if path.is_dir()] if root.is_dir() else []
+    kinds = (
+        [f"{path.name} {show_bytes(_bytes(path))}" for path in sorted(root.iterdir()) if path.is_dir()]
+        if root.is_dir()
+        else []
+    )
     detail = f": {', '.join(kinds)}" if kinds else ""
     yield "cache", f"{root} ({show_bytes(_bytes(root))}{detail}; WHOLESTEP_CACHE_DIR moves it, removing it is safe)"
     user = os.environ.get("USER") or os.environ.get("LOGNAME") or "root"

@@ -21,7 +21,9 @@ MOST_NOTES = 3
 
 
 def command(
-    run: Annotated[Path, typer.Argument(metavar="PLAN|RUN", help="A run's folder, its run.json, a checkpoint, or a plan.toml.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="PLAN|RUN", help="A run's folder, its run.json, a checkpoint, or a plan.toml.")
+    ],
     json: options.Json = False,
 ) -> None:
     """Say what a run did: settings, what was captured, what fell back, losses so far. Or what a plan decides, and why.
@@ -48,7 +50,12 @@ def command(
     found = open_run(run)
     try:
         text = json_text.dumps(as_facts(found), indent=1) if json else "\n".join(lines_of(found))
-    except (TypeError, ValueError, KeyError, AttributeError) as error:  # only files were read: one of them is not as written
+    except (
+        TypeError,
+        ValueError,
+        KeyError,
+        AttributeError,
+    ) as error:  # only files were read: one of them is not as written
         from wholestep.errors import BadOption
 
         what = f"{found.path} is damaged: run.json or metrics.jsonl holds what no run writes ({type(error).__name__}: {error})"
@@ -165,7 +172,9 @@ def _alone(path: Path) -> dict[str, Any] | None:
         facts = read_json(stored)
         return {name: facts[name] for name in ("format", "version", "number", "files", "torch", "data", "config")}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadOption(f"{stored} is no complete checkpoint: {error}", hint="give one that wholestep.save wrote") from error
+        raise BadOption(
+            f"{stored} is no complete checkpoint: {error}", hint="give one that wholestep.save wrote"
+        ) from error
 
 
 def _checkpoint_lines(path: Path, facts: dict[str, Any]) -> list[str]:

@@ -19,7 +19,8 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 BACKENDS = ("inductor", "interpret")
 
 Sets = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of model or training; again for more.")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of model or training; again for more."),
 ]
 Data = Annotated[
     str | None, typer.Option(metavar="NAME|FILE", help="What to train on: shakespeare, stdlib, digits, or a text file.")
@@ -32,9 +33,12 @@ Precision = Annotated[
 Memory = Annotated[
     str | None, typer.Option(metavar="BYTES|auto", help="A budget of the card, such as 12GiB; auto is what is free.")
 ]
-PlanFile = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="A plan that `wholestep plan --out FILE` wrote.")]
+PlanFile = Annotated[
+    Path | None, typer.Option("--plan", metavar="FILE", help="A plan that `wholestep plan --out FILE` wrote.")
+]
 Backend = Annotated[
-    str | None, typer.Option(metavar="|".join(BACKENDS), help="Compile (inductor, the default), or run operator by operator.")
+    str | None,
+    typer.Option(metavar="|".join(BACKENDS), help="Compile (inductor, the default), or run operator by operator."),
 ]
 Dump = Annotated[str | None, typer.Option(metavar="DIR", help="Write the graph here after every stage, as Python.")]
 Disable = Annotated[list[str] | None, typer.Option(metavar="PASS", help="Leave a pass out, by name; again for more.")]
@@ -48,7 +52,9 @@ def one_of(option: str, value: str | None, known: Sequence[str]) -> None:
     """An error unless `value` is None or known."""
     if value is not None and value not in known:
         close = difflib.get_close_matches(value, known, n=1)
-        raise BadOption(f"{option} {value!r}", hint=(f"did you mean {close[0]}? " if close else "") + f"Use {' or '.join(known)}")
+        raise BadOption(
+            f"{option} {value!r}", hint=(f"did you mean {close[0]}? " if close else "") + f"Use {' or '.join(known)}"
+        )
 
 
 def refuse_unbuilt(*, recipe: str | None = None) -> None:
@@ -70,11 +76,15 @@ def checked_memory(memory: str | None, plan: Path | None = None) -> None:
     if memory is None:
         return
     if plan is not None:
-        raise BadOption(f"--memory {memory} together with --plan {plan}", hint="a budget makes its own plan: give one of them")
+        raise BadOption(
+            f"--memory {memory} together with --plan {plan}", hint="a budget makes its own plan: give one of them"
+        )
     if memory != "auto":
         parse_bytes(memory)
     elif not _has_gpu():
-        raise BadOption("--memory auto: there is no GPU here", hint="name an amount, such as --memory 8GiB, or leave it out")
+        raise BadOption(
+            "--memory auto: there is no GPU here", hint="name an amount, such as --memory 8GiB, or leave it out"
+        )
 
 
 def _has_gpu() -> bool:
@@ -111,7 +121,9 @@ def checked_dump(dump: str | None) -> str | None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise BadOption(f"--dump {dump}: {error.strerror or error}", hint="name a folder that can be written to") from error
+        raise BadOption(
+            f"--dump {dump}: {error.strerror or error}", hint="name a folder that can be written to"
+        ) from error
     return dump
 
 

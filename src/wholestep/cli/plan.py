@@ -28,7 +28,10 @@ def command(
     batch: options.Batch = None,
     seq: options.Seq = None,
     device: Annotated[
-        str, typer.Option(metavar="NAME|BYTES|this", help=f"The card: {DEVICES_HELP}. An amount means a card of that memory.")
+        str,
+        typer.Option(
+            metavar="NAME|BYTES|this", help=f"The card: {DEVICES_HELP}. An amount means a card of that memory."
+        ),
     ] = "h200",
     gpus: Annotated[int, typer.Option(min=1, metavar="N", help="Cards to spread over; 1 in this version.")] = 1,
     memory: Annotated[
@@ -43,7 +46,8 @@ def command(
     check_batch: Annotated[
         bool | None,
         typer.Option(
-            "--check-batch/--no-check-batch", help="Capture again at the largest batch found; by itself where that is quick."
+            "--check-batch/--no-check-batch",
+            help="Capture again at the largest batch found; by itself where that is quick.",
         ),
     ] = None,
     disable: options.Disable = None,
@@ -74,7 +78,13 @@ def command(
     from wholestep.report.fit import Question, will_it_fit
 
     question = Question(
-        model=model, sets=tuple(sets or ()), batch=batch, seq=seq, precision=precision, target=target, budget_bytes=budget
+        model=model,
+        sets=tuple(sets or ()),
+        batch=batch,
+        seq=seq,
+        precision=precision,
+        target=target,
+        budget_bytes=budget,
     )
     fit = will_it_fit(question, passes=passes, check_batch=check_batch, tell=_tell)
     _tell("")
@@ -135,7 +145,9 @@ def read_peers(path: Path | None, model: str) -> list[Peer]:
                 found[row["system"]] = (row["system"], float(row["peak_reserved_gib"]), float(row["step_ms"]["median"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         said = f"{type(error).__name__}: {error}"
-        raise BadOption(f"--peers {path}: {' '.join(said.split())}", hint="give JSON: [{name, gib, ms}, ...]") from error
+        raise BadOption(
+            f"--peers {path}: {' '.join(said.split())}", hint="give JSON: [{name, gib, ms}, ...]"
+        ) from error
     return list(found.values())
 
 

@@ -65,7 +65,9 @@ def command(
     options.checked_memory(memory)
     options.one_of("--system", system, SYSTEMS)
     if memory is not None and system != "wholestep":
-        raise BadOption(f"--memory {memory} with --system {system}", hint="only Wholestep's own step is planned for a budget")
+        raise BadOption(
+            f"--memory {memory} with --system {system}", hint="only Wholestep's own step is planned for a budget"
+        )
     passes = options.pipeline(disable)
     page = checked_page(out, model)
     from wholestep.api import compile as compile_step

@@ -52,7 +52,12 @@ def command(
 
     job = make_job(model, sets=sets or (), data=data, batch=batch, seq=seq, precision=precision)
     everything = passes or default_pipeline()
-    run = {"captured": Pipeline([]), "prepared": Pipeline(everything.passes), "planned": everything, "lowered": everything}
+    run = {
+        "captured": Pipeline([]),
+        "prepared": Pipeline(everything.passes),
+        "planned": everything,
+        "lowered": everything,
+    }
     step = compile_step(
         job.model, job.loss_fn, job.optimizer, job.batches.batch(0), backend="interpret", check="off", dump=folder, verbose=False,
         passes=run[stage], memory=memory, plan=options.fitting_plan(planned, job.settings), **job.compile_options,

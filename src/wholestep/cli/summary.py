@@ -61,7 +61,9 @@ def tell_briefly(outcome: Outcome, stream: IO[str]) -> None:
     """One line, for --quiet."""
     run = open_run(outcome.folder)
     write_picture(run)
-    print(_headline(outcome, run) + "; " + "; ".join(line[10:] for line in _losses(outcome)[:1]), file=stream, flush=True)
+    print(
+        _headline(outcome, run) + "; " + "; ".join(line[10:] for line in _losses(outcome)[:1]), file=stream, flush=True
+    )
 
 
 def as_json(outcome: Outcome, request: Mapping[str, Any]) -> str:

@@ -40,19 +40,27 @@ def command(
     seq: options.Seq = None,
     precision: options.Precision = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The folder of the run; runs/MODEL-DATA when not given, never overwritten.")
+        Path | None,
+        typer.Option(metavar="DIR", help="The folder of the run; runs/MODEL-DATA when not given, never overwritten."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint of --out, or of the newest run. "
-                           "--out may also be one checkpoint. What is not given again is as it was.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on from the newest checkpoint of --out, or of the newest run. "
+            "--out may also be one checkpoint. What is not given again is as it was.",
+        ),
     ] = False,
     init: Annotated[bool, typer.Option("--init", help="Start from the weights that lie in the folder MODEL.")] = False,
     nonfinite: Annotated[
         str | None,
-        typer.Option(metavar="stop|skip", help="What to do about a loss or gradient that is not finite; stop when not given."),
+        typer.Option(
+            metavar="stop|skip", help="What to do about a loss or gradient that is not finite; stop when not given."
+        ),
     ] = None,
     save_every: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Steps between checkpoints; about ten over a run when not given.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Steps between checkpoints; about ten over a run when not given."),
     ] = None,
     memory: options.Memory = None,
     plan: options.PlanFile = None,
@@ -139,7 +147,9 @@ def _job(request: dict[str, Any], given: dict[str, Any], folder: RunFolder | Non
         try:
             return make_job_again(folder.facts["settings"], steps=given["steps"])
         except (KeyError, TypeError, AttributeError) as error:
-            if folder.facts["settings"].get("family") is None:  # the user's own function: its errors are told as they are
+            if (
+                folder.facts["settings"].get("family") is None
+            ):  # the user's own function: its errors are told as they are
                 raise
             what = f"{folder.path / 'run.json'} is damaged: its settings make no job ({type(error).__name__}: {error})"
             raise BadOption(what, hint="mend it, or start a new run") from error
@@ -154,7 +164,9 @@ def _asked(name: str, given: dict[str, Any], folder: RunFolder | None) -> Any:
     kind: Any = KINDS.get(name, str)
     if before is not None and not isinstance(before, kind):
         assert folder is not None
-        raise BadOption(f"{folder.path / 'run.json'} is damaged: {name} was {before!r}", hint="mend it, or start a new run")
+        raise BadOption(
+            f"{folder.path / 'run.json'} is damaged: {name} was {before!r}", hint="mend it, or start a new run"
+        )
     now = given.get(name)
     return _merged(before, now) if name == "sets" else before if now is None else now
 
@@ -170,7 +182,9 @@ def _run_to_resume(given: dict[str, Any], out: Path | None) -> RunFolder:
     if out is None:
         return newest_run(given["model"], given["data"])
     if not out.exists():
-        raise BadOption(f"{out} does not exist, there is nothing to resume", hint="leave --resume out to start a run there")
+        raise BadOption(
+            f"{out} does not exist, there is nothing to resume", hint="leave --resume out to start a run there"
+        )
     return open_run(out)
 
 

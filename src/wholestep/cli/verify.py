@@ -44,8 +44,12 @@ def command(
     from wholestep.api import verify
     from wholestep.train.job import make_job
 
-    job = make_job(model, sets=sets or (), data=data, batch=batch, seq=seq, precision=precision, steps=steps, seed=seed or 0)
-    chosen: dict[str, Any] = {k: v for k, v in job.compile_options.items() if k in ("precision", "clip_norm", "accumulate")}
+    job = make_job(
+        model, sets=sets or (), data=data, batch=batch, seq=seq, precision=precision, steps=steps, seed=seed or 0
+    )
+    chosen: dict[str, Any] = {
+        k: v for k, v in job.compile_options.items() if k in ("precision", "clip_norm", "accumulate")
+    }
     report = verify(
         job.model, job.loss_fn, job.optimizer, [job.batches.batch(number) for number in range(steps)], steps=steps,
         edge_batches=job.edge_batches, memory=memory, plan=options.fitting_plan(planned, job.settings),

@@ -46,5 +46,7 @@ def find_target(text: str) -> Target:
     try:
         device = find_device(name)
     except BadOption as error:
-        raise BadOption(f"--{error.what.replace('no device is called', 'device')} is not known", hint=error.hint) from None
+        raise BadOption(
+            f"--{error.what.replace('no device is called', 'device')} is not known", hint=error.hint
+        ) from None
     return Target(device, "calibrated" if device.name in CALIBRATED else "not calibrated")

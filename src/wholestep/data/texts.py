@@ -79,6 +79,7 @@ def _standard_library() -> bytes:
             break
     if not parts:
         raise BadOption(
-            f"data 'stdlib': there are no .py files in {root}", hint="this Python keeps its library elsewhere; use shakespeare"
+            f"data 'stdlib': there are no .py files in {root}",
+            hint="this Python keeps its library elsewhere; use shakespeare",
         )
     return b"".join(parts)[:STDLIB_BYTES]

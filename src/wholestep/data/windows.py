@@ -126,7 +126,9 @@ class TextBatches:
         same[0] = min(size - 1, int(self.train[0]))
         ends[0] = torch.arange(self.window).remainder(2).mul(size - 1)
         few = self.train[: self.window].expand(fewest, -1).contiguous()
-        return [self._on_device(self.form(w, generator_for(self.seed, i, "edges"))) for i, w in enumerate((same, ends, few))]
+        return [
+            self._on_device(self.form(w, generator_for(self.seed, i, "edges"))) for i, w in enumerate((same, ends, few))
+        ]
 
     def describe(self) -> str:
         held = f"{len(self.held):,} held out" if len(self.held) else "too short to hold anything out"

@@ -83,7 +83,9 @@ def peak_bytes(graph: TrainingGraph, *, donate: bool = True) -> int:
     born: dict[int, list[int]] = defaultdict(list)
     seen: set[int] = set()
     for position, node in enumerate(nodes):
-        new = [number for number in dict.fromkeys(flat_numbers(found.get(node))) if number in sizes and number not in seen]
+        new = [
+            number for number in dict.fromkeys(flat_numbers(found.get(node))) if number in sizes and number not in seen
+        ]
         born[position] = new
         seen.update(new)
     if donate:

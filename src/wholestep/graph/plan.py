@@ -52,7 +52,9 @@ class Plan:
             raise BadOption(f"a plan of format {data.get('format')!r}", hint=f"this version reads format {FORMAT}")
         unknown = sorted(given.keys() - known)
         if unknown:
-            raise BadOption(f"a plan with an unknown field {unknown[0]!r}", hint=f"fields are {', '.join(sorted(known))}")
+            raise BadOption(
+                f"a plan with an unknown field {unknown[0]!r}", hint=f"fields are {', '.join(sorted(known))}"
+            )
         if "recompute" in given:
             if not isinstance(given["recompute"], list | tuple):
                 raise BadOption(f"recompute = {given['recompute']!r}", hint="it must be a list of names")

@@ -30,7 +30,9 @@ def plan_text(plan: Plan) -> str:
     """The file."""
     lines = [HEAD, f"format = {FORMAT}"]
     if plan.early_update is not None:
-        lines += [f"early_update = {_value(plan.early_update)}  # parameters are updated as soon as their gradients are final"]
+        lines += [
+            f"early_update = {_value(plan.early_update)}  # parameters are updated as soon as their gradients are final"
+        ]
     if plan.chunked_loss is not None:
         lines += [f"chunked_loss = {_value(plan.chunked_loss)}  # logits are made in chunks, never whole"]
     for name, words in (("budget_bytes", "of the card"), ("predicted_bytes", "allocated, at the peak of the step")):
@@ -104,7 +106,9 @@ def _checked(plan: Plan) -> Plan:
         if precision not in PRECISIONS:
             raise BadOption(f"precision.{path} = {precision!r}", hint=f"use one of {', '.join(PRECISIONS)}")
     if not all(isinstance(name, str) for name in plan.recompute):
-        raise BadOption("recompute holds something that is not a name", hint='write names in quotes, such as "layers.*.mlp/gelu"')
+        raise BadOption(
+            "recompute holds something that is not a name", hint='write names in quotes, such as "layers.*.mlp/gelu"'
+        )
     return plan
 
 

@@ -38,7 +38,13 @@ _SHORT_DTYPES = {
 }  # fmt: skip
 
 # Owners whose inputs often share a name with a parameter get it as a prefix.
-_ROLE_PREFIXES = {Role.HYPER: "hyper_", Role.KEY: "key_", Role.CONSTANT: "constant_", Role.GRADIENT: "grad_", Role.SCALE: "scale_"}
+_ROLE_PREFIXES = {
+    Role.HYPER: "hyper_",
+    Role.KEY: "key_",
+    Role.CONSTANT: "constant_",
+    Role.GRADIENT: "grad_",
+    Role.SCALE: "scale_",
+}
 
 _RESERVED = {"torch", "operator", "math", "step", "CONSTANTS", *keyword.kwlist, *dir(builtins)}
 

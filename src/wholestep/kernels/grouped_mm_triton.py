@@ -83,12 +83,16 @@ def _weights_kernel(
         a = tl.load(left, mask=(entry < inner)[:, None] & (row < last)[None, :], other=0.0)
         b = tl.load(right, mask=(row < last)[:, None] & (column < columns)[None, :], other=0.0)
         total = tl.dot(a, b, total, input_precision=PRECISION)
-    place = out + group.to(tl.int64) * out_group + entry.to(tl.int64)[:, None] * out_inner + column[None, :] * out_column
+    place = (
+        out + group.to(tl.int64) * out_group + entry.to(tl.int64)[:, None] * out_inner + column[None, :] * out_column
+    )
     tl.store(place, total.to(out.dtype.element_ty), mask=(entry < inner)[:, None] & (column < columns)[None, :])
 
 
 @triton.jit
-def _ready_kernel(source, out, rows, columns, from_batch, from_row, from_column, to_batch, to_row, to_column, TILE: tl.constexpr):
+def _ready_kernel(
+    source, out, rows, columns, from_batch, from_row, from_column, to_batch, to_row, to_column, TILE: tl.constexpr
+):
     """out = source rounded to tf32, both of any layout: half a last place is added, the rest is cut off by the tensor core."""
     batch = tl.program_id(2).to(tl.int64)
     row = tl.program_id(1) * TILE + tl.arange(0, TILE)

@@ -70,7 +70,9 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, reduct
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(f"ws::linear_cross_entropy: bias has shape {tuple(bias.shape)}, with {shapes}")
     if x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
-        raise ValueError(f"ws::linear_cross_entropy: x is {x.dtype}, weight {weight.dtype}; they and bias must be one dtype")
+        raise ValueError(
+            f"ws::linear_cross_entropy: x is {x.dtype}, weight {weight.dtype}; they and bias must be one dtype"
+        )
     if target.dtype != torch.int64:
         raise ValueError(f"ws::linear_cross_entropy: target is {target.dtype}, not class numbers (int64)")
     if reduction not in REDUCTIONS:

@@ -225,7 +225,13 @@ def _fake(
         packed = x.new_empty(sum(w.numel() for w in weights))
     else:
         kept, packed = x.new_empty(rows, ways * _kept_width(kind, width)), x.new_empty(0)
-    return x.new_empty(rows, ways * width), last, torch.empty_like(last) if c is not None else x.new_empty(0), kept, packed
+    return (
+        x.new_empty(rows, ways * width),
+        last,
+        torch.empty_like(last) if c is not None else x.new_empty(0),
+        kept,
+        packed,
+    )
 
 
 @torch.library.register_fake("ws::packed_recurrent_backward", lib=LIBRARY)
@@ -245,7 +251,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(kept, packed, *([] if c is not None else [last_c]))
 
 
-def _autograd(ctx: Any, grad_out: Tensor | None, grad_h: Tensor | None, grad_c: Tensor | None, *_: Any) -> tuple[Any, ...]:
+def _autograd(
+    ctx: Any, grad_out: Tensor | None, grad_h: Tensor | None, grad_c: Tensor | None, *_: Any
+) -> tuple[Any, ...]:
     x, sizes, h, c, out, kept, packed, *weights = ctx.saved_tensors
     dx, dh, dc, *dweights = torch.ops.ws.packed_recurrent_backward(
         grad_out, grad_h, grad_c, x, sizes, h, c, list(weights), out, kept, packed, ctx.kind, ctx.both

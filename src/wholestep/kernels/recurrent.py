@@ -131,7 +131,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(reserve, packed, *([] if ctx.kind == "lstm" else [last_c]))
 
 
-def _autograd(ctx: Any, grad_out: Tensor | None, grad_h: Tensor | None, grad_c: Tensor | None, *_: Any) -> tuple[Any, ...]:
+def _autograd(
+    ctx: Any, grad_out: Tensor | None, grad_h: Tensor | None, grad_c: Tensor | None, *_: Any
+) -> tuple[Any, ...]:
     x, h, c, out, reserve, packed, *weights = ctx.saved_tensors
     dx, dh, dc, *dweights = torch.ops.ws.recurrent_backward(
         grad_out, grad_h, grad_c, x, h, c, list(weights), out, reserve, packed, ctx.kind, ctx.both

@@ -24,7 +24,14 @@ LIBRARY.define(
 
 
 def reference(
-    crow: Tensor | None, index: Tensor, values: Tensor, x: Tensor, rows: int, columns: int, coalesced: bool, transposed: bool
+    crow: Tensor | None,
+    index: Tensor,
+    values: Tensor,
+    x: Tensor,
+    rows: int,
+    columns: int,
+    coalesced: bool,
+    transposed: bool,
 ) -> Tensor:
     """By torch's sparse tensors."""
     if crow is None:
@@ -40,7 +47,14 @@ for _device in ("CPU", "CUDA"):
 
 @torch.library.register_fake("ws::sparse_mm", lib=LIBRARY)
 def _fake(
-    crow: Tensor | None, index: Tensor, values: Tensor, x: Tensor, rows: int, columns: int, coalesced: bool, transposed: bool
+    crow: Tensor | None,
+    index: Tensor,
+    values: Tensor,
+    x: Tensor,
+    rows: int,
+    columns: int,
+    coalesced: bool,
+    transposed: bool,
 ) -> Tensor:
     return x.new_empty(columns if transposed else rows, x.shape[1])
 
@@ -67,7 +81,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         out_at, in_at = (column, row) if transposed else (row, column)
         grad_values = (grad[out_at] * x[in_at]).sum(1)
     if ctx.needs_input_grad[3]:
-        grad_x = torch.ops.ws.sparse_mm(crow, index, values, grad.contiguous(), rows, columns, coalesced, not transposed)
+        grad_x = torch.ops.ws.sparse_mm(
+            crow, index, values, grad.contiguous(), rows, columns, coalesced, not transposed
+        )
     return None, None, grad_values, grad_x, None, None, None, None
 
 

@@ -229,7 +229,9 @@ def _first_of(decomposition: Callable[..., Any], other: Callable[..., Any] | Non
 def _joint_passes(lowered: fx.GraphModule, values: list[Any]) -> fx.GraphModule:
     from torch._inductor import compile_fx
 
-    if any(free_unbacked_symbols(tensor) for node in lowered.graph.nodes for tensor in tensors_in(node.meta.get("val"))):
+    if any(
+        free_unbacked_symbols(tensor) for node in lowered.graph.nodes for tensor in tensors_in(node.meta.get("val"))
+    ):
         return lowered  # they ask whether a size is 0 or 1 which only data tells (torch 2.13)
     passes = compile_fx._recursive_joint_graph_passes
     device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)

@@ -1,9 +1,9 @@
 """Lowering `inductor`: regions compiled by TorchInductor, each distinct one once, called by a generated driver.
 
 In goes a TrainingGraph, out comes a Runner. The graph becomes imperative (`in_place.py`), numbers in which equal layers differ
-become inputs (`lift_numbers.py`), it is cut at layer borders (`regions.py`), each distinct region is compiled
-(`compile_region.py`), and one flat function calls them in order (`driver.py`). A region that fails to compile runs operator by
-operator instead, and `describe()["notes"]` says why.
+become inputs (`lift_numbers.py`), casts that round are kept (`keep_roundings.py`), it is cut at layer borders (`regions.py`),
+each distinct region is compiled (`compile_region.py`), and one flat function calls them in order (`driver.py`). A region that
+fails to compile runs operator by operator instead, and `describe()["notes"]` says why.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from wholestep.lower.compile_region import Compiled, compile_region, forget_comp
 from wholestep.lower.driver import Statement, build_driver
 from wholestep.lower.in_place import ImperativeGraph, write_state_in_place
 from wholestep.lower.interpret import constants_of, statement_of
+from wholestep.lower.keep_roundings import keep_roundings
 from wholestep.lower.lift_numbers import lift_numbers
 from wholestep.lower.overlap import one_wait_for_all
 from wholestep.lower.regions import Piece, Region, split_regions
@@ -54,6 +55,7 @@ def imperative_form(graph: TrainingGraph, watch: Sequence[str] = ()) -> Imperati
     imperative = write_state_in_place(graph, watch)
     take_fused_updates(imperative)
     lift_numbers(imperative)
+    keep_roundings(imperative.graph)
     return imperative
 
 

@@ -2,8 +2,9 @@
 
 Stochastic depth drops each layer with a probability of its own; two layers that are equal but for such a number would be two
 regions, and a model of 24 layers would compile 48. In goes the imperative graph: layers with the same operators in the same order
-are laid side by side; where a Python number differs between them it becomes a constant (a 0-d tensor on the CPU, which compiled
-GPU code takes as a plain argument). Numbers that are equal in all of them stay in the code.
+are laid side by side; where a Python number differs between them it becomes a constant (a 0-d tensor on the layer's own device:
+on the CPU, beside a GPU's tensors, it would bring a C++ compiler into the region). Numbers that are equal in all of them stay in
+the code.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ def _liftable(node: fx.Node) -> bool:
 
 
 def _lift(imperative: ImperativeGraph, node: fx.Node, name: str) -> None:
-    value = torch.tensor(node.args[1], dtype=torch.float64)
+    beside: torch.Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
+    value = torch.tensor(node.args[1], dtype=torch.float64, device=beside.device)
     imperative.owner.register_buffer(name, value, persistent=False)
     with imperative.graph.inserting_before(next(iter(imperative.graph.nodes))):
         constant = imperative.graph.get_attr(name)
-    mode = node.args[0].meta["val"].fake_mode  # type: ignore[union-attr]
-    constant.meta["val"] = mode.from_tensor(value)
+    constant.meta["val"] = beside.fake_mode.from_tensor(value)  # type: ignore[attr-defined]
     node.target = LIFTED[node.target]  # type: ignore[index]
     node.update_arg(1, constant)

@@ -37,7 +37,9 @@ def warm_up(device: str = "cpu") -> None:
     def work() -> None:
         # whatever fails here fails again, with its reason, when a region is compiled
         with contextlib.suppress(Exception):
-            if device == "cpu":  # g++ runs under threads; the worker processes are for Triton, and cost seconds to start
+            if (
+                device == "cpu"
+            ):  # g++ runs under threads; the worker processes are for Triton, and cost seconds to start
                 AsyncCompile().cpp_pybinding(["const float*", "float*"], _TRIVIAL_KERNEL)
             elif hasattr(AsyncCompile, "warm_pool"):
                 AsyncCompile.warm_pool()

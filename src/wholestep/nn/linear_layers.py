@@ -58,9 +58,7 @@ def _rows(t: Tensor) -> Tensor:
 
 class _FromOrigin(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, weight: Tensor, bias: Tensor | None, out_in: bool, origin: Origin
-    ) -> Tensor:
+    def forward(ctx: Any, y: Tensor, weight: Tensor, bias: Tensor | None, out_in: bool, origin: Origin) -> Tensor:
         # Not the origin itself: ctx would hold its tensors past the backward that frees the saved ones.
         ctx.save_for_backward(weight, *origin.tensors)
         ctx.function, ctx.casts, ctx.copied, ctx.shared = origin.function, origin.casts, origin.copied, origin.shared

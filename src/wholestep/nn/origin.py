@@ -45,9 +45,7 @@ class Casts:
         """Context: this state. Without autocast's cache, whose casts would not be part of the graph being built."""
         if not self.enabled and not torch.is_autocast_enabled(self.device_type):
             return contextlib.nullcontext()  # entering autocast costs more than the function that runs under it
-        context: Any = torch.autocast(
-            self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False
-        )
+        context: Any = torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
         context._wholestep = True  # ours: a capture refuses the contexts that a loss function enters itself
         entered: contextlib.AbstractContextManager[Any] = context
         return entered
@@ -122,7 +120,9 @@ def origin_of(y: Tensor) -> Origin | None:
     return origin if origin.region is compat.saved_tensor_hooks() else None
 
 
-def compute_again(function: Callable[..., Tensor], casts: Casts, tensors: tuple[Tensor | None, ...], copied: bool) -> Tensor:
+def compute_again(
+    function: Callable[..., Tensor], casts: Casts, tensors: tuple[Tensor | None, ...], copied: bool
+) -> Tensor:
     """Compute y again, in a backward; differentiable when that backward is itself differentiated."""
     if copied and torch.is_grad_enabled():
         raise WholestepError(

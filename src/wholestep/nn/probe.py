@@ -32,7 +32,9 @@ def disagreement(module: nn.Module, style: str) -> str | None:
                     return f"{name} is {b.dtype} {tuple(b.shape)}, the lean form gives {a.dtype} {tuple(a.shape)}"
                 if not torch.equal(a, b):
                     return f"its {name} differs by up to {(a - b).abs().max().item():.1e} from the lean form's"
-    except Exception as error:  # somebody else's forward may raise anything at all; the reason is told, nothing is swapped
+    except (
+        Exception
+    ) as error:  # somebody else's forward may raise anything at all; the reason is told, nothing is swapped
         return f"its forward could not be tried: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return None
 
@@ -56,7 +58,10 @@ def _inputs(module: nn.Module, style: str) -> list[Tensor]:
         weight = parameters[0]
         width = TINY if style == "gated" else weight.shape[0]
         # Norms written in Python promote: a float32 weight on a bf16 input is the case where formulas part.
-        dtypes, device = sorted({weight.dtype, torch.bfloat16} if eps_of(module) else {weight.dtype}, key=str), weight.device
+        dtypes, device = (
+            sorted({weight.dtype, torch.bfloat16} if eps_of(module) else {weight.dtype}, key=str),
+            weight.device,
+        )
     generator = torch.Generator().manual_seed(0)
     unit = torch.randn(2, ROWS, width, generator=generator)
     return [(unit * scale).to(device=device, dtype=dtype) for dtype in dtypes for scale in (1.0, 50.0, 1e-3)]

@@ -19,9 +19,7 @@ from wholestep.nn.origin import Casts, plain, remember, wanted, without_autocast
 Derivative = Callable[..., Sequence[Tensor | None]]
 
 
-def replayed(
-    function: Callable[..., Tensor], *tensors: Tensor | None, derivative: Derivative | None = None
-) -> Tensor:
+def replayed(function: Callable[..., Tensor], *tensors: Tensor | None, derivative: Derivative | None = None) -> Tensor:
     """function(*tensors), keeping `tensors` and nothing that is computed on the way.
 
     `derivative(grad, *tensors)` gives one gradient per tensor, by the same operators as autograd would use.

@@ -72,7 +72,9 @@ STYLES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "gelu_tanh": lambda module, x: gelu(x, "tanh"),
     "silu": lambda module, x: silu(x),
     "rms_in_float": lambda module, x: rms_norm_in_float(x, module.weight, eps_of(module) or 0.0),
-    "rms_in_float_replayed": lambda module, x: rms_norm_in_float(x, module.weight, eps_of(module) or 0.0, by_hand=False),
+    "rms_in_float_replayed": lambda module, x: rms_norm_in_float(
+        x, module.weight, eps_of(module) or 0.0, by_hand=False
+    ),
     "rms_weight_dtype": lambda module, x: rms_norm_weight_dtype(x, module.weight, eps_of(module) or 0.0),
     "rms_one_plus": lambda module, x: rms_norm_one_plus(x, module.weight, eps_of(module) or 0.0),
     "rms_torch": lambda module, x: rms_norm(x, module.weight.shape, module.weight, eps_of(module)),

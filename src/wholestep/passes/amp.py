@@ -105,7 +105,9 @@ class _Rewrite:
         self.graph.graph.eliminate_dead_code()
         alive = {node.name for node in self.graph.graph.nodes}
         copies = {value.name: made.name for (value, _, _), made in self.casts.items()}
-        followed = {path: name if name in alive else copies.get(name, name) for path, name in self.graph.boundaries.items()}
+        followed = {
+            path: name if name in alive else copies.get(name, name) for path, name in self.graph.boundaries.items()
+        }
         self.graph.boundaries = {path: name for path, name in followed.items() if name in alive}
 
     # ---- one node ----
@@ -227,7 +229,9 @@ class _Rewrite:
         source = tensor_of(args[0])
         assert source is not None
         with source.fake_mode:  # type: ignore[attr-defined]
-            node.meta["val"] = target(*fx.map_arg(args, lambda a: a.meta["val"]), **fx.map_arg(kwargs, lambda a: a.meta["val"]))
+            node.meta["val"] = target(
+                *fx.map_arg(args, lambda a: a.meta["val"]), **fx.map_arg(kwargs, lambda a: a.meta["val"])
+            )
         return node
 
     def _restore_gradient(self, node: fx.Node) -> None:

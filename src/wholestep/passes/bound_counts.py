@@ -40,7 +40,9 @@ def bound_counts(graph: TrainingGraph) -> TrainingGraph:
         if node.target is aten.bincount.default and _is_bounded(node):
             _rewrite(editor, node)
     for node in list(graph.operations()) if editor.changed else ():
-        if node.target is torch.ops.ws.require.default and _certain(node):  # as many counts as are read, for certain now
+        if node.target is torch.ops.ws.require.default and _certain(
+            node
+        ):  # as many counts as are read, for certain now
             true = editor.compute(node, aten.full.default, [], True, dtype=torch.bool, device=node.args[1])
             editor.replace(node, true)
     return editor.finish()

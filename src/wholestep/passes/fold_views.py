@@ -58,7 +58,12 @@ def _fold_chain(edit: Editor, node: fx.Node) -> None:
     reachable = [source for source in reversed(ancestors) if not _crosses_boundary(edit, node, source)]
     for source in reachable:
         before = tensor_of(source)
-        if before is not None and same_kind(before, after) and _same_offset(before, after) and _keeps_order(source, node):
+        if (
+            before is not None
+            and same_kind(before, after)
+            and _same_offset(before, after)
+            and _keeps_order(source, node)
+        ):
             edit.replace(node, source)
             return
     for source in reachable[:-1]:

@@ -71,7 +71,9 @@ def _move_gradient(graph: TrainingGraph, forward: fx.Node, grad: fx.Node) -> boo
         value = node.meta["val"]
         with graph.graph.inserting_before(forward):
             new = graph.graph.call_function(
-                aten.full.default, ([], _ONLY_SHAPE[node.target]), {"dtype": value.dtype, "device": value.device}  # type: ignore[index]
+                aten.full.default,
+                ([], _ONLY_SHAPE[node.target]),
+                {"dtype": value.dtype, "device": value.device},  # type: ignore[index]
             )
         _replace(graph, node, new)
     for node in sorted(later - set(shapes), key=order.__getitem__):

@@ -39,7 +39,9 @@ class Editor:
         self.graph.graph.erase_node(old)
         self.changed += 1
 
-    def insert(self, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+    def insert(
+        self, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> fx.Node:
         """A node before `like`, with the phase, module, source and value of `like`."""
         with self.graph.graph.inserting_before(like):
             node = self.graph.graph.call_function(target, args, kwargs or {})
@@ -89,7 +91,10 @@ def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
 def same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal shape, strides, dtype and device."""
     return (
-        a.dtype == b.dtype and a.device == b.device and same_sizes(a.shape, b.shape) and same_sizes(a.stride(), b.stride())
+        a.dtype == b.dtype
+        and a.device == b.device
+        and same_sizes(a.shape, b.shape)
+        and same_sizes(a.stride(), b.stride())
     )
 
 

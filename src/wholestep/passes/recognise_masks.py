@@ -80,9 +80,15 @@ def _compute(node: fx.Node, extra: int, known: dict[fx.Node, Any]) -> Any:
     if isinstance(value, torch.SymInt):
         known[node] = compat.traced_size(value, extra=extra)
         return known[node]
-    if node.op != "call_function" or not _small(value) or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+    if (
+        node.op != "call_function"
+        or not _small(value)
+        or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    ):
         raise _DependsOnInput
-    args = fx.node.map_aggregate(node.args, lambda a: _compute(a, extra, known) if isinstance(a, fx.Node) else _plain(a, extra))
+    args = fx.node.map_aggregate(
+        node.args, lambda a: _compute(a, extra, known) if isinstance(a, fx.Node) else _plain(a, extra)
+    )
     kwargs = fx.node.map_aggregate(
         node.kwargs, lambda a: _compute(a, extra, known) if isinstance(a, fx.Node) else _plain(a, extra)
     )

@@ -63,7 +63,9 @@ class _Rewrite:
             if self.keys[value] in self.chosen:
                 return may_recompute(_maker(value))
             source = value.all_input_nodes[0] if value.all_input_nodes else None
-            looks = is_cheap_view(value) or (value.target is operator.getitem and source is not None and is_cheap_view(source))
+            looks = is_cheap_view(value) or (
+                value.target is operator.getitem and source is not None and is_cheap_view(source)
+            )
             if not looks or source is None:
                 return False
             value = source

@@ -83,7 +83,12 @@ def _repeated(node: fx.Node) -> fx.Node | None:
         return None
     expanded, source = node.meta["val"], node.args[0]
     before = source.meta["val"]  # type: ignore[union-attr]
-    if before.dim() != expanded.dim() or before.dim() < 2 or before.shape[0] != 1 or before.shape[1:] != expanded.shape[1:]:
+    if (
+        before.dim() != expanded.dim()
+        or before.dim() < 2
+        or before.shape[0] != 1
+        or before.shape[1:] != expanded.shape[1:]
+    ):
         return None
     merged = expanded.shape[0] * expanded.shape[1] == shape[0] and expanded.shape[2:].numel() == shape[1:].numel()
     return source if merged and all(type(size) is int for size in expanded.shape) else None  # type: ignore[return-value]

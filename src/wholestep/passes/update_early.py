@@ -95,7 +95,9 @@ class _Places:
         for node in nodes:
             if node.op == "output":
                 continue  # what is returned is copied before it is overwritten
-            read_at.update(dict.fromkeys(_list(node, "grads") if node in updates else node.all_input_nodes, position[node]))
+            read_at.update(
+                dict.fromkeys(_list(node, "grads") if node in updates else node.all_input_nodes, position[node])
+            )
         last: dict[Any, int] = {}
         for entry, place in read_at.items():
             for number in flat_numbers(numbers.get(entry)):
@@ -121,7 +123,9 @@ def _parts(update: fx.Node, places: _Places, min_bytes: int) -> list[_Part]:
     """Members by the border at which they are ready; small ones wait for the next border."""
     parameters, gradients = _list(update, "params"), _list(update, "grads")
     written = _written(update)
-    if not _separable(update, len(parameters)) or any(node not in places.last_read for entry in written for node in entry):
+    if not _separable(update, len(parameters)) or any(
+        node not in places.last_read for entry in written for node in entry
+    ):
         return []
     ready = [
         max(places.position[gradient], *(places.last_read[entry[i]] for entry in written))
@@ -184,7 +188,9 @@ def _clipping(update: fx.Node) -> fx.Node | None:
 def _clip_alone(graph: fx.Graph, update: fx.Node, clipping: fx.Node) -> fx.Node:
     """Clip what `update` consumes by its own norm, which is returned."""
     with graph.inserting_before(update):
-        alone = graph.call_function(clipping.target, (_list(update, "grads"), *clipping.args[1:]), dict(clipping.kwargs))  # type: ignore[arg-type]
+        alone = graph.call_function(
+            clipping.target, (_list(update, "grads"), *clipping.args[1:]), dict(clipping.kwargs)
+        )  # type: ignore[arg-type]
         results = [graph.call_function(operator.getitem, (alone, index)) for index in (0, 1)]
     for node, value in ((alone, clipping.meta["val"]), *zip(results, clipping.meta["val"], strict=True)):
         node.meta = {"val": value, "custom": dict(update.meta["custom"])}

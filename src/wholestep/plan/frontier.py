@@ -64,7 +64,13 @@ def peak_for_card(budget_bytes: int, slack: float = SLACK) -> int:
 
 
 def frontier(
-    graph: TrainingGraph, device: Device, apply: Apply, *, targets: int = TARGETS, near: int | None = None, exact: bool = True
+    graph: TrainingGraph,
+    device: Device,
+    apply: Apply,
+    *,
+    targets: int = TARGETS,
+    near: int | None = None,
+    exact: bool = True,
 ) -> list[Point]:
     """The plans worth having, from the fastest to the leanest. The graph is left as it is.
 
@@ -75,7 +81,9 @@ def frontier(
     """
     study = Study(graph, device, apply)
     points = [study.kept]
-    points += [study.carried_out(one) if exact else study.summed_up(one) for one in _decisions(study, targets, near, few=exact)]
+    points += [
+        study.carried_out(one) if exact else study.summed_up(one) for one in _decisions(study, targets, near, few=exact)
+    ]
     return _worthwhile(study.quickest, points, study.problem)
 
 
@@ -151,7 +159,9 @@ def _decisions(study: Study, targets: int, near: int | None, *, few: bool) -> It
     seen = {(), first.again, least.again}
     most = min(first.bytes, study.quickest.peak_bytes)
     finest = (most - least.bytes) / (targets * FINER)
-    low, high = (0.0, 0.0) if near is None else (near - 2 * finest, near) if few else (near * (1 - ABOUT), near * (1 + ABOUT))
+    low, high = (
+        (0.0, 0.0) if near is None else (near - 2 * finest, near) if few else (near * (1 - ABOUT), near * (1 + ABOUT))
+    )
     for step in range(1, targets * FINER):
         target = most - step * finest
         if step % FINER == 0 or low < target <= high:
@@ -185,7 +195,9 @@ def _not_faster(point: Point, quickest: Point) -> Point:
 
 def _told(point: Point, before: Point | None, problem: Problem) -> Point:
     if before is None:
-        return dataclasses.replace(point, change="everything kept" if not point.plan.recompute else _names(point, problem, ()))
+        return dataclasses.replace(
+            point, change="everything kept" if not point.plan.recompute else _names(point, problem, ())
+        )
     more = _names(point, problem, before.plan.recompute)
     saved, slower = before.peak_bytes - point.peak_bytes, 1e3 * (point.seconds - before.seconds)
     return dataclasses.replace(point, change=f"{more}: -{show_bytes(saved)}, +{slower:.1f} ms")

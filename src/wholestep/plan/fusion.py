@@ -95,7 +95,9 @@ def _regions(graph: TrainingGraph) -> dict[fx.Node, int]:
     return found
 
 
-def _readers(graph: TrainingGraph, numbers: dict[fx.Node, Any], regions: dict[fx.Node, int]) -> dict[int, list[fx.Node]]:
+def _readers(
+    graph: TrainingGraph, numbers: dict[fx.Node, Any], regions: dict[fx.Node, int]
+) -> dict[int, list[fx.Node]]:
     found: dict[int, list[fx.Node]] = {}
     for node in regions:
         for entry in node.all_input_nodes:

@@ -113,7 +113,9 @@ class MemoryPlanner:
             terms = [(self.target, 1.0)]
             terms += [(self.keep[v.key], -v.alive[stretch] / self.scale) for v in self.values if v.alive.get(stretch)]
             terms += [
-                (self.near[u.key], -again[u.key] / self.scale) for u in self.units if stretch in u.stretches and again[u.key]
+                (self.near[u.key], -again[u.key] / self.scale)
+                for u in self.units
+                if stretch in u.stretches and again[u.key]
             ]
             self._row(terms, rest / self.scale)
 
@@ -162,7 +164,9 @@ class MemoryPlanner:
         seconds -= sum(v.holding for v in self.values) - sum(v.holding for v in kept)
         twice = [u for u in self.units if chosen[self.near[u.key]]]
         sums = [
-            rest + sum(v.alive.get(i, 0) for v in kept) + sum(self.again_bytes[u.key] for u in twice if i in u.stretches)
+            rest
+            + sum(v.alive.get(i, 0) for v in kept)
+            + sum(self.again_bytes[u.key] for u in twice if i in u.stretches)
             for i, rest in enumerate(self.problem.rest)
         ]
         return Decision(tuple(sorted(again)), seconds, max(sums, default=0.0))

@@ -70,7 +70,11 @@ class Timeline:
         if storage in self.gradients:
             return "gradients"
         made, read = (phase_of(self.works[i].node) for i in (self.born[storage], self.last[storage]))
-        return "saved activations" if made == "forward" and read == "backward" and at != self.born[storage] else "temporaries"
+        return (
+            "saved activations"
+            if made == "forward" and read == "backward" and at != self.born[storage]
+            else "temporaries"
+        )
 
 
 def timeline(graph: TrainingGraph, *, workspace: int = WORKSPACE) -> Timeline:
@@ -133,7 +137,9 @@ def _scratch(node: fx.Node) -> int:
     name = operator_name(node)
     if name == "attention_backward":
         queries = node.args[1].meta["val"]  # type: ignore[union-attr]
-        return 4 * queries.numel() if queries.dtype in (torch.bfloat16, torch.float16) else 0  # its gradient, summed in fp32
+        return (
+            4 * queries.numel() if queries.dtype in (torch.bfloat16, torch.float16) else 0
+        )  # its gradient, summed in fp32
     if name.startswith("linear_cross_entropy"):
         return _loss_scratch(node, gradients=name != "linear_cross_entropy")
     return 0

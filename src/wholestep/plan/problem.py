@@ -244,4 +244,3 @@ def _readers(value: fx.Node) -> list[fx.Node]:
             continue
         found += _readers(user) if is_cheap_view(user) or user.target is operator.getitem else [user]
     return found
-

@@ -164,7 +164,11 @@ class _Planned:
 
 
 def captured_step(
-    question: Question, *, batch: int | None = None, passes: Pipeline | None = None, tell: Callable[[str], None] = lambda text: None
+    question: Question,
+    *,
+    batch: int | None = None,
+    passes: Pipeline | None = None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> CapturedStep:
     """The step of the question, or of the same with another `batch`; its card only says whether it is a GPU."""
     began = time.perf_counter()
@@ -183,7 +187,12 @@ def captured_step(
     passes = passes or default_pipeline()
     with compat.no_collection():
         captured = dry_capture(
-            job.model, job.loss_fn, job.optimizer, job.example, device="cuda" if on_gpu else "cpu", **job.compile_options
+            job.model,
+            job.loss_fn,
+            job.optimizer,
+            job.example,
+            device="cuda" if on_gpu else "cpu",
+            **job.compile_options,
         )
         passes.run_on(captured)
     return CapturedStep(job, captured, passes, {"model": built - began, "capture": time.perf_counter() - built})
@@ -229,7 +238,13 @@ def _with_state(points: Sequence[Point], update: TrainingGraph) -> list[Point]:
 
 
 def _largest(
-    question: Question, step: CapturedStep, planned: _Planned, passes: Pipeline | None, tell: Callable[[str], None], *, check: bool
+    question: Question,
+    step: CapturedStep,
+    planned: _Planned,
+    passes: Pipeline | None,
+    tell: Callable[[str], None],
+    *,
+    check: bool,
 ) -> LargestBatch:
     """The largest batch whose leanest plan fits: planned with scaled sizes, and where asked captured again there."""
     parts = step.job.settings["accumulate"]
@@ -247,12 +262,16 @@ def _largest(
     while check and found > rows:
         there = min(_planned(question, captured_step(question, batch=found * parts, passes=passes, tell=tell)).cards)
         if there <= question.budget_bytes:
-            return LargestBatch(batch=found * parts, how=f"{how}; captured again at {found * parts}: it fits", certain=certain)
+            return LargestBatch(
+                batch=found * parts, how=f"{how}; captured again at {found * parts}: it fits", certain=certain
+            )
         found -= 1
     return LargestBatch(batch=found * parts, how=how, certain=certain)
 
 
-def largest_fitting(least: Callable[[int], int], known: dict[int, int], budget: int) -> tuple[int, dict[int, int], bool]:
+def largest_fitting(
+    least: Callable[[int], int], known: dict[int, int], budget: int
+) -> tuple[int, dict[int, int], bool]:
     """(the most rows whose `least` bytes fit, what was asked for, whether one more row is known not to fit).
 
     Bytes grow with the rows along a line with a few corners: two points tell where to look, a third mends it.

@@ -80,7 +80,8 @@ def _plot(losses: list[Point], held: list[Point], skipped: list[float]) -> list[
     body += [f'<circle class="held" stroke="none" r="4" {_centre(place(point))}/>' for point in held]
     floor = HEIGHT - BOTTOM
     body += [
-        f'<path class="skipped" stroke-width="1.5" d="M{across(x):.1f} {floor}v-9"/>' for x in skipped[:: len(skipped) // 300 + 1]
+        f'<path class="skipped" stroke-width="1.5" d="M{across(x):.1f} {floor}v-9"/>'
+        for x in skipped[:: len(skipped) // 300 + 1]
     ]
     return body + _legend(bool(held), len(skipped))
 

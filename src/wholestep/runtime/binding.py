@@ -40,7 +40,9 @@ class Binding:
         self.subject, self.capture = subject, capture
         graphs = [g for g in (capture.graph, capture.update) if g is not None]
         used = {e.name.rsplit("/", 1)[0] for g in graphs for e in g.inputs if e.role is Role.STATE}
-        updated = used | {o.name.removeprefix("parameter:") for g in graphs for o in g.outputs if o.name.startswith("parameter:")}
+        updated = used | {
+            o.name.removeprefix("parameter:") for g in graphs for o in g.outputs if o.name.startswith("parameter:")
+        }
         self.members = {plan: [n for n in plan.names if n in updated] for plan in capture.plans}
         sizes = {plan.hyper_name: optimizers.hyper_size(plan) for plan in capture.plans}
         if subject.clip_norm is not None:

@@ -58,7 +58,9 @@ class CompiledLoss:
         from torch._inductor.compile_fx import compile_fx
 
         if private.saved_tensors_are_hooked():
-            raise RuntimeError("hooks of saved tensors see what the compiled backward keeps, which is not what eager keeps")
+            raise RuntimeError(
+                "hooks of saved tensors see what the compiled backward keeps, which is not what eager keeps"
+            )
         context = private.TracingContext.try_get()
         self.codes += [] if context is None else context.traced_code
         return compile_fx(graph, example)
@@ -151,5 +153,7 @@ class LowerRung:
         result = eager_step(self.subject, micro)  # what it raises is the user's own
         self.loss, self.decided = None, True
         told = " ".join(str(failed).split())[:200]
-        self.note(f"torch.compile fails where eager PyTorch does not ({type(failed).__name__}: {told}): the step runs in eager")
+        self.note(
+            f"torch.compile fails where eager PyTorch does not ({type(failed).__name__}: {told}): the step runs in eager"
+        )
         return result

@@ -30,7 +30,10 @@ def eager_step(
 
 
 def backward(
-    subject: Subject, batches: Sequence[Any], loss_fn: Callable[[Any, Any], Any] | None = None, done: Sequence[Result] = ()
+    subject: Subject,
+    batches: Sequence[Any],
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    done: Sequence[Result] = (),
 ) -> list[Result]:
     """Forward, loss and backward over all micro-batches; nothing but p.grad, buffers and the user's Python has changed then."""
     results = list(done)

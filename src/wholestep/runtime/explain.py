@@ -46,7 +46,9 @@ def explain(step: Step) -> str:
         roles = Counter(entry.role for entry in graph.inputs)
         listed = ", ".join(f"{roles[r]} {r.value}" for r in Role if roles[r])
         done = "captured and planned" if step.plan is not None and step.plan.budget_bytes else "captured"
-        lines.append(f"graph      {sum(phases.values())} operations ({counted}), {done} in {step.seconds['capture']:.1f} s")
+        lines.append(
+            f"graph      {sum(phases.values())} operations ({counted}), {done} in {step.seconds['capture']:.1f} s"
+        )
         lines.append(f"inputs     {listed}")
         if step.plan is not None and step.plan.recompute:
             lines.append(f"plan       {told(step.plan)}")

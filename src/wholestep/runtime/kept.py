@@ -40,4 +40,3 @@ class Kept:
 
     def forget(self) -> None:
         self.holds = False
-

@@ -42,7 +42,9 @@ def symbolic_dims(seen: Sequence[Shapes]) -> list[dict[int, str]] | None:
     return dims if enough else None
 
 
-def fits(shapes: Shapes, dims: Sequence[dict[int, str]], template: Shapes, symbols: dict[str, Any], guards: Sequence[Any]) -> bool:
+def fits(
+    shapes: Shapes, dims: Sequence[dict[int, str]], template: Shapes, symbols: dict[str, Any], guards: Sequence[Any]
+) -> bool:
     """Whether a symbolic graph traced at `template` may run on `shapes`: same static sizes, consistent symbols, guards hold."""
     values: dict[str, int] = {}
     for shape, found, known in zip(shapes, dims, template, strict=True):

@@ -140,7 +140,9 @@ class Step:
             return self._without_assumption(run, refused)
         if self._lower is None:
             if refused.curable and self._refusals + 1 < TRIES:
-                result = run.in_torch(LowerRung(self.subject, self._note, compiled=False))  # an error here is the user's own
+                result = run.in_torch(
+                    LowerRung(self.subject, self._note, compiled=False)
+                )  # an error here is the user's own
                 self._refusals += 1
                 self._note(f"one step in eager PyTorch, then captured again: {refused}")
                 return result
@@ -180,7 +182,9 @@ class Step:
             return
         lacking = [name for name in first.names if name not in spec.names]
         new = [name for name in spec.names if name not in first.names]
-        parts = [f"{what} {', '.join(map(repr, names))}" for what, names in (("lacks", lacking), ("adds", new)) if names]
+        parts = [
+            f"{what} {', '.join(map(repr, names))}" for what, names in (("lacks", lacking), ("adds", new)) if names
+        ]
         if not parts:
             return
         raise _both(BadBatch, error)(
@@ -209,7 +213,9 @@ class Step:
                 return self.prepare(batch)
             if refused.curable:
                 self._eager_first = True
-                self._note(f"not captured yet; one step in eager PyTorch comes first, then it is tried again: {refused}")
+                self._note(
+                    f"not captured yet; one step in eager PyTorch comes first, then it is tried again: {refused}"
+                )
             else:
                 self._fall(refused)
         return None
@@ -373,4 +379,3 @@ def _structure_of(batch: Any) -> BatchSpec | None:
         return flatten(batch)[1]
     except BadBatch:
         return None
-

@@ -128,7 +128,9 @@ class Variant:
         """Raise AssumptionFailed where one of the step's assumptions about data does not hold; waits for the device."""
         if not bool(holds.all()):
             where = self.capture.assumed[holds.tolist().index(False)]
-            raise AssumptionFailed("a condition on data, which is taken for granted, does not hold", where=where or None)
+            raise AssumptionFailed(
+                "a condition on data, which is taken for granted, does not hold", where=where or None
+            )
 
     def inputs(self, args: Sequence[Any]) -> list[Any]:
         return self.binding.inputs(self.capture.graph, self._laid_out([args[i] for i in self.brought]))

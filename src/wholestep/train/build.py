@@ -95,7 +95,9 @@ def check_sequence(seq: int, family: Family, config: Any, said: str) -> None:
     longest = family.context(config)
     if longest is not None and seq > longest:
         longer = f" or --set {family.longer}={seq}" if family.longer else ""
-        raise BadOption(f"--seq {seq}: {said} reads at most {longest} tokens", hint=f"use --seq {longest} or less{longer}")
+        raise BadOption(
+            f"--seq {seq}: {said} reads at most {longest} tokens", hint=f"use --seq {longest} or less{longer}"
+        )
     if family.task == "causal" and seq < 2:
         raise BadOption(f"--seq {seq}: there is no next token to learn", hint="use --seq 2 or more")
 
@@ -140,7 +142,13 @@ def _form(family: Family, tokens: Tokens, config: Any, seq: int, said: str) -> t
 
 
 def _writer(
-    family: Family, model: nn.Module, tokens: Tokens, batches: TextBatches, held_out: Sequence[Any], context: int, seed: int
+    family: Family,
+    model: nn.Module,
+    tokens: Tokens,
+    batches: TextBatches,
+    held_out: Sequence[Any],
+    context: int,
+    seed: int,
 ) -> Callable[[], str]:
     """What shows a text model at work."""
     if family.task == "masked":
@@ -169,9 +177,7 @@ def _images(settings: Mapping[str, Any], family: Family, device: torch.device) -
         field = "classes" if settings["model"].startswith("resnet") else "num_labels"
         what = f"{settings['model']} tells {families.classes_of(config)} classes apart, digits has {CLASSES}"
         raise BadOption(what, hint=f"--set {field}={CLASSES}")
-    batches = DigitBatches(
-        image=size, channels=channels, batch=settings["batch"], seed=settings["seed"], device=device
-    )
+    batches = DigitBatches(image=size, channels=channels, batch=settings["batch"], seed=settings["seed"], device=device)
     model = _drawn(family, config, settings, device)
     held_out = batches.held_out()
     return Parts(

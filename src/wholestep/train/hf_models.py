@@ -71,7 +71,9 @@ def find(model: str, *, say: str | None = None) -> HFModel:
 def transformers(model: str) -> Any:
     """The package, or one line how to get it."""
     if importlib.util.find_spec("transformers") is None:
-        raise BadOption(f"{model} needs the package transformers, which is not installed", hint="pip install 'wholestep[hf]'")
+        raise BadOption(
+            f"{model} needs the package transformers, which is not installed", hint="pip install 'wholestep[hf]'"
+        )
     import transformers
 
     return transformers
@@ -82,14 +84,18 @@ def unknown_type(model_type: str, known: list[str]) -> BadOption:
     begins = sorted((name for name in known if model_type.startswith(name)), key=len)[-1:]
     close = begins or difflib.get_close_matches(model_type, known, n=1)
     hint = f"did you mean hf:{close[0]}?" if close else "for example hf:bert, hf:gpt2, hf:llama, hf:t5, hf:vit"
-    return BadOption(f"hf:{model_type}: transformers knows no such model type", hint=hint + " (a type, not a name on the hub)")
+    return BadOption(
+        f"hf:{model_type}: transformers knows no such model type", hint=hint + " (a type, not a name on the hub)"
+    )
 
 
 def _found(said: str, model_type: str, folder: Path | None, config: Any) -> HFModel:
     task = _task(model_type, config)
     if task is None:
         hint = "text models and image classifiers can be trained here; any other by package.module:callable"
-        raise BadOption(f"{said}: transformers has no head for {model_type!r} that the data here could train", hint=hint)
+        raise BadOption(
+            f"{said}: transformers has no head for {model_type!r} that the data here could train", hint=hint
+        )
     return HFModel(model_type, folder, task, config)
 
 
@@ -194,8 +200,12 @@ def _read(auto: Any, found: HFModel, config: Any) -> Any:
 
     folder = found.folder
     if folder is None or not any(folder.glob("*.safetensors")):
-        raise BadOption(f"--init: there are no .safetensors weights in {folder}", hint="leave --init out to draw new weights")
-    model = auto.from_pretrained(folder, config=config, local_files_only=True, use_safetensors=True, dtype=torch.float32)
+        raise BadOption(
+            f"--init: there are no .safetensors weights in {folder}", hint="leave --init out to draw new weights"
+        )
+    model = auto.from_pretrained(
+        folder, config=config, local_files_only=True, use_safetensors=True, dtype=torch.float32
+    )
     return _named_loss(model.train(), found)
 
 

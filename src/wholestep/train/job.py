@@ -116,7 +116,16 @@ def make_job(
     """
     where = _device(device)
     settings, family = resolve_settings(
-        model, sets=sets, data=data, batch=batch, seq=seq, precision=precision, steps=steps, seed=seed, where=where, init=init
+        model,
+        sets=sets,
+        data=data,
+        batch=batch,
+        seq=seq,
+        precision=precision,
+        steps=steps,
+        seed=seed,
+        where=where,
+        init=init,
     )
     return own_job(settings, where) if family is None else _job(settings, family, where)
 
@@ -148,7 +157,9 @@ def resolve_settings(
     sizes = {"data": data, "batch": batch, "seq": seq, "steps": steps, "precision": precision}
     seed = wishes.check_training("seed", asked.pop("seed", seed))
     if init and (family_name is None or not os.path.isdir(family_name)):
-        raise BadOption(f"--init reads weights from a folder, {name} is none", hint="name a folder with weights, or leave it out")
+        raise BadOption(
+            f"--init reads weights from a folder, {name} is none", hint="name a folder with weights, or leave it out"
+        )
     if family_name is None:
         return _own_settings(name, asked, sizes, seed), None
     family = find_family(family_name, said=name)
@@ -162,7 +173,9 @@ def make_job_again(settings: Mapping[str, Any], *, steps: int | None = None, dev
     settings = dict(settings) | ({} if steps is None else {"steps": steps})
     missing = [name for name in _ALWAYS_SET if name not in settings]
     if missing:
-        raise BadOption(f"these are not the settings of a Job: {missing[0]} is missing", hint="use what Job.settings holds")
+        raise BadOption(
+            f"these are not the settings of a Job: {missing[0]} is missing", hint="use what Job.settings holds"
+        )
     if settings["family"] is None:
         return own_job(settings, where)
     job = _job(settings, find_family(settings["family"], said=settings["model"]), where)
@@ -223,11 +236,14 @@ def _settings(
     data = sizes["data"] or row.data
     check_data_fits(data, family, name)
     chosen = {
-        key: training.get(key, getattr(row, key)) for key in ("optimizer", "lr", "weight_decay", "warmup", "schedule", "clip_norm")
+        key: training.get(key, getattr(row, key))
+        for key in ("optimizer", "lr", "weight_decay", "warmup", "schedule", "clip_norm")
     }
     steps, batch, accumulate = sizes["steps"] or row.steps, sizes["batch"] or row.batch, training.get("accumulate", 1)
     if batch % accumulate:
-        raise BadOption(f"--batch {batch} cannot be cut into accumulate={accumulate} equal parts", hint="use a multiple")
+        raise BadOption(
+            f"--batch {batch} cannot be cut into accumulate={accumulate} equal parts", hint="use a multiple"
+        )
     precision = sizes["precision"] or (row.precision if device.type == "cuda" else "fp32")
     return {
         "model": name if family_name != os.path.abspath(name) else family_name, "family": family_name, "config": config,
@@ -244,13 +260,20 @@ def _absolute(data: str) -> str:
 
 
 def _text_settings(
-    name: str, family: Family, row: Preset, config: Mapping[str, Any], training: Mapping[str, Any], sizes: Mapping[str, Any]
+    name: str,
+    family: Family,
+    row: Preset,
+    config: Mapping[str, Any],
+    training: Mapping[str, Any],
+    sizes: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Sequence length and tokens; nothing for images."""
     if family.reads_images:
         for key, given in (("--seq", sizes["seq"]), ("--set tokenizer", training.get("tokenizer"))):
             if given is not None:
-                raise BadOption(f"{key} {given}: {name} sees images", hint="leave it out; --set image_size=N changes their size")
+                raise BadOption(
+                    f"{key} {given}: {name} sees images", hint="leave it out; --set image_size=N changes their size"
+                )
         return {}
     with_vocabulary = {"vocab_size": 256, **config} if family.task == "next" else dict(config)
     longest = family.context(family.configure(with_vocabulary))
@@ -276,7 +299,10 @@ def _job(settings: dict[str, Any], family: Family, device: torch.device) -> Job:
         settings["optimizer"], parts.model, lr=settings["lr"], weight_decay=settings["weight_decay"]
     )
     scheduler = make_scheduler(
-        settings["schedule"], optimizer, warmup=settings["warmup"], total=settings["schedule_steps"] or settings["steps"]
+        settings["schedule"],
+        optimizer,
+        warmup=settings["warmup"],
+        total=settings["schedule_steps"] or settings["steps"],
     )
     return Job(
         name=settings["model"], settings=settings | parts.found, model=parts.model, loss_fn=family.loss_fn,

@@ -122,7 +122,8 @@ class LoaderBatches:
         if self._next == 0:
             raise BadBatch("there are no batches: the iterable is empty", hint="check the data set and drop_last")
         raise BadBatch(
-            f"the batches ended after {self._next}", hint="return a DataLoader, or an object with __iter__, to go through again"
+            f"the batches ended after {self._next}",
+            hint="return a DataLoader, or an object with __iter__, to go through again",
         )
 
     @contextlib.contextmanager
@@ -137,7 +138,9 @@ class LoaderBatches:
 
     def describe(self) -> str:
         size = f"{len(self.iterable)} batches" if hasattr(self.iterable, "__len__") else "batches"
-        again = "gone through once" if self.once else "gone through again and again, in an order that depends on the seed"
+        again = (
+            "gone through once" if self.once else "gone through again and again, in an order that depends on the seed"
+        )
         return f"{size} from a {type(self.iterable).__name__}, {self.units} samples in the first, {again}"
 
 

@@ -126,7 +126,9 @@ def _checkpoint(folder: RunFolder, out: Path, settings: Mapping[str, Any]) -> St
     change = first_change({**trained, "steps": settings["steps"]}, settings) if isinstance(trained, dict) else None
     if change is not None:
         name, before, after, more = change
-        what = f"{stored.path} is of another run: it was trained with {name}={before}, this run has {name}={after}{more}"
+        what = (
+            f"{stored.path} is of another run: it was trained with {name}={before}, this run has {name}={after}{more}"
+        )
         raise BadCheckpoint(what, hint="put the run's own checkpoint back, or remove this one")
     return stored
 

@@ -48,7 +48,9 @@ def check_still_holds(plan: Plan, settings: Mapping[str, Any]) -> None:
     told = {name: plan.made_for[name] for name in VERSIONS if name in plan.made_for}
     changed = plan.changed_field(here | told)
     if changed is not None:
-        raise BadOption(f"the plan does not fit this run: {changed}", hint="make a new one with `wholestep plan ... --out FILE`")
+        raise BadOption(
+            f"the plan does not fit this run: {changed}", hint="make a new one with `wholestep plan ... --out FILE`"
+        )
     for name, version in told.items():
         if version != here[name]:
             text = f"the plan was made with {name} {version}, this is {here[name]}: peak and time may differ a little"

@@ -106,6 +106,15 @@ TEXT_DEFAULTS = Preset(
 )
 """For `hf:<model_type>` and folders whose model reads text ..."""
 IMAGE_DEFAULTS = Preset(
-    summary="", family="", config={}, parameters=0, data="digits", batch=32, steps=200, lr=5e-4, warmup=50, weight_decay=0.05
+    summary="",
+    family="",
+    config={},
+    parameters=0,
+    data="digits",
+    batch=32,
+    steps=200,
+    lr=5e-4,
+    warmup=50,
+    weight_decay=0.05,
 )
 """... or images."""

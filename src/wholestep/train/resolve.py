@@ -32,7 +32,9 @@ def find_function(name: str) -> Callable[..., Any]:
     except ImportError as error:
         raise BadOption(f"MODEL {name!r}: {error}", hint="run where the module can be imported") from error
     except Exception as error:  # anything may happen while somebody's module is imported
-        raise BadOption(f"MODEL {name!r}: importing {module_name} raised {_said(error)}", where=_place(error)) from error
+        raise BadOption(
+            f"MODEL {name!r}: importing {module_name} raised {_said(error)}", where=_place(error)
+        ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         close = difflib.get_close_matches(function_name, [n for n in vars(module) if callable(getattr(module, n))], n=1)
@@ -59,7 +61,9 @@ def call(name: str, function: Callable[..., Any], values: Mapping[str, Any]) -> 
     """What the function returns when called with `values`."""
     lacking = [p.name for p in _parameters_without_default(function) if p.name not in values]
     if lacking:
-        raise BadOption(f"{name} needs {', '.join(lacking)}", hint=f"give --set {lacking[0]}=VALUE, or a default in its source")
+        raise BadOption(
+            f"{name} needs {', '.join(lacking)}", hint=f"give --set {lacking[0]}=VALUE, or a default in its source"
+        )
     try:
         made = function(**values)
     except WholestepError:

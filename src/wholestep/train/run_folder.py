@@ -77,7 +77,8 @@ class RunFolder:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 self.release()
                 raise BadOption(
-                    f"another process is training in {self.path}", hint="wait for it, or stop it; a new run takes another --out"
+                    f"another process is training in {self.path}",
+                    hint="wait for it, or stop it; a new run takes another --out",
                 ) from error
 
     def release(self) -> None:
@@ -96,7 +97,12 @@ def new_run(out: Path | None, name: str, facts: Mapping[str, Any]) -> RunFolder:
         new_run_is_possible(out)
     parent = RUNS if out is None else out.parent
     wanted = out.name if out is not None else slug(name)
-    head = {"format": FORMAT, "version": VERSION, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "status": "compiling"}
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "status": "compiling",
+    }
     made = head | dict(facts)
     temporary = parent / f".new-{uuid.uuid4().hex[:12]}"
     try:
@@ -123,7 +129,9 @@ def new_run(out: Path | None, name: str, facts: Mapping[str, Any]) -> RunFolder:
 def new_run_is_possible(out: Path) -> None:
     """An error when `out` holds something already."""
     if (out / FACTS).exists():
-        raise BadOption(f"{out} already holds a run", hint="add --resume to go on with it, or name another folder with --out")
+        raise BadOption(
+            f"{out} already holds a run", hint="add --resume to go on with it, or name another folder with --out"
+        )
     with contextlib.suppress(OSError):  # what cannot be listed is told when it is written to
         if out.is_dir() and any(out.iterdir()):
             raise BadOption(f"{out} holds files that are no run", hint="name a folder that is new or empty with --out")
@@ -194,7 +202,9 @@ def _known_runs() -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", WholestepWarning)  # one line is about to be told, of the run that was named
         runs = [run.path for run in all_runs()[:3]]
-    return f"there are {', '.join(map(str, runs))}" if runs else "give the folder of a run, as `wholestep train` prints it"
+    return (
+        f"there are {', '.join(map(str, runs))}" if runs else "give the folder of a run, as `wholestep train` prints it"
+    )
 
 
 def all_runs(root: Path | None = None) -> list[RunFolder]:
@@ -269,8 +279,10 @@ def flat(settings: Any, prefix: str = "") -> dict[str, Any]:
         return {prefix or "settings": settings}
     found: dict[str, Any] = {}
     for name, value in settings.items():
-        found |= flat(value, f"{prefix}.{name}" if prefix else name) if isinstance(value, dict) else (
-            {f"{prefix}.{name}" if prefix else name: value}
+        found |= (
+            flat(value, f"{prefix}.{name}" if prefix else name)
+            if isinstance(value, dict)
+            else ({f"{prefix}.{name}" if prefix else name: value})
         )
     return found
 

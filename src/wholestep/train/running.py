@@ -123,7 +123,9 @@ class Run:
             )
             at, self.saved, self.saved_at = found.number, stored.path, found.number
             if not isinstance(found.data, dict) or found.data.get("batch") != at:
-                raise WholestepError(f"{stored.path} does not say where the data stood", hint="it was not saved by this command")
+                raise WholestepError(
+                    f"{stored.path} does not say where the data stood", hint="it was not saved by this command"
+                )
             for path in set_aside_newer(self.folder.checkpoints, at):
                 self.display.note(f"a checkpoint after {stored.path.name} was there; it is kept as {path.name}")
         self.metrics = MetricsFile(self.folder.path / METRICS, resume_at=at)

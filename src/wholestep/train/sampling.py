@@ -27,7 +27,14 @@ Logits = Callable[[Tensor], Tensor]
 
 
 def write_text(
-    model: nn.Module, logits: Logits, tokens: Tokens, *, start: Tensor, context: int, seed: int, characters: int = CHARACTERS
+    model: nn.Module,
+    logits: Logits,
+    tokens: Tokens,
+    *,
+    start: Tensor,
+    context: int,
+    seed: int,
+    characters: int = CHARACTERS,
 ) -> str:
     """Sample from the model, token by token, until there are enough characters."""
     generator = generator_for(seed, 0, "sample")

@@ -82,7 +82,9 @@ def _unknown(key: str, fields: Mapping[str, Any], model: str, where: str) -> Bad
     known = [*TRAINING, *fields]
     close = difflib.get_close_matches(key, known, n=1)
     listed = f"{model} takes {', '.join(TRAINING)} and {where}"
-    return BadOption(f"--set {key}: there is no such key", hint=(f"did you mean {close[0]}? " if close else "") + listed)
+    return BadOption(
+        f"--set {key}: there is no such key", hint=(f"did you mean {close[0]}? " if close else "") + listed
+    )
 
 
 def check_training(key: str, value: Any) -> Any:

@@ -51,7 +51,9 @@ def check_first_step(
         if lean is not None and isinstance(error, torch.OutOfMemoryError):
             raise
         reason = (str(error).strip().splitlines() or [""])[0][:120]
-        run.step._note(f"check: left out: the first step was not checked against eager: {type(error).__name__}: {reason}")
+        run.step._note(
+            f"check: left out: the first step was not checked against eager: {type(error).__name__}: {reason}"
+        )
         return None
     except BaseException as error:
         undo.restore()
@@ -75,7 +77,9 @@ def check_first_step(
             elif not check.undecided:
                 remember_checked(variant.capture)
         except torch.OutOfMemoryError:
-            run.step._note("check: partly: the first step was compared with eager, not all of its update: memory did not suffice")
+            run.step._note(
+                "check: partly: the first step was compared with eager, not all of its update: memory did not suffice"
+            )
         except BaseException:
             undo.restore()
             raise
@@ -86,7 +90,9 @@ def check_first_step(
 
 
 def _only_the_loss(run: OneStep) -> None:
-    text = "of the first step only the loss was compared with eager PyTorch: its update says nothing about most gradients"
+    text = (
+        "of the first step only the loss was compared with eager PyTorch: its update says nothing about most gradients"
+    )
     run.step._note(f"check: partly: {text}, and memory did not suffice to run the captured graph by itself")
     warnings.warn(f"{text}; wholestep.verify(...) compares all of it", WholestepWarning, stacklevel=2)
 

@@ -134,7 +134,9 @@ class FirstStep:
     def _unscaled(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """As the update sees them. An overflow is the loss scale's business: it is halved, and nothing is to be compared."""
         assert self.subject.loss_scale is not None
-        if not all(bool(g.isfinite().all()) for g in itertools.chain(self.eager.gradients.values(), gradients.values())):
+        if not all(
+            bool(g.isfinite().all()) for g in itertools.chain(self.eager.gradients.values(), gradients.values())
+        ):
             scale = float(self.subject.loss_scale.numbers[0])
             raise NotImplementedError(f"gradients overflow at the loss scale {scale:g}")
         scale_now = self.subject.loss_scale.on(self.subject.device)[0]
@@ -160,7 +162,10 @@ class FirstStep:
         return abs(ours - eager) > self.limits.loss * (abs(eager) + self.eager.activation_rms)
 
     def _failing(
-        self, gradients: Mapping[str, torch.Tensor], relative: float, rounding: Mapping[str, float] = MappingProxyType({})
+        self,
+        gradients: Mapping[str, torch.Tensor],
+        relative: float,
+        rounding: Mapping[str, float] = MappingProxyType({}),
     ) -> dict[str, tuple[float, float]]:
         """Parameter -> (error, allowed), for every gradient that is further from eager's than allowed."""
         failing = {}
@@ -170,7 +175,11 @@ class FirstStep:
                 failing[name] = (math.inf, 0.0)
                 continue
             finite = ours.isfinite()
-            allowed = relative * norm(eager) + self.limits.floor * self.rms * math.sqrt(eager.numel()) + rounding.get(name, 0.0)
+            allowed = (
+                relative * norm(eager)
+                + self.limits.floor * self.rms * math.sqrt(eager.numel())
+                + rounding.get(name, 0.0)
+            )
             error = distance(ours, eager, finite) if torch.equal(finite, eager.isfinite()) else math.inf
             if not error <= allowed:
                 failing[name] = (error, allowed)
@@ -264,7 +273,9 @@ class FirstStep:
         if failing and self.complete:
             before = {e.name: old for e, (_, old) in self.kept.items() if e.role in (Role.PARAMETER, Role.BUFFER)}
             failing = self._judged(failing, lambda rounding: self._failing_updates(scale, rounding), before)
-        if not self.variant.capture.plans and not self.accumulates:  # the update is the user's, or torch's and yet to come
+        if (
+            not self.variant.capture.plans and not self.accumulates
+        ):  # the update is the user's, or torch's and yet to come
             grads = {n: self.subject.parameters[n].grad for n in self.eager.gradients if n in self.empty_grads}
             left = {n: g for n, g in grads.items() if g is not None}
             failing |= {n: e for n, e in self._failing(left, self.limits.lowered).items() if n in self.empty_grads}
@@ -326,8 +337,12 @@ class FirstStep:
             error, allowed = failing[name]
             others = f", {len(failing) - 1} others likewise" if len(failing) > 1 else ""
             text = f"the gradient of {name} is off by {error:.2g} (limit {allowed:.2g}){others}"
-            self.step._note(f"check: undecided: {text}; memory does not suffice to tell whether that is eager's own rounding")
-            warnings.warn(f"{text}: wholestep.verify(...) tells whether that is rounding", WholestepWarning, stacklevel=2)
+            self.step._note(
+                f"check: undecided: {text}; memory does not suffice to tell whether that is eager's own rounding"
+            )
+            warnings.warn(
+                f"{text}: wholestep.verify(...) tells whether that is rounding", WholestepWarning, stacklevel=2
+            )
             return {}
         return again(rounding)
 
@@ -386,8 +401,14 @@ class FirstStep:
     def told(self) -> str:
         """How much of the check was done, where memory is short."""
         assert self.lean is not None
-        moved = f", {show_bytes(self.eager.moved_bytes)} of what eager saves on the host" if self.eager.moved_bytes else ""
-        graph = "" if self.lean.interpret else "; the captured graph was not run by itself, for which memory does not suffice"
+        moved = (
+            f", {show_bytes(self.eager.moved_bytes)} of what eager saves on the host" if self.eager.moved_bytes else ""
+        )
+        graph = (
+            ""
+            if self.lean.interpret
+            else "; the captured graph was not run by itself, for which memory does not suffice"
+        )
         return f"check: whole: the first step is compared with eager PyTorch on all rows{moved}{graph}"
 
     def _report_graph(self, bare: TrainingGraph, loss: torch.Tensor, failing: dict[str, tuple[float, float]]) -> None:

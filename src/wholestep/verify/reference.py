@@ -82,13 +82,21 @@ def reference_gradients(
     copied = own_batch(batch, dtype)
     sites = Sites(list(keys_for(seed, step, micro, num_sites + SPARE_KEYS).to(subject.device).unbind()))
     saved = None if room is None else Saved(room, {**leaves, **buffers})
-    with _untouched(subject, constants), seeded_generator(subject.device, seed, step, micro), saved or contextlib.nullcontext():
+    with (
+        _untouched(subject, constants),
+        seeded_generator(subject.device, seed, step, micro),
+        saved or contextlib.nullcontext(),
+    ):
         run = run_loss(subject, {**leaves, **buffers}, copied, sites, noted=None if keep_outputs else _rms)
         outputs = {n: t.detach() for n, t in run.outputs.items()} if keep_outputs else {}
         rms = _median_rms(map(_rms, outputs.values()) if keep_outputs else run.outputs.values())
         run.outputs.clear()  # kept alive any longer they would hold every activation through the backward
         objective = _objective(subject, run.loss, run.aux)
-        scale = None if dtype is not None or subject.loss_scale is None else subject.loss_scale.on(subject.device)[0].clone()
+        scale = (
+            None
+            if dtype is not None or subject.loss_scale is None
+            else subject.loss_scale.on(subject.device)[0].clone()
+        )
         gradients = _differentiate(subject, objective, leaves, scale, on_host=room is not None)
     after = buffers | run.reassigned
     return Reference(

@@ -50,7 +50,12 @@ def linear_state(plan: UpdatePlan, name: str) -> Input:
 
 
 def update_error(
-    rule: Rule, live: torch.Tensor, old: torch.Tensor, gradient: torch.Tensor, scale: float, parameter: torch.Tensor | None
+    rule: Rule,
+    live: torch.Tensor,
+    old: torch.Tensor,
+    gradient: torch.Tensor,
+    scale: float,
+    parameter: torch.Tensor | None,
 ) -> float:
     """How far the new state is from what the (clipped) gradient makes of the old one."""
     decayed = [] if parameter is None or not rule.decay else [parameter]

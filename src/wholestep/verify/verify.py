@@ -66,7 +66,13 @@ def verify(
         if value not in known:
             raise BadOption(f"{name}={value!r}", hint=f"use one of {', '.join(map(repr, known))}")
     subject = make_subject(
-        model, loss_fn, optimizer, precision=precision, accumulate=accumulate, clip_norm=clip_norm, chunked_loss=chunked_loss
+        model,
+        loss_fn,
+        optimizer,
+        precision=precision,
+        accumulate=accumulate,
+        clip_norm=clip_norm,
+        chunked_loss=chunked_loss,
     )
     pipeline = passes if isinstance(passes, Pipeline) else default_pipeline(extra=passes or ())
     planner = _always(plan or Plan()) if plan is None or isinstance(plan, Plan) else plan

@@ -148,7 +148,11 @@ def test_numbers_are_finite_until_they_are_not(how: str) -> None:
     def loss(model: Any, batch: Any) -> torch.Tensor:
         found = classify(model, batch)
         scores = model(batch[0])
-        broken = {"isnan": torch.isnan(found), "any": torch.isnan(scores).any(), "not all finite": ~torch.isfinite(scores).all()}
+        broken = {
+            "isnan": torch.isnan(found),
+            "any": torch.isnan(scores).any(),
+            "not all finite": ~torch.isfinite(scores).all(),
+        }
         if broken[how] if how != "not all finite" else not torch.isfinite(scores).all():
             return model(torch.ones(2, 4)).square().mean()
         return found

@@ -239,7 +239,9 @@ def moved_at_every_step(values: list[Any]) -> tuple[Callable[[], Side], Callable
 def test_a_value_that_changes_at_every_step_ends_below_with_its_name() -> None:
     make, move = moved_at_every_step([f"{letter}x" for letter in "abcdefghijkl"])
     twins = Twins(make, BATCHES[0], check="off")
-    with pytest.warns(WholestepWarning, match=r"\['word'\].* is another one again and again; pass such a value as a tensor"):
+    with pytest.warns(
+        WholestepWarning, match=r"\['word'\].* is another one again and again; pass such a value as a tensor"
+    ):
         twins.train(BATCHES, after=move)
     assert twins.step.rung == "whole step, else eager" and twins.step.captures == 5, twins.step.explain()
 
@@ -271,7 +273,10 @@ def test_how_a_guard_is_named() -> None:
     missed = "L['model']._modules['0'].eps == 1e-05  # return F.layer_norm(  # nn/norm.py:12 in forward"
     assert guarded_place(missed) == "L['model']._modules['0'].eps"
     assert described(missed) == "model.0.eps == 1e-05 (norm.py:12)"
-    assert guarded_place("tensor 'L['batch'][0]' size mismatch at index 0. expected 5, actual 3") == "size of L['batch'][0]"
+    assert (
+        guarded_place("tensor 'L['batch'][0]' size mismatch at index 0. expected 5, actual 3")
+        == "size of L['batch'][0]"
+    )
 
 
 # ---- what Dynamo does not guard ----
@@ -367,7 +372,9 @@ def test_a_cached_function_that_reads_what_may_change_is_refused() -> None:
     def impure() -> float:
         return scale[0]
 
-    with pytest.warns(WholestepWarning, match=r"impure is cached \(lru_cache\) and reads scale, which may change.*test_front"):
+    with pytest.warns(
+        WholestepWarning, match=r"impure is cached \(lru_cache\) and reads scale, which may change.*test_front"
+    ):
         twins = Twins(lambda: sgd(small_mlp(), lambda m, b: classify(m, b) * impure()), BATCHES[0])
     twins.train(BATCHES[:2])
     scale[0] = 5.0

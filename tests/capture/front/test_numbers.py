@@ -71,7 +71,9 @@ def test_an_annealed_float_costs_two_captures() -> None:
         return side
 
     twins = Twins(make, BATCHES[0])
-    twins.train(BATCHES, after=lambda side: side.extra.update(temperature=side.extra["temperature"] * 0.8), tolerance=1e-6)
+    twins.train(
+        BATCHES, after=lambda side: side.extra.update(temperature=side.extra["temperature"] * 0.8), tolerance=1e-6
+    )
     assert (twins.step.rung, twins.step.captures) == ("whole step", 2)
 
 

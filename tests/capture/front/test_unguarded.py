@@ -26,7 +26,9 @@ def test_a_name_that_a_module_gains_is_noticed() -> None:
                 return super().forward(x)
 
     model = Careful(2, 2)
-    step = interpreted(Side(model, torch.optim.SGD(model.parameters()), lambda m, b: m(b).sum()), torch.ones(1, 2), check="off")
+    step = interpreted(
+        Side(model, torch.optim.SGD(model.parameters()), lambda m, b: m(b).sum()), torch.ones(1, 2), check="off"
+    )
     unguarded = step.front.entries[0].unguarded
     assert unguarded.counted and unguarded.changed() is None
     model.boost = 2.0

@@ -135,7 +135,9 @@ def _training(
         return batch | {"noised": noised, "labels": labels}
 
     batches = cycled(make, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=sizes["lr"], weight_decay=0.0, fused=device.type == "cuda" or None)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=sizes["lr"], weight_decay=0.0, fused=device.type == "cuda" or None
+    )
     part = Part(
         name="model", model=model, loss_fn=loss_fn, optimizer=optimizer, example_batch=batches(0), clip_norm=clip_norm
     )

@@ -66,9 +66,7 @@ def next_token_batches(sizes: dict[str, Any], device: torch.device, seed: int) -
     """For models of this package's own, which guess each token from those before it."""
     tokens, content = text_tokens(sizes["tokens"], sizes["vocabulary"])
     seq, rows = sizes["seq"], sizes["batch"]
-    return text_batches(
-        tokens, content, next_token_form, window=seq + 1, seq=seq, rows=rows, seed=seed, device=device
-    )
+    return text_batches(tokens, content, next_token_form, window=seq + 1, seq=seq, rows=rows, seed=seed, device=device)
 
 
 def masked_form(tokens: Tokens) -> Masked:

@@ -147,6 +147,9 @@ def detection_loss(model: Any, batch: Batch) -> Tensor:
     weight = torch.where(target > 0, 0.25, 0.75) * wrong.square()
     focal = (weight * entropy * judged[..., None]).sum()
     box = boxes.gather(1, nearest[..., None].expand(-1, -1, 4))
-    offset, growth = (box[..., :2] - anchors[:, :2]) / anchors[:, 2:], (box[..., 2:].clamp(min=1) / anchors[:, 2:]).log()
+    offset, growth = (
+        (box[..., :2] - anchors[:, :2]) / anchors[:, 2:],
+        (box[..., 2:].clamp(min=1) / anchors[:, 2:]).log(),
+    )
     error = (moves - torch.cat([offset, growth], dim=2)).abs().sum(dim=2)
     return (focal + (error * finds).sum()) / count

@@ -74,7 +74,9 @@ def _number_is_likely(number: Any, node: fx.Node) -> bool | None:
         return likely if likely is None or node.target is operator.eq else not likely
     symbols, expression = free_unbacked_symbols(number), number.node.expr
     counts = all(number.node.shape_env.var_to_range[symbol].upper > 1 and symbol.is_integer for symbol in symbols)
-    asks_for_zero = isinstance(expression, sympy.Symbol | sympy.Rel) and (expression.is_symbol or expression.rhs.is_zero)
+    asks_for_zero = isinstance(expression, sympy.Symbol | sympy.Rel) and (
+        expression.is_symbol or expression.rhs.is_zero
+    )
     if not counts or not asks_for_zero or expression.free_symbols - symbols:
         return None
     found = expression.xreplace(dict.fromkeys(symbols, sympy.Integer(_LARGE)))

@@ -164,7 +164,9 @@ class QuickSettings:
 
     def __init__(self, loggers: Any, **more: Any) -> None:
         entries = dynamo.config._config
-        self.entries = [(entries[name], value) for name, value in _wanted(loggers, more).items() if entries[name].alias is None]
+        self.entries = [
+            (entries[name], value) for name, value in _wanted(loggers, more).items() if entries[name].alias is None
+        ]
 
     def __enter__(self) -> None:
         compat.ONE_AT_A_TIME.acquire()
@@ -284,7 +286,9 @@ def capture_call(
     if len(fresh) != 1:
         return None
     code, guards = fresh[0].code, fresh[0].guard_manager
-    return Frame(types.FunctionType(code, function.__globals__, function.__name__), guards, read, codes, frozenset(sparse))
+    return Frame(
+        types.FunctionType(code, function.__globals__, function.__name__), guards, read, codes, frozenset(sparse)
+    )
 
 
 def _read_by(guards: Iterable[Any], scope: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -331,7 +335,9 @@ def _scalar_draw(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """Dynamo's handler for torch.rand, in graphs that are for us; None leaves it to the default."""
     if not getattr(growing, "on", False) or kwargs or len(args) != 1:
         return None
-    if not args[0].is_python_constant() or args[0].as_python_constant() != []:  # as HF writes it; `()` is a tensor like any
+    if (
+        not args[0].is_python_constant() or args[0].as_python_constant() != []
+    ):  # as HF writes it; `()` is a tensor like any
         return None
     from torch._dynamo.variables import UserFunctionVariable
 
@@ -342,4 +348,3 @@ TorchInGraphFunctionVariable._get_handlers()[torch.rand] = _scalar_draw
 compat.mend_lstm()
 compat.keep_validation()
 compat.note_picked_sizes()
-

@@ -73,7 +73,9 @@ class Front:
 
     def __call__(self, batch: Any, run: Run, *, known_only: bool = False) -> Any:
         """What the loss function returned, its graph run by `run`; raises CaptureRefused where there can be none."""
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # of the caller: a step trains all the same
+        if (
+            not torch.is_grad_enabled() or torch.is_inference_mode_enabled()
+        ):  # of the caller: a step trains all the same
             with torch.inference_mode(False), torch.enable_grad():
                 return self(batch, run, known_only=known_only)
         try:
@@ -169,7 +171,13 @@ class Front:
             # oneDNN's whole-layer LSTM has other shapes, on tensors without data, than it has (torch 2.11)
             with compat.no_collection(), compat.without_onednn():
                 frame = private.capture_call(
-                    self._function, arguments, take, dynamic=self.dynamic, loggers=self._loggers, lists=self.lists, **more
+                    self._function,
+                    arguments,
+                    take,
+                    dynamic=self.dynamic,
+                    loggers=self._loggers,
+                    lists=self.lists,
+                    **more,
                 )
             if failed and isinstance(failed[0], BadLoss) and self.subject.loss_fn is model_loss:
                 raise no_loss(self.subject.model)
@@ -217,7 +225,9 @@ class Front:
                 compiled=True,
             )
         if sum(self.misses.values()) >= MOST_CAPTURES:
-            raise KeepsChanging(f"captured {MOST_CAPTURES} times, the last time because {described(missed)}", compiled=True)
+            raise KeepsChanging(
+                f"captured {MOST_CAPTURES} times, the last time because {described(missed)}", compiled=True
+            )
 
     def _note_loggers(self) -> None:
         own = sorted(name for name in self._loggers.names if not name.startswith(("transformers", "torch")))
@@ -290,5 +300,3 @@ def refusal(error: Exception) -> CaptureRefused:
     parts = [f"{name}{what}"[:240], explained[:200], helped]
     reason = ". ".join(part.rstrip(".") for part in parts if part)
     return CaptureRefused(reason, where=where, curable=True, compiled=not any(word in reason for word in _EAGER_ONLY))
-
-

@@ -87,7 +87,11 @@ def _log(self: DebuggingVariable, tx: Any, args: list[Any], kwargs: dict[str, An
 def _write(self: LoggingLoggerVariable, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """A line to a logger: written after the graph has run, at every step, as eager writes it."""
     plain = getattr(growing, "on", False) and name in _LEVELS and not kwargs and self.source is not None
-    if plain and not self.value.name.startswith("transformers") and DebuggingVariable.can_reorder_logs(self.value, args, kwargs):
+    if (
+        plain
+        and not self.value.name.startswith("transformers")
+        and DebuggingVariable.can_reorder_logs(self.value, args, kwargs)
+    ):
         method = DebuggingVariable(getattr(self.value, name), source=AttrSource(self.source, name))
         tx.output.root_tx.debug_locals.append((method, list(args)))
         return ConstantVariable.create(None)

@@ -103,7 +103,9 @@ class LossGraph:
         """About how many random numbers a run may draw; a recurrent layer draws once per layer."""
         graphs = [m.graph for m in self.module.modules() if isinstance(m, fx.GraphModule)]
         names = [target_name(n.target) for g in graphs for n in g.nodes if n.op in ("call_function", "call_method")]
-        return sum(16 if _RECURRENT.search(name) else 1 for name in names if _RANDOM.search(name) or _RECURRENT.search(name))
+        return sum(
+            16 if _RECURRENT.search(name) else 1 for name in names if _RANDOM.search(name) or _RECURRENT.search(name)
+        )
 
     @functools.cached_property
     def digest(self) -> str:
@@ -142,14 +144,18 @@ _PROPERTIES: dict[str, Callable[[torch.Tensor, int], Any]] = {
     "STORAGE_OFFSET": lambda t, dim: t.storage_offset(),
 }
 
-_RANDOM = re.compile(r"drop|rand|bernoulli|normal|uniform|exponential|multinomial|attention|poisson|rrelu|gumbel|cauchy|geometric")
+_RANDOM = re.compile(
+    r"drop|rand|bernoulli|normal|uniform|exponential|multinomial|attention|poisson|rrelu|gumbel|cauchy|geometric"
+)
 _RECURRENT = re.compile(r"^(lstm|gru|rnn_tanh|rnn_relu)$")
 
 
 def _is_autocast(node: fx.Node) -> bool:
     if node.op != "call_function" or target_name(node.target) != "_enter_autocast":
         return False
-    return len(node.args) < 3 or node.args[2] is not False  # (device, dtype, enabled, cache): switched off is no conflict
+    return (
+        len(node.args) < 3 or node.args[2] is not False
+    )  # (device, dtype, enabled, cache): switched off is no conflict
 
 
 def _is_checkpoint(node: fx.Node) -> bool:
@@ -204,7 +210,8 @@ def _check_marks(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if node.target is marks.mark_bad_loss:
             raise BadLoss(
-                f"loss_fn returned a {node.args[0]}", hint="return a scalar tensor, or (loss, aux) with aux a dict of tensors"
+                f"loss_fn returned a {node.args[0]}",
+                hint="return a scalar tensor, or (loss, aux) with aux a dict of tensors",
             )
         if node.target is marks.mark_bad_aux:
             raise BadLoss(f"aux[{node.args[0]!r}] is a {node.args[1]}", hint="aux must hold tensors")
@@ -215,7 +222,9 @@ def _check_marks(module: fx.GraphModule) -> None:
     value = losses[0].meta.get("example_value")
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
-            raise BadLoss(f"the loss has shape {tuple(value.shape)}", hint="reduce it to a scalar, for example with .mean()")
+            raise BadLoss(
+                f"the loss has shape {tuple(value.shape)}", hint="reduce it to a scalar, for example with .mean()"
+            )
         if not value.is_floating_point():
             raise BadLoss(f"the loss has dtype {value.dtype}", hint="a loss must be a floating-point scalar")
 
@@ -224,7 +233,11 @@ def _check_replaced(module: fx.GraphModule) -> None:
     """A function of torch's that somebody put another in the place of: torch itself would call that one from inside."""
     for node in module.graph.nodes:
         function = node.target
-        if node.op == "call_function" and isinstance(function, types.FunctionType) and function.__module__.startswith("torch."):
+        if (
+            node.op == "call_function"
+            and isinstance(function, types.FunctionType)
+            and function.__module__.startswith("torch.")
+        ):
             here = getattr(sys.modules.get(function.__module__), function.__name__, function)
             if here is not function:
                 raise CaptureRefused(f"{function.__module__}.{function.__name__} was replaced", where=_where(node))

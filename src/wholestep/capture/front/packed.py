@@ -132,5 +132,10 @@ def _handler(ours: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _handlers = TorchInGraphFunctionVariable._get_handlers()
-for _function, _ours in ((torch.lstm, _lstm), (torch.gru, _gru), (torch.rnn_tanh, _rnn_tanh), (torch.rnn_relu, _rnn_relu)):
+for _function, _ours in (
+    (torch.lstm, _lstm),
+    (torch.gru, _gru),
+    (torch.rnn_tanh, _rnn_tanh),
+    (torch.rnn_relu, _rnn_relu),
+):
     _handlers[_function] = _handler(_ours)

@@ -8,6 +8,7 @@ as numbers do.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import operator
@@ -169,7 +170,7 @@ class Replay(fx.Interpreter):
             return _tensor_of(args[0]).to(**kwargs)
         elif target in _NUMBERS and any(isinstance(a, torch.Tensor) for a in args):
             return _NUMBERS[target](*args)
-        return super().call_function(target, args, kwargs)
+        return super().call_function(target, tuple(map(_reading_tensors, args)), kwargs)
 
     def _use_cudnn(self, enabled: bool | None) -> None:
         """Which layers cuDNN takes is decided while tracing."""
@@ -230,9 +231,22 @@ def as_number(tensor: torch.Tensor) -> torch.Tensor:
     return value if value.dtype == torch.bool else value.to(torch.int64)
 
 
+def _reading_tensors(argument: Any) -> Any:
+    """A graph that an operation is given, such as a torch.autograd.Function's: where it reads a number, it has a tensor too."""
+    if not isinstance(argument, fx.GraphModule) or not argument.graph.find_nodes(op="call_method", target="item"):
+        return argument
+    inner = fx.GraphModule(argument, copy.deepcopy(argument.graph))
+    for node in inner.graph.find_nodes(op="call_method", target="item"):
+        node.op, node.target = "call_function", as_number
+    inner.recompile()
+    return inner
+
+
 def _pair(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
     like = a if isinstance(a, torch.Tensor) else b
-    number = [v if isinstance(v, torch.Tensor) else torch.full((), v, dtype=torch.float64, device=like.device) for v in (a, b)]
+    number = [
+        v if isinstance(v, torch.Tensor) else torch.full((), v, dtype=torch.float64, device=like.device) for v in (a, b)
+    ]
     dtype = torch.promote_types(number[0].dtype, number[1].dtype)
     return number[0].to(dtype), number[1].to(dtype)
 
@@ -246,7 +260,10 @@ def _tensor_of(values: Any) -> torch.Tensor:
 
 def _quotient(a: Any, b: Any) -> torch.Tensor:
     """Of two numbers: Python divides whole ones to a double; a tensor with dimensions divides as ever."""
-    whole = [isinstance(v, int) or (isinstance(v, torch.Tensor) and v.dim() == 0 and not v.is_floating_point()) for v in (a, b)]
+    whole = [
+        isinstance(v, int) or (isinstance(v, torch.Tensor) and v.dim() == 0 and not v.is_floating_point())
+        for v in (a, b)
+    ]
     if all(whole):
         a, b = _pair(a, b)
         return a.to(torch.float64) / b.to(torch.float64)

@@ -98,7 +98,14 @@ def product(matrix: Sparse, x: Tensor) -> Tensor:
         raise RuntimeError(f"mat1 and mat2 shapes cannot be multiplied ({matrix.shape} and {x.shape})")
     dense = (x.unsqueeze(1) if x.dim() == 1 else x).contiguous()
     made = torch.ops.ws.sparse_mm(
-        matrix.crow, matrix.places, matrix.entries, dense, matrix.rows, matrix.columns, matrix.coalesced, matrix.transposed
+        matrix.crow,
+        matrix.places,
+        matrix.entries,
+        dense,
+        matrix.rows,
+        matrix.columns,
+        matrix.coalesced,
+        matrix.transposed,
     )
     return made.squeeze(1) if x.dim() == 1 else made
 
@@ -132,7 +139,9 @@ def attach_parts(tensor: Tensor) -> None:
     else:
         # `.data`: Dynamo follows a view to what it is a view of
         found = (tensor.crow_indices().data, tensor.col_indices().data, tensor.values().data, True)
-    sizes = (torch.empty(size, dtype=torch.uint8, device=tensor.device) for size in tensor.shape)  # never written, or read
+    sizes = (
+        torch.empty(size, dtype=torch.uint8, device=tensor.device) for size in tensor.shape
+    )  # never written, or read
     setattr(tensor, PARTS, (*found, *sizes))
     _attached.__dict__.setdefault("tensors", []).append(tensor)
 

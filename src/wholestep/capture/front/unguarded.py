@@ -84,7 +84,11 @@ class Unguarded:
         """What is not as it was, in words; None where all is."""
         now = self._facts()
         if now != self.facts:
-            what = ("the optimizer's groups or its step", "requires_grad of a parameter", "the validation of torch.distributions")
+            what = (
+                "the optimizer's groups or its step",
+                "requires_grad of a parameter",
+                "the validation of torch.distributions",
+            )
             return next(name for name, a, b in zip(what, self.facts, now) if a != b)
         hooks = self._hooks()
         if len(hooks) != len(self.hooks) or not all(map(is_, hooks, self.hooks)):
@@ -232,16 +236,16 @@ def _content(value: Any, depth: int = 0) -> Any:
 
 def _reads_environment(codes: Iterable[types.CodeType]) -> bool:
     """Whether code of the user's own mentions the environment."""
-    return any(
-        not _ENVIRONMENT.isdisjoint(code.co_names) and _is_users(code) for code in codes
-    )
+    return any(not _ENVIRONMENT.isdisjoint(code.co_names) and _is_users(code) for code in codes)
 
 
 def refuse_unguardable(subject: Subject, read: Sequence[tuple[str, Any]], codes: Sequence[types.CodeType]) -> None:
     """What neither Dynamo nor we can follow: such a loss runs in eager PyTorch."""
     mentioned = {name for code in codes if _is_users(code) for name in code.co_names}
     if "backward" in mentioned:
-        raise CaptureRefused("backward() is called inside of the loss, which fills p.grad; return the sum of the losses")
+        raise CaptureRefused(
+            "backward() is called inside of the loss, which fills p.grad; return the sum of the losses"
+        )
     called = {name for code in codes for name in code.co_names}
     patched = [n for n, value in vars(torch.Tensor).items() if n in called and n in _TENSOR and _TENSOR[n] is not value]
     if patched:
@@ -250,9 +254,13 @@ def refuse_unguardable(subject: Subject, read: Sequence[tuple[str, Any]], codes:
         if isinstance(value, functools._lru_cache_wrapper):
             _refuse_impure_cache(value)
         if isinstance(value, random.Random) and value is not random._inst:
-            raise CaptureRefused("the loss draws from a random.Random of your own; draw outside of it and pass it in the batch")
+            raise CaptureRefused(
+                "the loss draws from a random.Random of your own; draw outside of it and pass it in the batch"
+            )
         if isinstance(value, deque) and value.maxlen is not None and mentioned & {"append", "appendleft", "extend"}:
-            raise CaptureRefused("a deque with maxlen is appended to, of which Dynamo does not drop the oldest; use a list")
+            raise CaptureRefused(
+                "a deque with maxlen is appended to, of which Dynamo does not drop the oldest; use a list"
+            )
         if value is subject.optimizer and value is not None and "state" in mentioned:
             raise CaptureRefused("the loss reads optimizer.state; return what it needs as aux, or pass it in the batch")
 

@@ -12,4 +12,14 @@ from wholestep.cost.formulas import (
     reductions,
 )
 
-__all__ = ["attention", "convolution", "elementwise", "loss", "matmul", "movement", "optimizers", "recurrent", "reductions"]
+__all__ = [
+    "attention",
+    "convolution",
+    "elementwise",
+    "loss",
+    "matmul",
+    "movement",
+    "optimizers",
+    "recurrent",
+    "reductions",
+]

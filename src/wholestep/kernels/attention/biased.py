@@ -20,7 +20,9 @@ from wholestep.kernels.attention.operator import in_layout
 from wholestep.kernels.multi_tensor import triton_reason
 
 LONGEST, WIDEST = 128, 128
-"""Sequences and head widths that a program can hold."""
+TILE_BYTES = 16 << 10
+"""Sequences, head widths and heads of one entry that a program can hold: larger ones do not fit into shared memory, and float32
+that spills registers makes the driver keep gigabytes beside the allocator."""
 KNOWN = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 
@@ -30,7 +32,15 @@ def takes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> bool:
         return False
     if q.shape[:2] != k.shape[:2] or v.shape != k.shape or q.shape[0] % max(1, bias.shape[0]):
         return False
-    return max(q.shape[2], k.shape[2]) <= LONGEST and q.shape[3] <= WIDEST and min(q.numel(), k.numel()) > 0
+    if max(q.shape[2], k.shape[2]) > LONGEST or q.shape[3] > WIDEST or min(q.numel(), k.numel()) == 0:
+        return False
+    return tile_bytes(q, k) <= TILE_BYTES
+
+
+def tile_bytes(q: Tensor, k: Tensor) -> int:
+    """One head of one entry, as a kernel holds it: in powers of two."""
+    rows, width = (max(16, 1 << (size - 1).bit_length()) for size in (max(q.shape[2], k.shape[2]), q.shape[3]))
+    return rows * width * q.element_size()
 
 
 def spread(bias: Tensor, batch: int) -> Tensor:
@@ -94,7 +104,9 @@ def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple
     ctx.scale = scale  # type: ignore[attr-defined]
 
 
-def _differentiated(ctx: torch.autograd.function.FunctionCtx, grad: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
+def _differentiated(
+    ctx: torch.autograd.function.FunctionCtx, grad: Tensor | None, _: object
+) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 5
     return *torch.ops.ws.biased_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None  # type: ignore[attr-defined]

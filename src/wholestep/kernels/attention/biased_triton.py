@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wholestep.kernels.attention.biased import TILE_BYTES, tile_bytes
+
 PROGRAMS = 2048
 """About as many as keep a large GPU busy; more would write more partial sums of the bias's gradient."""
 
@@ -67,7 +69,9 @@ def _forward_kernel(
         most = tl.where(most == float("-inf"), 0.0, most)
         p = tl.exp(s - most[:, None])
         total = tl.sum(p, 1)
-        mixed = tl.dot(p.to(values.dtype), values, input_precision=PRECISION) / tl.where(total == 0.0, 1.0, total)[:, None]
+        mixed = (
+            tl.dot(p.to(values.dtype), values, input_precision=PRECISION) / tl.where(total == 0.0, 1.0, total)[:, None]
+        )
         where, inside = _tile(out, ob, oh, ot, b, h, T, D, BT, BD)
         tl.store(where, mixed.to(out.dtype.element_ty), mask=inside)
         tl.store(logsumexp + (b.to(tl.int64) * heads + h) * T + rows, most + tl.log(total), mask=rows < T)
@@ -130,7 +134,8 @@ def _launch_shape(q: Tensor, k: Tensor, bias: Tensor) -> tuple[int, int, dict[st
     exact = q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     options = dict(zip(("BT", "BS", "BD"), blocks, strict=True))
     options |= {"T": length, "S": k.shape[2], "D": width, "PRECISION": "ieee" if exact else "tf32x3"}
-    return triton.cdiv(turns, per), per, options | {"num_warps": 4 if longest <= 64 else 8, "num_stages": 3}
+    options |= {"num_warps": 4 if longest <= 64 else 8, "num_stages": 3 if 2 * tile_bytes(q, k) <= TILE_BYTES else 2}
+    return triton.cdiv(turns, per), per, options
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -144,7 +144,9 @@ def measure(
                         milliseconds[implementation.name] = _time(implementation, q, k, v, mask, causal, dropout_p)
                 except (RuntimeError, ValueError) as error:
                     reason = str(error).splitlines()[0]
-                    short |= isinstance(error, torch.OutOfMemoryError) and implementation is not MATH  # which is never lean
+                    short |= (
+                        isinstance(error, torch.OutOfMemoryError) and implementation is not MATH
+                    )  # which is never lean
             if reason is not None:
                 reasons[implementation.name] = reason
     finally:

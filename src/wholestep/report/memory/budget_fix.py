@@ -41,7 +41,9 @@ def budget_fix(graph: TrainingGraph, peak_bytes: int, *, limit_bytes: int | None
     """A budget for this step, whose predicted peak is `peak_bytes`; None where planning has nothing (more) to give."""
     on_gpu = any(t.is_cuda for node in graph.placeholders for t in tensors_in(node.meta.get("val")))
     try:
-        points = frontier(graph, this_device("cuda" if on_gpu else "cpu"), default_pipeline().carry_out, targets=TARGETS)
+        points = frontier(
+            graph, this_device("cuda" if on_gpu else "cpu"), default_pipeline().carry_out, targets=TARGETS
+        )
     except (WholestepError, RuntimeError, ValueError, KeyError, MemoryError):  # advice must not fail in its turn
         return None
     peaks = [peak_bytes - (points[0].peak_bytes - point.peak_bytes) for point in points]

@@ -74,7 +74,11 @@ def _all_values(graph: TrainingGraph) -> int:
 
 def _inputs(graph: TrainingGraph, *roles: Role) -> int:
     """Bytes of the inputs of these roles; 0 where sizes are symbolic."""
-    values = [node.meta.get("val") for entry, node in zip(graph.inputs, graph.placeholders, strict=True) if entry.role in roles]
+    values = [
+        node.meta.get("val")
+        for entry, node in zip(graph.inputs, graph.placeholders, strict=True)
+        if entry.role in roles
+    ]
     try:
         return sum(tensor_bytes(tensor) for value in values for tensor in tensors_in(value))
     except ValueError:

@@ -89,7 +89,10 @@ def _axes(
         if bottom <= value <= top:
             body.append(line(LEFT, up(value), end, up(value), "grid"))
             body.append(text(LEFT - 8, up(value) + 4, f"{value:g}", "faint", "end"))
-    body += [line(LEFT, FLOOR, end, FLOOR, "axis"), text((LEFT + end) / 2, FLOOR + 42, "memory on the card, GiB", "ink", "middle")]
+    body += [
+        line(LEFT, FLOOR, end, FLOOR, "axis"),
+        text((LEFT + end) / 2, FLOOR + 42, "memory on the card, GiB", "ink", "middle"),
+    ]
     return [*body, text(LEFT - 62, TOP - 10, "step, relative" if unit == "x" else f"step, {unit}", "ink")]
 
 
@@ -106,7 +109,10 @@ def _verticals(low: float, high: float, budget: float | None, across: drawing.Sc
     for gb in CARDS_GB:
         gib = gb * 1e9 / 2**30
         if low < gib < high:
-            body += [line(across(gib), TOP, across(gib), FLOOR, "card"), text(across(gib), TOP - 6, f"{gb} GB", "faint", "middle")]
+            body += [
+                line(across(gib), TOP, across(gib), FLOOR, "card"),
+                text(across(gib), TOP - 6, f"{gb} GB", "faint", "middle"),
+            ]
     if budget is not None and low <= budget <= high:
         body += [line(across(budget), TOP, across(budget), FLOOR, "budget")]
         body += [text(across(budget) + 5, TOP + 13, f"budget {budget:.4g} GiB", "budget-words")]
@@ -122,7 +128,12 @@ def _path(knees: Sequence[Knee], across: drawing.Scale, up: drawing.Scale) -> st
 
 
 def _marks(
-    knees: Sequence[Knee], peers: Sequence[Peer], chosen: int | None, unit: str, across: drawing.Scale, up: drawing.Scale
+    knees: Sequence[Knee],
+    peers: Sequence[Peer],
+    chosen: int | None,
+    unit: str,
+    across: drawing.Scale,
+    up: drawing.Scale,
 ) -> list[str]:
     side = drawing.WIDTH - SIDE + 22
     body = []
@@ -141,7 +152,10 @@ def _marks(
         body.append(text(side + 15, at + 14, told, "small faint", hover=hover))
     for number, (name, gib, ms) in enumerate(peers):
         at = TOP + 10 + ROW * (len(shown) + number)
-        body += [dot(across(gib), up(ms), 6, "peer", hover=f"{name}: {gib:.1f} GiB, {ms:.4g} ms"), dot(side, at - 4, 6, "peer")]
+        body += [
+            dot(across(gib), up(ms), 6, "peer", hover=f"{name}: {gib:.1f} GiB, {ms:.4g} ms"),
+            dot(side, at - 4, 6, "peer"),
+        ]
         body.append(text(side + 15, at, f"{name}: {gib:.1f} GiB, {ms:.4g} ms (measured)", "faint"))
     return body
 

@@ -60,14 +60,24 @@ def _percent(share: float) -> str:
 def _ground(low: float, high: float, unit: str, across: drawing.Scale, up: drawing.Scale) -> list[str]:
     end = drawing.WIDTH - SIDE
     more = math.log(1 + BAND)
-    corners = [(low, low - more), (low, low + more), (high - more, high), (high, high), (high, high - more), (low + more, low)]
+    corners = [
+        (low, low - more),
+        (low, low + more),
+        (high - more, high),
+        (high, high),
+        (high, high - more),
+        (low + more, low),
+    ]
     inside = [(min(max(x, low), high), min(max(y, low), high)) for x, y in corners]
     drawn = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in inside)
     body = [f'<polygon class="band" points="{drawn}"/>', line(across(low), up(low), across(high), up(high), "same")]
     for value in _round_numbers(math.exp(low), math.exp(high)):
         place = math.log(value)
         if low <= place <= high:
-            body += [line(across(place), TOP, across(place), FLOOR, "grid"), line(LEFT, up(place), end, up(place), "grid")]
+            body += [
+                line(across(place), TOP, across(place), FLOOR, "grid"),
+                line(LEFT, up(place), end, up(place), "grid"),
+            ]
             body.append(text(across(place), FLOOR + 18, f"{value:g}", "faint", "middle"))
             body.append(text(LEFT - 8, up(place) + 4, f"{value:g}", "faint", "end"))
     body.append(text((LEFT + end) / 2, FLOOR + 42, f"predicted, {unit}", "ink", "middle"))

@@ -95,7 +95,9 @@ class ResNet(nn.Module):
         self.config = config
         kind = Basic if config.depth == 18 else Bottleneck
         if config.stem == "small":
-            self.stem = nn.Sequential(_convolution(config.channels, config.width, 3), nn.BatchNorm2d(config.width), nn.ReLU())
+            self.stem = nn.Sequential(
+                _convolution(config.channels, config.width, 3), nn.BatchNorm2d(config.width), nn.ReLU()
+            )
         else:
             self.stem = nn.Sequential(
                 _convolution(config.channels, config.width, 7, 2), nn.BatchNorm2d(config.width), nn.ReLU(),
