@@ -149,8 +149,9 @@ def _assign(imperative: ImperativeGraph, layers: dict[fx.Node, str]) -> dict[fx.
             assigned[node] = -1  # sizes of the batch: computed once, first of all
         elif node.target is operator.getitem and node.args[0] in assigned:
             assigned[node] = assigned[node.args[0]]  # type: ignore[index]
-        elif node.target in _COPIES and node.args[1] in returned:
-            # Inside a region the compiler could return the state's own memory, which the next step overwrites.
+        elif node.target in _COPIES and (node.args[1] in returned or not _is_read_for_itself(node)):
+            # Inside a region the compiler could return the state's own memory, which the next step overwrites; and where others
+            # read the old value, it has been seen to write the new one first.
             assigned[node] = last
         elif _is_direct(node) or _is_snapshot(node, returned):
             number += 1 if number % 2 == 0 else 0
@@ -163,6 +164,20 @@ def _assign(imperative: ImperativeGraph, layers: dict[fx.Node, str]) -> dict[fx.
                 previous = key
             assigned[node] = number
     return assigned
+
+
+def _is_read_for_itself(write: fx.Node) -> bool:
+    """Whether the state that is written is read for nothing but its own new value, a running mean for one."""
+    reader: Any = write.args[0]
+    readers = [user for user in reader.users if user is not write]
+    while readers:
+        if len(readers) > 1:
+            return False
+        reader = readers[0]
+        if "batch_norm" in str(reader.target):  # its other results do not read what it replaces
+            return True
+        readers = [user for user in reader.users if user is not write]
+    return reader is write.args[0] or write in reader.users
 
 
 def _key(node: fx.Node, layers: dict[fx.Node, str], previous: Part | None) -> Part:

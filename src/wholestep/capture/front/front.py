@@ -258,9 +258,11 @@ _HELP = {
 """A word of what Dynamo met -> what would help."""
 _EAGER_ONLY = (
     "_getframe", "saved_tensors_hooks", "`Optimizer.", "Tensor.backward", "autograd.backward", "`now`", "`today`", "`utcnow`",
+    "`setattr`",
 )  # fmt: skip
-"""What torch.compile with graph breaks does in another way than eager: frames are cut, what is saved is not what eager saves, and
-an update or a backward inside of the loss meets graphs that were made before it, and dates are compared once for all."""
+"""What torch.compile with graph breaks does in another way than eager: frames are cut, what is saved is not what eager saves,
+an update or a backward inside of the loss meets graphs that were made before it, dates are compared once for all, and a class's
+own counter is counted once for all (torch 2.11)."""
 
 
 def guarded_place(missed: str) -> str:
