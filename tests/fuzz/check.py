@@ -255,6 +255,8 @@ def passes_for(case: Case) -> dict[str, Pass]:
     found["channels_last"] = _as(
         "channels_last", lambda graph: turned(graph, force=not _narrow_images(graph)), "rounding"
     )  # type: ignore[call-arg]
+    products = functools.partial(found["patch_products"], force=True)
+    found["patch_products"] = _as("patch_products", products, "rounding")
     found["update_early"] = _as("update_early", functools.partial(early, min_bytes=0), "bitwise", for_updates=True)
     found["recompute"] = _as("recompute", lambda graph: again(graph, drawn_plan(graph, case.plan_seed)), "bitwise")  # type: ignore[call-arg]
     found["share_scatters"] = functools.partial(found["share_scatters"], least_shared=1)

@@ -157,6 +157,16 @@ def _exchange_sides(graph: TrainingGraph) -> None:
                 node.update_arg(0, turned)
 
 
+def _turn_patches(graph: TrainingGraph) -> None:
+    """Patches are read by columns."""
+    for node in graph.operations():
+        if node.target is aten.permute.default and node.args[1] == [0, 2, 4, 1, 3, 5]:
+            value = node.args[0].meta["val"]  # type: ignore[union-attr]
+            if value.shape[3] == value.shape[5]:
+                node.update_arg(1, [0, 2, 4, 1, 5, 3])
+                node.meta["val"] = value.permute([0, 2, 4, 1, 5, 3])
+
+
 def _ignore_another_index(graph: TrainingGraph) -> None:
     for node in graph.operations():
         if node.target is ws.linear_cross_entropy_and_gradients.default:
@@ -218,6 +228,7 @@ FAULTS = (
     Fault("share_equal", "two casts of one value are equal whatever the dtype",
           {"_key": lambda a: () if isinstance(a, dict) else _key(a)}),
     Fault("lean_gradients", "a float32 gradient is narrowed", _after("lean_gradients", _narrow_one_more)),
+    Fault("patch_products", "patches are read by columns", _after("patch_products", _turn_patches)),
     Fault("channels_last", "height and width of a turned copy are exchanged", _after("channels_last", _exchange_sides)),
     Fault("order_for_peak", "a node moves behind its reader", {"_sink": _behind_reader}),
     Fault("remove_dead", "the last buffer is not written", _after("remove_dead", _lose_an_update)),

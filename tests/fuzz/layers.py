@@ -105,6 +105,10 @@ def convolved(room: Room) -> bool:
     if value is None:
         return False
     channels, dims = value.shape[1], value.dim() - 2
+    if source.random() < 0.2:  # cut into patches
+        return _call(
+            room, f"nn.Conv{dims}d({channels}, {source.choice((1, 2, 4))}, 2, 2, bias={source.random() < 0.7})", name
+        )
     kernel, stride = source.choice((1, 1, 3)), source.choice((1, 1, 2))
     groups = source.choice((1, 1, channels))
     out = source.choice((channels, 2 * channels)) if groups > 1 else source.choice((channels, 1, 2, 4))

@@ -200,3 +200,35 @@ def test_a_scale_below_zero_leaves_everything_as_it_is(kind: str, device: str) -
         flat = [t for group in states for t in group]
         for i in range(len(unchanged)):
             assert torch.equal(new[i], flat[i]) and torch.equal(flat[i], unchanged[i]) is (scale < 0)
+
+
+@pytest.mark.parametrize("implementation", ["single", "foreach", "fused"])
+@pytest.mark.parametrize("clipped", [False, True])
+def test_gradients_and_states_may_lie_in_memory_otherwise_than_their_parameters(
+    implementation: str, clipped: bool
+) -> None:
+    """torch's fused kernels go through memory: a gradient of a convolution over channels-last images is in another order."""
+
+    def laid(seed: int) -> list[torch.Tensor]:
+        torch.manual_seed(seed)
+        shapes = [(4, 3, 2, 2), (5, 6), (4, 3), (3, 4, 2, 2)]
+        found = [torch.rand(shape) + 0.1 for shape in shapes]
+        if seed % 2:
+            found[0], found[1] = found[0].contiguous(memory_format=torch.channels_last), found[1].t().contiguous().t()
+        found[2] = torch.cat([found[2], found[2]], 1)[:, ::2].copy_(found[2]) if seed == 0 else found[2]  # not dense
+        return found
+
+    scale = torch.tensor(0.5) if clipped else None
+    sgd = torch.tensor([1e-2, 0.9, 0.0, 0.1], dtype=torch.float64)
+    adamw = torch.tensor([3, 1e-2, 0.9, 0.999, 1e-8, 0.1], dtype=torch.float64)
+    for first in (0, 2):
+        found = {}
+        for how, dense in ((implementation, False), ("single", True)):
+            given = [[t.contiguous() if dense else t for t in laid(first + i)] for i in range(4)]
+            flags = (False, False, True, how)
+            moved = torch.ops.ws.sgd.default(given[0], given[1], given[2], sgd, scale, False, False, how)
+            adam = torch.ops.ws.adamw.default(given[0], given[1], given[3], given[2], [], adamw, scale, *flags)
+            IN_PLACE[torch.ops.ws.sgd.default](given[0], given[1], given[2], sgd, scale, False, False, how)
+            found[how, dense] = [*moved, *adam, *given[0], *given[2]]
+        ours, plain = found.values()
+        torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-7)

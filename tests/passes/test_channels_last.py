@@ -510,13 +510,13 @@ def test_it_is_tried_where_tensor_cores_gain(
 
     tried: list[set[str]] = []
 
-    class Tried(rules._Rewrite):
+    class Tried(rules.Relayout):
         def __init__(self, graph: TrainingGraph, names: set[str]) -> None:
             tried.append(names)
-            raise rules._GivenUp("told")
+            raise rules.GivenUp("told")
 
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
-    monkeypatch.setattr(rules, "_Rewrite", Tried)
+    monkeypatch.setattr(rules, "Relayout", Tried)
     images = torch.empty(2, weight[1] * groups, 8, 8, dtype=dtype)
     graph = on_a_gpu(traced(step, images, torch.empty(weight, dtype=dtype)))
     assert channels_last(graph) is graph

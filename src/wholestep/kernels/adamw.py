@@ -45,6 +45,9 @@ def reference_in_place(
         return
     scale = multi_tensor.factor(scale)
     step, lr, beta1, beta2, eps, weight_decay = hyper.tolist()
+    if implementation == "fused":
+        states = [exp_avgs, exp_avg_sqs, *([max_exp_avg_sqs] if amsgrad else [])]
+        implementation = multi_tensor.fused_or_single(params, states)
     flags = multi_tensor.implementation_flags(implementation)
     # torch increments the counters itself, hence step - 1; fused kernels want them beside the parameters.
     device = params[0].device if implementation == "fused" else torch.device("cpu")

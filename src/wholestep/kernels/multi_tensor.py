@@ -51,10 +51,20 @@ def factor(scale: Tensor | None) -> Tensor | None:
 def scaled_grad(grad: Tensor, param: Tensor, scale: Tensor | None) -> Tensor:
     """grad * scale as clip_grad_norm_ does it, in the parameter's dtype; the gradient itself where nothing changes.
 
-    A gradient of a narrower dtype (lean_gradients) is widened first, as autograd would have left it.
+    A gradient of a narrower dtype (lean_gradients) is widened first, and one that lies in memory in another way than its
+    parameter is copied, as autograd would have left it: torch's fused kernels go through memory and ask for no strides.
     """
     wide = grad if widest(grad.dtype, param.dtype) is grad.dtype else grad.to(param.dtype)
-    return wide if scale is None else (wide * scale).to(wide.dtype)
+    scaled = wide if scale is None else (wide * scale).to(wide.dtype)
+    return matching(scaled, param)
+
+
+def fused_or_single(params: list[Tensor], states: list[list[Tensor]]) -> str:
+    """ "fused" where its kernels, which go through memory, meet the same elements of parameters and states side by side."""
+    flat = all(map(is_dense, params)) and all(
+        same_layout(t, p) for group in states for t, p in zip(group, params, strict=True)
+    )
+    return "fused" if flat else "single"
 
 
 def widest(grad: torch.dtype, param: torch.dtype) -> torch.dtype:
@@ -63,10 +73,10 @@ def widest(grad: torch.dtype, param: torch.dtype) -> torch.dtype:
 
 
 def parts_to_copy(params: list[Tensor], grads: list[Tensor], scale: Tensor | None) -> list[slice]:
-    """The parts in which torch's code updates a list: whole; or, where gradients are first copied (scaled, widened), so
-    many at a time that the copies stay small."""
+    """The parts in which torch's code updates a list: whole; or, where gradients are first copied (scaled, widened, laid out
+    otherwise), so many at a time that the copies stay small."""
     pairs = list(zip(params, grads, strict=True))
-    if scale is None and all(widest(g.dtype, p.dtype) is g.dtype for p, g in pairs):
+    if scale is None and all(widest(g.dtype, p.dtype) is g.dtype and same_layout(g, p) for p, g in pairs):
         return [slice(None)]
     parts, begin, total = [], 0, 0
     for i, (param, _) in enumerate(pairs):

@@ -40,8 +40,11 @@ def reference_in_place(
         return
     scale = multi_tensor.factor(scale)
     lr, momentum, dampening, weight_decay = hyper.tolist()
-    if implementation == "fused" and momentum_buffers and _fused_is_broken(params):
-        implementation = "single"
+    if implementation == "fused":
+        broken = momentum_buffers and _fused_is_broken(params)
+        implementation = (
+            "single" if broken else multi_tensor.fused_or_single(params, [momentum_buffers] if momentum_buffers else [])
+        )
     copies = scale is None and nesterov and implementation == "foreach"
     for part in multi_tensor.parts_to_copy(params, grads, scale):
         scaled = [multi_tensor.scaled_grad(g, p, scale) for g, p in zip(grads[part], params[part], strict=True)]

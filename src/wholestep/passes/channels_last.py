@@ -74,7 +74,7 @@ _REFUSALS = (RuntimeError, ValueError, TypeError, NotImplementedError)
 """What operators raise for strides they do not take."""
 
 
-class _GivenUp(Exception):
+class GivenUp(Exception):
     """The rewrite cannot be finished: the graph stays as it was."""
 
 
@@ -86,15 +86,15 @@ def channels_last(graph: TrainingGraph, *, force: bool = False) -> TrainingGraph
         force: on every device and for every convolution over images, whether it pays or not.
     """
     found = [node for node in graph.operations() if _convolves_images(node)]
-    if not found or not _has_static_inputs(graph):
+    if not found or not has_static_inputs(graph):
         return graph
     chosen = [node for node in found if force or (graph.for_gpu and _gains(node))]
     if not chosen or not (force or _matters(graph, chosen)):
         return graph
     try:
-        rewrite = _Rewrite(copy_graph(graph), {node.name for node in chosen})
+        rewrite = Relayout(copy_graph(graph), {node.name for node in chosen})
         rewrite.run()
-    except _GivenUp as error:
+    except GivenUp as error:
         graph.notes.append(f"channels-last is not used: {error}")
         return graph
     if not force and rewrite.copied_bytes > _MOST_COPIED * rewrite.moved_bytes:
@@ -118,7 +118,7 @@ def _convolves_images(node: fx.Node) -> bool:
     return all(value is not None and value.dim() == 4 and is_static(value) for value in values)
 
 
-def _has_static_inputs(graph: TrainingGraph) -> bool:
+def has_static_inputs(graph: TrainingGraph) -> bool:
     values = [node.meta.get("val") for node in graph.placeholders]
     return all(is_static(t) for value in values for t in tensors_in(value)) and not any(
         isinstance(v, torch.SymInt) for v in values
@@ -150,11 +150,12 @@ def _matters(graph: TrainingGraph, chosen: list[fx.Node]) -> bool:
 # ---- the rewrite ----
 
 
-class _Rewrite:
-    """One application of the pass, on a graph of its own."""
+class Relayout:
+    """Values that lie in memory otherwise than they were captured are handed on, on a graph of its own."""
 
-    def __init__(self, graph: TrainingGraph, names: set[str]) -> None:
-        self.graph = graph
+    def __init__(self, graph: TrainingGraph, names: set[str], *, plain_follows: bool = False) -> None:
+        """`names`: the convolutions to turn; `plain_follows`: whoever now reads contiguous memory does so as it is."""
+        self.graph, self.plain_follows = graph, plain_follows
         self.turned = {node for node in graph.operations() if node.name in names}
         self.captured = {node: node.meta.get("val") for node in graph.graph.nodes}
         self.casts = {node for node in graph.operations() if self._is_read_by_convolutions_alone(node)}
@@ -202,7 +203,7 @@ class _Rewrite:
         if node in self.turned:
             self._turn_arguments(node)
         elif self._reads_other_layout(node):
-            if not _follows(node):
+            if not _follows(node) and not (self.plain_follows and self._reads_plain(node)):
                 self._read_as_captured(node)
                 return
             if _name(node) in _TWO_LAYOUTS and any(map(_is_turned, node.all_input_nodes)):
@@ -273,12 +274,19 @@ class _Rewrite:
             try:
                 value = _computed(node)
             except _REFUSALS as error:
-                raise _GivenUp(f"{where(node)} refuses it") from error
+                raise GivenUp(f"{where(node)} refuses it") from error
         node.meta["val"] = _unless_equal(value, self.captured.get(node))
 
     def _reads_other_layout(self, node: fx.Node) -> bool:
         """Whether an argument is another value than it was captured as."""
         return any(source.meta.get("val") is not self.captured.get(source, self) for source in node.all_input_nodes)
+
+    def _reads_plain(self, node: fx.Node) -> bool:
+        """Whether all arguments that changed are contiguous, and it is no operator that looks at memory itself."""
+        if _looks_at_memory(node) or node.target in _SLOTS:
+            return False
+        changed = [s for s in node.all_input_nodes if s.meta.get("val") is not self.captured.get(s, self)]
+        return all((value := tensor_of(source)) is not None and value.is_contiguous() for source in changed)
 
     def _lost_layout(self, node: fx.Node) -> bool:
         """Whether one argument is channels-last and the result is not."""
@@ -339,7 +347,7 @@ class _Rewrite:
             copy = self._insert(user, aten.clone.default, (moved,), dense, like)
             made = self._insert(user, aten.permute.default, (copy, inverse(order)), {}, like)
         if _strides(tensor_of(made)) != _strides(before):
-            raise _GivenUp(f"{value.name} has strides {tuple(before.stride())} for shape {tuple(before.shape)}")
+            raise GivenUp(f"{value.name} has strides {tuple(before.stride())} for shape {tuple(before.shape)}")
         self.captured[made] = made.meta["val"]
         return made
 
@@ -387,12 +395,16 @@ def _follows(node: fx.Node) -> bool:
     """Whether the node may read a layout it was not captured with. Random numbers are drawn in the order of memory."""
     if node.target is operator.getitem:
         return True
-    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in node.target.tags:
-        return False
-    if node.target in _SLOTS or _name(node) in _UNLIKE:  # a convolution that was not chosen
+    if _looks_at_memory(node) or node.target in _SLOTS:  # a convolution that was not chosen
         return False
     is_view = any(result.alias_info is not None for result in node.target._schema.returns)
     return is_view or _is_elementwise(node) or _name(node) in _TWO_LAYOUTS | _ANY_STRIDES
+
+
+def _looks_at_memory(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in node.target.tags:
+        return True
+    return _name(node) in _UNLIKE
 
 
 def _computed(node: fx.Node) -> Any:

@@ -56,6 +56,7 @@ TABLE: tuple[Row, ...] = (
     Row("share_scatters", "prepare", "after the folds, which leave one expansion of an index and plain zeros"),
     Row("share_bias", "prepare", "after the folds, which leave few views between a mask and its expansion"),
     Row("lean_gradients", "prepare", "before gradients are weighed: it halves them"),
+    Row("patch_products", "prepare", "before channels_last, for which there is nothing to turn in a product"),
     Row("channels_last", "prepare", "after lean_gradients and the folds, which look for casts that keep the layout"),
     Row("order_for_peak", "prepare", "after lean_gradients, whose narrow values it keeps waiting instead of wide ones"),
     Row("remove_dead", "prepare", "last: what the others left unread goes, so that the planner sees only what runs"),
