@@ -169,7 +169,9 @@ def child(row: dict[str, Any]) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     try:
-        step = wholestep.compile(model, loss_fn, optimizer, batches[0], memory=row["budget_bytes"], verbose=False, **options)
+        step = wholestep.compile(
+            model, loss_fn, optimizer, batches[0], memory=row["budget_bytes"], verbose=False, **options
+        )
     except BudgetTooSmall as refused:
         return {"refused": str(refused), "smallest_bytes": refused.smallest_bytes, "refused_seconds": seconds()}
     found["compile_seconds"] = seconds()
@@ -282,7 +284,13 @@ def shown(row: dict[str, Any]) -> str:
         return f"{head} refused after {row['refused_seconds']:.0f} s: {row['refused'][:150]}"
     memory = ""
     if "card_gib" in row:
-        kept = "" if row["budget_bytes"] is None else " kept" if row["card_gib"] * GIB <= row["budget_bytes"] else " EXCEEDED"
+        kept = (
+            ""
+            if row["budget_bytes"] is None
+            else " kept"
+            if row["card_gib"] * GIB <= row["budget_bytes"]
+            else " EXCEEDED"
+        )
         phases = "/".join(f"{peak:.2f}" for peak in row["reserved_by_phase_gib"].values())
         memory = f" card {row['card_gib']:6.2f}{kept} (reserved {phases} + {row['context_gib']:.2f})"
     spent = f"compile {row['compile_seconds']:.0f} s, first step {row['first_step_seconds']:.0f} s"

@@ -45,7 +45,9 @@ def child(name: str, layers: int, points: int) -> dict[str, Any]:
     with torch.device(device):
         model = h200.build(name, layers).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    ids = torch.randint(0, model.config.vocab_size, h200.SHAPES[name], generator=torch.Generator().manual_seed(0)).to(device)
+    ids = torch.randint(0, model.config.vocab_size, h200.SHAPES[name], generator=torch.Generator().manual_seed(0)).to(
+        device
+    )
     job = (model, optimizer, {"input_ids": ids, "labels": ids})
     free = measured(job, None)
     refused = measured(job, 2 * free["weights_bytes"])
@@ -92,7 +94,11 @@ def measured(job: tuple[Any, Any, Any], budget: int | None) -> dict[str, Any]:
         times = h200.timed_steps(step, [batch], TIMED, 0, losses)
     row |= {"step_ms": statistics.median(times), "step_ms_all": times, "loss": float(losses[-1])}
     row["weights_bytes"] = sum(p.numel() * p.element_size() for p in model.parameters())
-    row |= {"again": len(step.plan.recompute), "predicted_bytes": step.plan.predicted_bytes} if step.plan is not None else {}
+    row |= (
+        {"again": len(step.plan.recompute), "predicted_bytes": step.plan.predicted_bytes}
+        if step.plan is not None
+        else {}
+    )
     row |= card_facts(step, model, optimizer, batch)
     del step
     gc.collect()
@@ -134,7 +140,9 @@ def verdict(found: dict[str, Any]) -> dict[str, Any]:
         "monotone": all(after <= before * 1.001 for before, after in itertools.pairwise(peaks)),
         "largest_speedup_by_less_memory": max(gained, default=0.0),  # noise where it is small
         "smallest_granted": bool(granted) and granted[-1]["budget_bytes"] == found["smallest_bytes"],
-        "less_refused": all("refused" in row for row in found["rows"] if 0 < (row["budget_bytes"] or 0) < found["smallest_bytes"]),
+        "less_refused": all(
+            "refused" in row for row in found["rows"] if 0 < (row["budget_bytes"] or 0) < found["smallest_bytes"]
+        ),
         "largest_prediction_error": max(errors, default=None),
     }
 
@@ -170,7 +178,16 @@ class Sweeps:
         if left < 30:
             print(f"out of time before {name}; the same command goes on from here", flush=True)
             return
-        command = [sys.executable, __file__, "--child", name, "--layers", str(options.layers), "--points", str(options.points)]
+        command = [
+            sys.executable,
+            __file__,
+            "--child",
+            name,
+            "--layers",
+            str(options.layers),
+            "--points",
+            str(options.points),
+        ]
         environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=left, check=False)
@@ -187,7 +204,9 @@ class Sweeps:
             found["verdict"] = verdict(found)
             show(name, found)
             options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps({"machine": h200.facts(), "models": self.models}, indent=1) + "\n", encoding="utf-8")
+            options.out.write_text(
+                json.dumps({"machine": h200.facts(), "models": self.models}, indent=1) + "\n", encoding="utf-8"
+            )
 
 
 def main() -> None:

@@ -115,7 +115,12 @@ def environment() -> dict[str, Any]:
     import transformers
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"gpu": gpu, "torch": torch.__version__, "cuda": torch.version.cuda, "transformers": transformers.__version__}
+    return {
+        "gpu": gpu,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "transformers": transformers.__version__,
+    }
 
 
 def main() -> None:

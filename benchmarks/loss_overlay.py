@@ -1,6 +1,6 @@
 """Two rows of memory_budget.py drawn over each other: the losses of a step within a budget and of eager PyTorch.
 
-    python benchmarks/loss_overlay.py llama:wholestep:22GiB! llama:eager --svg docs/images/llama_22gib.svg
+python benchmarks/loss_overlay.py llama:wholestep:22GiB! llama:eager --svg docs/images/llama_22gib.svg
 """
 
 from __future__ import annotations
@@ -42,13 +42,20 @@ def picture(ours: dict[str, Any], eager: dict[str, Any]) -> str:
     body = [STYLE, rectangle(0, 0, drawing.WIDTH, HEIGHT, "page")]
     body += [text(LEFT, 30, title, "ink title"), text(LEFT, 52, said, "faint")]
     for value in ticks(low, high, 6):
-        body += [line(LEFT, up(value), END, up(value), "grid"), text(LEFT - 8, up(value) + 4, f"{value:g}", "faint", "end")]
+        body += [
+            line(LEFT, up(value), END, up(value), "grid"),
+            text(LEFT - 8, up(value) + 4, f"{value:g}", "faint", "end"),
+        ]
     body += [text(across(n), FLOOR + 20, str(n), "faint", "middle") for n in range(0, len(pairs), 4)]
     body.append(text((LEFT + END) / 2, FLOOR + 42, "step", "ink", "middle"))
     points = " ".join(f"{across(n):.1f},{up(b):.1f}" for n, (_, b) in enumerate(pairs))
     body.append(f'<polyline class="under" points="{points}"/>')
-    body += [dot(across(n), up(a), 3.5, "over", hover=f"step {n}: {a:.4f}, eager {b:.4f}") for n, (a, b) in enumerate(pairs)]
-    for place, (row, kind, what) in enumerate(((eager, "under-words", "line: eager"), (ours, "over-words", "dots: ours"))):
+    body += [
+        dot(across(n), up(a), 3.5, "over", hover=f"step {n}: {a:.4f}, eager {b:.4f}") for n, (a, b) in enumerate(pairs)
+    ]
+    for place, (row, kind, what) in enumerate(
+        ((eager, "under-words", "line: eager"), (ours, "over-words", "dots: ours"))
+    ):
         told = f"{what}, {row['peak_allocated_gib']:.1f} GiB allocated, {row['step_ms']:.0f} ms"
         body.append(text(END + 20, TOP + 20 + 22 * place, told, kind))
     return drawing.svg(HEIGHT, title, said, body, kind="losses") + "\n"

@@ -109,7 +109,10 @@ def measured(row: dict[str, Any], step: Any, batches: list[Any], losses: list[fl
     losses += [float(loss) for loss in kept]
     median = statistics.median(times[-TIMED:])
     found: dict[str, Any] = {
-        "step_ms": median, "step_ms_all": times, "losses": losses, "sequences_per_second": 1e3 * row["batch"] / median,
+        "step_ms": median,
+        "step_ms_all": times,
+        "losses": losses,
+        "sequences_per_second": 1e3 * row["batch"] / median,
     }
     if on_gpu:
         found |= {
@@ -138,7 +141,9 @@ def run_child(row: dict[str, Any], limit: float, cache: Path | None = None, scri
             return {"error": f"took more than {limit:.0f} s"}
     answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if "OutOfMemoryError" in done.stderr and not answers:
-        return {"out_of_memory": next(line for line in done.stderr.splitlines()[::-1] if "OutOfMemoryError" in line)[:300]}
+        return {
+            "out_of_memory": next(line for line in done.stderr.splitlines()[::-1] if "OutOfMemoryError" in line)[:300]
+        }
     if done.returncode or not answers:
         return {"error": (done.stderr.strip() or "no output")[-3000:]}
     return json.loads(answers[-1])
@@ -184,7 +189,9 @@ class Table:
             self.rows.append(row)
             print_row(row)
             self.out.parent.mkdir(parents=True, exist_ok=True)
-            self.out.write_text(json.dumps({"machine": h200.facts(), "rows": self.rows}, indent=1) + "\n", encoding="utf-8")
+            self.out.write_text(
+                json.dumps({"machine": h200.facts(), "rows": self.rows}, indent=1) + "\n", encoding="utf-8"
+            )
 
 
 def main() -> None:
@@ -194,7 +201,9 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=500.0, help="seconds for all rows")
     parser.add_argument("--retry", action="store_true", help="make rows that failed again")
     parser.add_argument("--jobs", type=int, default=1, help="rows at work at once")
-    parser.add_argument("--cache", type=Path, help="a folder in which rows share compiled code; first steps then say little")
+    parser.add_argument(
+        "--cache", type=Path, help="a folder in which rows share compiled code; first steps then say little"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -202,7 +211,9 @@ def main() -> None:
         return
     rows: list[dict[str, Any]] = json.loads(options.out.read_text("utf-8"))["rows"] if options.out.exists() else []
     rows = [row for row in rows if not (options.retry and "error" in row)]
-    Table(options.out, rows, options.limit, options.jobs, options.cache).make(list(filter(None, options.rows.split(","))))
+    Table(options.out, rows, options.limit, options.jobs, options.cache).make(
+        list(filter(None, options.rows.split(",")))
+    )
 
 
 if __name__ == "__main__":

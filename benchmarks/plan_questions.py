@@ -100,7 +100,10 @@ def compared(measured: list[dict[str, Any]], known: dict[str, dict[str, Any]]) -
         facts = known.get(found["row"]) or predicted(found)
         row = {"row": found["row"], "ran": "peak_allocated_gib" in found, **facts}
         if row["ran"]:
-            row |= {"measured_bytes": int(found["peak_allocated_gib"] * 2**30), "measured_seconds": found["step_ms"] / 1e3}
+            row |= {
+                "measured_bytes": int(found["peak_allocated_gib"] * 2**30),
+                "measured_seconds": found["step_ms"] / 1e3,
+            }
             row |= {"card_bytes": int(found["peak_card_gib"] * 2**30)} if "peak_card_gib" in found else {}
         elif "smallest_gib" in found:
             row["smallest_bytes"] = int(found["smallest_gib"] * 2**30)
@@ -184,7 +187,10 @@ def main() -> None:
             row = known[key(asked)] = answer(asked, step)
             said = "fits" if row["fits"] else "does not fit"
             took = row["seconds_to_capture"] + row["seconds_to_plan"]
-            print(f"{' '.join(map(str, key(asked)))}: {said}, {row['card_bytes'] / 2**30:.1f} GiB, {took:.0f} s", flush=True)
+            print(
+                f"{' '.join(map(str, key(asked)))}: {said}, {row['card_bytes'] / 2**30:.1f} GiB, {took:.0f} s",
+                flush=True,
+            )
             given.out.write_text(json.dumps(held | {"rows": list(known.values())}, indent=1) + "\n", encoding="utf-8")
 
 

@@ -37,12 +37,20 @@ def predicted(workload: Workload) -> dict[str, Any]:
     for part in training.parts:
         with compat.no_collection(), compat.no_python_code():
             capture = dry_capture(
-                part.model, part.loss_fn, part.optimizer, part.example_batch, precision=training.precision, clip_norm=part.clip_norm
+                part.model,
+                part.loss_fn,
+                part.optimizer,
+                part.example_batch,
+                precision=training.precision,
+                clip_norm=part.clip_norm,
             )
             pipeline = default_pipeline()
             pipeline.run_on(capture)
             points.append(Study(capture.graph, device, pipeline.carry_out).quickest)
-    return {"predicted_bytes": max(point.peak_bytes for point in points), "recompute": [len(p.plan.recompute) for p in points]}
+    return {
+        "predicted_bytes": max(point.peak_bytes for point in points),
+        "recompute": [len(p.plan.recompute) for p in points],
+    }
 
 
 def main() -> None:
@@ -55,8 +63,14 @@ def main() -> None:
     if unknown:
         parser.error(f"there is no workload {unknown[0]!r}: one of {', '.join(WORKLOADS)}")
     warnings.simplefilter("ignore")  # what a workload's own code warns of
-    measured = {row["workload"]: row for row in load(given.measured) if row["contender"] == "wholestep" and row["status"] == "ok"}
-    rows = {row["workload"]: row for row in json.loads(given.out.read_text("utf-8"))["rows"]} if given.out.exists() else {}
+    measured = {
+        row["workload"]: row
+        for row in load(given.measured)
+        if row["contender"] == "wholestep" and row["status"] == "ok"
+    }
+    rows = (
+        {row["workload"]: row for row in json.loads(given.out.read_text("utf-8"))["rows"]} if given.out.exists() else {}
+    )
     for name in given.workloads or WORKLOADS:
         row = rows[name] = {"workload": name, **predicted(WORKLOADS[name]), "torch": torch.__version__}
         said = ""

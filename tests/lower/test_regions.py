@@ -82,6 +82,20 @@ def test_a_write_whose_value_is_returned_stays_outside(functional_trace):
     assert direct == [torch.ops.aten.copy_.default]
 
 
+@pytest.mark.parametrize("read_elsewhere", [False, True])
+def test_a_write_stays_outside_where_others_read_the_old_value(functional_trace, read_elsewhere):
+    """torch 2.11 compiles the write of a codebook before the look-up in it."""
+
+    def body(table, x, places):
+        found = table[places] if read_elsewhere else x
+        return table * 0.9 + x.exp().sin().mean() * 0.1, (x + (found - x).tanh()).sum()
+
+    outputs = [Output(OutputKind.UPDATE, "table", 0), Output(OutputKind.AUX, "sum")]
+    step = functional_trace(body, [torch.randn(5, 3), torch.randn(4, 3), torch.tensor([0, 4, 2, 2])], outputs)
+    direct = [piece.target for piece in pieces_of(step) if not isinstance(piece, Region)]
+    assert direct == [torch.ops.aten.copy_.default] * read_elsewhere
+
+
 def test_signature_sees_shapes_constants_and_outputs(functional_trace):
     def signature(scale, size, extra):
         def body(x):
