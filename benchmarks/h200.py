@@ -295,7 +295,8 @@ def facts() -> dict[str, Any]:
 def print_table(rows: list[dict[str, Any]]) -> None:
     """One line per model and system; the ratio is time (or memory) of the best peer over this system's."""
     found = {identity(row)[:3]: row for row in rows if "error" not in row and row["kind"] != "depth"}
-    heads = f"{'ms':>8} {'vs best peer':>12} {'unwaited':>8} {'vs best':>7} {'alloc GiB':>9} {'resv GiB':>8} {'cold s':>7} {'cached s':>8}"
+    heads = f"{'ms':>8} {'vs best peer':>12} {'unwaited':>8} {'vs best':>7} {'alloc GiB':>9} {'resv GiB':>8}"
+    heads += f" {'cold s':>7} {'cached s':>8}"
     print(f"{'model':<6} {'system':<10} {heads}")
     for name in dict.fromkeys(row["model"] for row in rows):
         cold = [found[k] for k in found if k[0] == name and k[1] != "wholestep" and k[2] == "cold"]
