@@ -31,7 +31,7 @@ unit: $(STAMP)  ## the tests alone (WORKERS=4, ARGS="-k dropout")
 	@$(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
 
 # What older CPUs lack is switched off in torch's own kernels and in oneDNN's; the last line is a machine with more threads.
-test-cpus: $(STAMP)  ## the tests as on CPUs without AVX-512, without AVX2, and with four threads (ARGS="tests/report")
+test-cpus: $(STAMP)  ## the tests as on CPUs without AVX-512, without AVX2, and with four threads (ARGS="tests/lower")
 	@ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(MAKE) --no-print-directory unit
 	@ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(MAKE) --no-print-directory unit
 	@OMP_NUM_THREADS=4 OMP_WAIT_POLICY=PASSIVE $(MAKE) --no-print-directory unit

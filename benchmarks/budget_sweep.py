@@ -111,7 +111,7 @@ def card_facts(step: Any, model: Any, optimizer: Any, batch: Any) -> dict[str, i
     import torch
 
     if not torch.cuda.is_available():  # bytes of tensors instead
-        from wholestep.report.memory import memory_profile
+        from wholestep.profile.memory.profile import memory_profile
 
         profile = memory_profile(step, model=model, optimizer=optimizer, batch=batch)
         peak = profile.peak_bytes - profile.at_peak["other"]

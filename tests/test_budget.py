@@ -28,7 +28,7 @@ from wholestep.lower.runner import Runner
 from wholestep.passes.pipeline import Pipeline, default_pipeline, name_of
 from wholestep.passes.update_early import update_early
 from wholestep.plan.frontier import CONTEXT_BYTES, Point
-from wholestep.report.memory import memory_profile
+from wholestep.profile.memory.profile import memory_profile
 
 
 def compiled(memory: Any, **options: Any) -> tuple[Any, Any, Any]:

@@ -16,8 +16,8 @@ from torch import nn
 from wholestep.budget_check import needs_of
 from wholestep.capture.dry import capture_example
 from wholestep.capture.subject import make_subject
+from wholestep.lower.footprint.events import record
 from wholestep.passes.pipeline import default_pipeline
-from wholestep.report.memory.events import record
 from wholestep.verify import host
 from wholestep.verify.reference import Reference, reference_gradients
 

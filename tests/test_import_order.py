@@ -9,15 +9,14 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "wholestep"
 # fmt: off
 ORDER = (
-    "errors", "compat", "disk", "graph", "cost", "tile", "kernels", "schedule", "capture", "plan", "passes", "distributed",
-    "lower", "runtime", "verify", "relational", "nn", "data", "train", "report", "bench", "budget", "budget_check", "api",
-    "__init__", "cli", "__main__",
+    "errors", "compat", "disk", "graph", "options", "cost", "kernels", "capture", "passes", "lower", "plan", "runtime", "budget",
+    "compiler", "verify", "budget_check", "api", "nn", "data", "train", "profile", "report", "bench", "__init__", "cli", "__main__",
 )
 # fmt: on
 
 
 def imported_folders(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[int, str]]:
-    """(line, folder of wholestep) for every import, also those inside functions or under TYPE_CHECKING."""
+    """(line, folder of wholestep) for every import, also those inside functions, under TYPE_CHECKING, or by name."""
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -26,9 +25,18 @@ def imported_folders(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[
             above = package[: len(package) - node.level + 1] if node.level else ()
             base = ".".join((*above, *filter(None, [node.module])))
             names = [f"{base}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and _imports_by_name(node):
+            names = [node.args[0].value]  # type: ignore[attr-defined,list-item]
         for parts in (name.split(".") for name in names):
             if parts[0] == "wholestep":  # what `from wholestep import` finds in no folder comes from __init__
                 yield node.lineno, parts[1] if len(parts) > 1 and parts[1] in ORDER else "__init__"
+
+
+def _imports_by_name(call: ast.Call) -> bool:
+    """`importlib.import_module("wholestep.api")`: an import all the same."""
+    named = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    first = call.args[0] if call.args else None
+    return named in ("import_module", "__import__") and isinstance(first, ast.Constant) and isinstance(first.value, str)
 
 
 def violations(source: str, path: Path) -> list[str]:
@@ -54,4 +62,7 @@ def test_a_late_import_is_named() -> None:
         "passes/fold.py:4: passes imports __init__, which comes after it",
     ]
     assert violations("from . import a\nfrom .. import graph\nimport torch", Path("passes/fold.py")) == []
+    by_name = 'importlib.import_module("wholestep.api").compile'
+    assert violations(by_name, Path("train/hf.py")) == []
+    assert violations(by_name, Path("verify/a.py")) == ["verify/a.py:1: verify imports api, which comes after it"]
     assert violations("", Path("helpers/a.py")) == ["helpers/a.py:1: 'helpers' has no place in ORDER"]

@@ -47,10 +47,10 @@ from wholestep.lower import (
     lower_interpret,
     warm_up,
 )
+from wholestep.plan.host import fits_beside, refuse_what_cannot_fit
 from wholestep.passes.amp import amp
 from wholestep.passes.pipeline import Pipeline, default_pipeline
 from wholestep.passes.update_early import update_early
-from wholestep.report.memory.host import fits_beside, refuse_what_cannot_fit
 from wholestep.runtime.one_step import OneStep
 from wholestep.runtime.progress import Progress
 from wholestep.runtime.step import Settings, Step

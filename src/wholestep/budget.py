@@ -2,7 +2,7 @@
 Without one: the plan that takes the least time.
 
 The frontier of plans comes from the graph alone (`plan/`). The plan chosen from it is then checked against what the step
-really takes: on the device, by compiling its regions and running each distinct one on stand-ins (`report/memory`), which
+really takes: on the device, by compiling its regions and running each distinct one on stand-ins (`lower/footprint`), which
 needs a layer's memory and not the step's. Where the two differ, all predictions are corrected by that and the choice is made
 again, until the fastest plan that really fits is found.
 """
@@ -29,10 +29,12 @@ from wholestep.graph.liveness import tensor_bytes
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Role, TrainingGraph
 from wholestep.lower import give_back
+from wholestep.lower.footprint.predict import predict_profile
+from wholestep.lower.footprint.regions import predict_compiled
+from wholestep.lower.footprint.scratch import measure_scratch
 from wholestep.passes.pipeline import Pipeline
 from wholestep.plan.frontier import CONTEXT_BYTES, SLACK, Point, fastest, frontier, round_up, too_small
 from wholestep.plan.rebatch import at_traced_sizes, sized_by_data
-from wholestep.report.memory import measure_scratch, predict_compiled, predict_profile
 
 LIBRARY_BYTES = 72 << 20
 """cuBLAS's workspaces, taken from the allocator at their first use and kept: 66 to 68 MiB were measured."""

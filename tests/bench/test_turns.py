@@ -14,7 +14,7 @@ from tests.bench.test_harness import Maker, cases
 from wholestep.bench import turns
 from wholestep.bench.harness import Case, run_table
 from wholestep.bench.turns import VARIABLE, WORKERS, my_turn, side_by_side, taking_turns, tune_in_turns
-from wholestep.report.memory import scratch
+from wholestep.lower.footprint import scratch
 
 PATIENCE = 20.0
 """Seconds within which threads that may run side by side must have met."""

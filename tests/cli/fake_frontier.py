@@ -5,9 +5,9 @@ from __future__ import annotations
 from wholestep.cost.devices import Device
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
+from wholestep.lower.footprint.predict import predict_profile
 from wholestep.passes.pipeline import Pipeline
 from wholestep.plan.frontier import Apply, Point
-from wholestep.report.memory.predict import predict_profile
 
 KINDS = ("weights", "optimizer state", "gradients", "saved activations", "temporaries", "workspace")
 

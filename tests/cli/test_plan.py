@@ -24,8 +24,8 @@ LLAMA = [
 
 @pytest.fixture(autouse=True)
 def planner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("wholestep.report.fit.plans_of", fake_frontier.plans_of)
-    monkeypatch.setattr("wholestep.report.fit.leanest", fake_frontier.leanest)
+    monkeypatch.setattr("wholestep.train.fit.plans_of", fake_frontier.plans_of)
+    monkeypatch.setattr("wholestep.train.fit.leanest", fake_frontier.leanest)
     monkeypatch.chdir(tmp_path)
 
 

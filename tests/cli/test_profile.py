@@ -10,7 +10,7 @@ import torch
 from tests.cli.calls import Call, program
 
 from wholestep.cli import failure
-from wholestep.report.measure import timing
+from wholestep.profile.measure import timing
 
 MODEL = "own_training:setup"
 

@@ -17,9 +17,9 @@ from wholestep.graph.plan import Plan
 from wholestep.graph.segments import backward_segments, may_recompute
 from wholestep.graph.training_graph import TrainingGraph, phase_of
 from wholestep.graph.views import is_cheap_view
+from wholestep.lower.footprint.predict import predict_profile
 from wholestep.passes.pipeline import Pipeline, default_pipeline
 from wholestep.passes.recompute import recompute
-from wholestep.report.memory import predict_profile
 
 
 class Block(nn.Module):

@@ -19,7 +19,7 @@ from wholestep.lower.in_place import write_state_in_place
 from wholestep.lower.regions import Region, split_regions
 from wholestep.passes.pipeline import Pipeline, name_of
 from wholestep.passes.update_early import update_early
-from wholestep.report.memory import memory_profile
+from wholestep.profile.memory.profile import memory_profile
 
 LAYERS = 4
 

@@ -9,7 +9,7 @@ from wholestep.graph.training_graph import Role, tensors_in
 from wholestep.passes.pipeline import default_pipeline
 from wholestep.plan.frontier import leanest
 from wholestep.plan.rebatch import rebatched
-from wholestep.report.fit import Question, captured_step, largest_fitting, plans_of
+from wholestep.train.fit import Question, captured_step, largest_fitting, plans_of
 
 TARGET = find_target("h200")
 

@@ -81,7 +81,7 @@ def tune_in_turns() -> None:
     """From now on Inductor times the versions of a kernel, and a memory plan its regions, in a turn of this process."""
     if VARIABLE not in os.environ:
         return
-    from wholestep.report.memory import scratch
+    from wholestep.lower.footprint import scratch
 
     scratch.alone = my_turn
     try:

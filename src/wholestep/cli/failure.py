@@ -55,7 +55,7 @@ def out_of_memory(error: BaseException) -> str:
     graph = _graph_in(error)
     if graph is None:
         return first
-    from wholestep.report.memory import explain_oom
+    from wholestep.profile.memory.oom import explain_oom
 
     try:
         return f"out of memory: {explain_oom(graph, limit_bytes=_gpu_bytes(graph))}\n({said})"

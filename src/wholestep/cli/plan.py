@@ -16,8 +16,8 @@ from wholestep.errors import BadOption, NotBuiltYet
 
 if TYPE_CHECKING:
     from wholestep.cost.target import Target
-    from wholestep.report.fit import Fit
     from wholestep.report.pictures.frontier_staircase import Peer
+    from wholestep.train.fit import Fit
 
 DEVICES_HELP = "h200|h100|a100-80gb|a100-40gb|l4|a10|t4|rtx4090|rtx3090|24GiB|this"
 
@@ -75,7 +75,7 @@ def command(
 
     target = find_target(device)
     budget = budget_of(memory, target)
-    from wholestep.report.fit import Question, will_it_fit
+    from wholestep.train.fit import Question, will_it_fit
 
     question = Question(
         model=model,

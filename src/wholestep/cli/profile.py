@@ -15,7 +15,7 @@ from wholestep.cli import options
 from wholestep.errors import BadOption
 
 if TYPE_CHECKING:
-    from wholestep.report.profile import Profile
+    from wholestep.profile.profile import Profile
 
 SYSTEMS = ("wholestep", "eager", "compile")
 SHOWN_ACTIONS = 4
@@ -71,8 +71,8 @@ def command(
     passes = options.pipeline(disable)
     page = checked_page(out, model)
     from wholestep.api import compile as compile_step
+    from wholestep.profile.profile import profile_job
     from wholestep.report.page import write_report
-    from wholestep.report.profile import profile_job
     from wholestep.train.job import make_job
 
     job = make_job(model, sets=sets or (), data=data, batch=batch, seq=seq, precision=precision, seed=seed or 0)

@@ -12,9 +12,9 @@ from typing import Any
 
 from wholestep.graph.bytes import show_bytes
 from wholestep.graph.plan import Plan
-from wholestep.report.fit import Fit, remedies
 from wholestep.report.pictures.drawing import show_ms
 from wholestep.report.terminal_frontier import frontier_plot
+from wholestep.train.fit import Fit, remedies
 
 GIB = 2**30
 KINDS = (

@@ -1,4 +1,4 @@
-"""The memory at the peak by module, as an icicle: the tree of `report.memory.icicle` in, SVG out.
+"""The memory at the peak by module, as an icicle: the tree of `lower.footprint.blocks.icicle` in, SVG out.
 
 A box is as wide as the bytes of its module with everything inside it; equal layers are one box with their number. The colour
 is that of the kind of memory that is largest inside.

@@ -1,0 +1,1 @@
+"""What a step did: times, kernels, memory."""

@@ -1,0 +1,1 @@
+"""Where the memory of a training step went, and what to do when it is too much."""
