@@ -17,7 +17,7 @@ from tests.plan.test_frontier import Gelu
 from torch import nn
 
 import wholestep
-from wholestep import api, compat
+from wholestep import compat, compiler
 from wholestep.budget import Budget, Enforced, Fitting, ForSpeed, held_to, make_room
 from wholestep.capture.dry import dry_capture
 from wholestep.cost import find_device
@@ -147,13 +147,13 @@ def test_without_a_budget_the_fastest_plan_is_for_compiled_code_on_a_gpu(monkeyp
         model = Gelu()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         captured = dry_capture(model, lambda m, x: m(x).square().mean(), optimizer, torch.randn(512, 256), device=kind)
-        lines = ForSpeed(default_pipeline(), backend, torch.device(kind)).run_on(captured)
+        planning, passes = ForSpeed(default_pipeline(), backend, torch.device(kind)), default_pipeline()
+        passes.prepare(captured)
+        plan = planning.plan(captured)
+        passes.carry_out_on(captured, plan)
         again = sum(is_recomputed(node) for node in captured.graph.operations())
-        made[backend, kind] = (
-            bool(captured.plan.recompute),
-            again > 0,
-            "quicker to make again than to keep" in lines[-1],
-        )
+        told = any("quicker to make again than to keep" in line for line in planning.told)
+        made[backend, kind] = (bool(plan.recompute), again > 0, told)
     assert made["inductor", "cuda"] == (True, True, True)
     assert made["interpret", "cuda"] == made["inductor", "cpu"] == (False, False, False)
 
@@ -178,9 +178,9 @@ def test_sizes_that_are_symbolic_are_planned_as_they_were_traced(monkeypatch: py
         return step, [float(step(torch.randn(rows, 256))) for rows in (512, 8, 33)]
 
     monkeypatch.setattr("wholestep.budget.this_device", lambda kind: find_device("h200"))
-    monkeypatch.setattr("wholestep.api.ForSpeed", Forced)
+    monkeypatch.setattr("wholestep.compiler.ForSpeed", Forced)
     step, losses = trained(None)
-    assert step.captures == 1 and step.plan.recompute and "quicker to make again" in made[-1].said
+    assert step.captures == 1 and step.plan.recompute and "quicker to make again" in made[-1].told[0]
     assert losses == trained(wholestep.Plan())[1]
 
 
@@ -193,8 +193,9 @@ def test_a_step_does_not_fail_for_want_of_a_plan(monkeypatch: pytest.MonkeyPatch
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     captured = dry_capture(model, lambda m, x: m(x).square().mean(), optimizer, torch.randn(2, 4))
-    lines = ForSpeed(default_pipeline(), "inductor", torch.device("cuda")).run_on(captured)
-    assert captured.plan == wholestep.Plan() and "everything is kept" in lines[-1] and "KeyError: 'add_3'" in lines[-1]
+    planning = ForSpeed(default_pipeline(), "inductor", torch.device("cuda"))
+    assert planning.plan(captured) == wholestep.Plan()
+    assert "everything is kept" in planning.told[0] and "KeyError: 'add_3'" in planning.told[0]
 
 
 def test_a_plan_that_keeps_everything_can_be_asked_for() -> None:
@@ -287,7 +288,7 @@ def test_capturing_and_lowering_are_held_to_the_budget(monkeypatch: pytest.Monke
         within.append("closed")
 
     def inside(name: str) -> Any:
-        inner = getattr(api, name)
+        inner = getattr(compiler, name)
 
         def called(*args: Any, **options: Any) -> Any:
             within.append(name)
@@ -295,9 +296,9 @@ def test_capturing_and_lowering_are_held_to_the_budget(monkeypatch: pytest.Monke
 
         return called
 
-    monkeypatch.setattr(api, "held_to", noted)
+    monkeypatch.setattr(compiler, "held_to", noted)
     for name in ("cached_capture", "lower_interpret"):
-        monkeypatch.setattr(api, name, inside(name))
+        monkeypatch.setattr(compiler, name, inside(name))
     step, _, _ = compiled(64 << 20)
     step({name: tensor[:2] for name, tensor in batches(1)[0].items()})
     assert within == ["open", "cached_capture", "closed", "open", "lower_interpret", "closed"] * 2
@@ -346,9 +347,8 @@ def test_plans_are_compiled_only_as_far_as_needed(
     monkeypatch.setattr("wholestep.budget.copy_graph", lambda graph: graph)
     fitting = Plans(Budget(950, 0, 0, 0.0, "950 B"), backend, measured, seconds)
     fitting.prepared = "prepared"  # type: ignore[assignment]
-    capture: Any = SimpleNamespace(graph="1")
-    plan = fitting._fit(capture)
-    assert (fitting.tried, capture.graph, plan.predicted_bytes) == (tried, str(taken), measured[taken])
+    plan = fitting._fit()
+    assert (fitting.tried, plan.reasons["index"], plan.predicted_bytes) == (tried, str(taken), measured[taken])
 
 
 def test_after_two_misses_half_of_what_is_left_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,8 +358,7 @@ def test_after_two_misses_half_of_what_is_left_is_skipped(monkeypatch: pytest.Mo
     measured = [max(1000 - 4 * i, 0) for i in range(41)]
     fitting = Plans(Budget(900, 0, 0, 0.0, "900 B"), "inductor", measured, [1 + 0.001 * i for i in range(41)], peaks)
     fitting.prepared = "prepared"  # type: ignore[assignment]
-    capture: Any = SimpleNamespace(graph=str(fitting._choice(set())))
-    assert fitting._fit(capture).predicted_bytes <= 900
+    assert fitting._fit().predicted_bytes <= 900
     assert len(fitting.tried) == 3 and fitting.tried == sorted(fitting.tried)
 
 
@@ -381,12 +380,12 @@ def test_the_leanest_plan_goes_by_its_prediction_where_it_cannot_be_measured(
     monkeypatch.setattr("wholestep.budget.copy_graph", lambda graph: graph)
     fitting = Plans(Budget(budget, 0, 0, 0.0, f"{budget} B"), "inductor", [None, None, None], (1.0, 1.1, 1.2))
     fitting.prepared = "prepared"  # type: ignore[assignment]
-    capture: Any = SimpleNamespace(graph=str(tried[0]))
     if budget > 816:
-        assert fitting._fit(capture).predicted_bytes == 816 and capture.graph == "2"
+        plan = fitting._fit()
+        assert plan.predicted_bytes == 816 and plan.reasons["index"] == "2"
     else:
         with pytest.raises(BudgetTooSmall, match="takes 816"):
-            fitting._fit(capture)
+            fitting._fit()
     assert fitting.tried == tried
 
 
@@ -430,9 +429,7 @@ def test_recordings_of_other_sizes_stay_where_there_is_room(planned: int | None,
 def test_room_is_made_when_the_size_changes(free: int) -> None:
     step, _, _ = compiled(int(0.8 * free))
     asked: list[tuple[Any, list[Any]]] = []
-    step.settings = dataclasses.replace(
-        step.settings, make_room=lambda variant, others: asked.append((variant, others))
-    )
+    step.room = lambda variant, others: asked.append((variant, others))
     whole = batches(1)[0]
     half = {name: tensor[:2] for name, tensor in whole.items()}
     step(whole)

@@ -153,7 +153,7 @@ def checked(
     optimizer = torch.optim.AdamW(model.parameters()) if lr is None else torch.optim.SGD(model.parameters(), lr=lr)
     step = wholestep.compile(model, loss_fn, optimizer, batches(1)[0], backend="interpret", cache=False, **options)
     within = _Checked(BUDGET, CPU, check, whole_only)
-    step.settings = dataclasses.replace(step.settings, check=lambda *given: within.run(decision, *given))
+    step.check = lambda *given: within.run(decision, *given)
     return step
 
 
@@ -316,7 +316,7 @@ def test_a_live_step_is_decided_about_by_its_own_numbers() -> None:
     for model in (Normed(), Mlp()):
         optimizer = torch.optim.AdamW(model.parameters())
         step = wholestep.compile(model, loss_fn, optimizer, batches(1)[0], backend="interpret", cache=False)
-        step.settings = dataclasses.replace(step.settings, check=look)
+        step.check = look
         step(batches(1)[0])
         step(batches(1)[0])
     assert [one.rows for one in found] == [0, None, 0, None], "only the first step of each is looked at"

@@ -27,6 +27,8 @@ _PUBLIC = {
     "WholestepWarning": "wholestep.errors",
 }
 
+_MODULES = {"nn": "wholestep.nn", "hf": "wholestep.train.hf"}
+
 __all__ = [
     "Plan", "Step", "TrainingGraph", "WholestepError", "WholestepWarning", "compile", "default_passes", "load", "save", "verify",
 ]  # fmt: skip
@@ -35,10 +37,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
-    if name == "nn":
-        return importlib.import_module("wholestep.nn")
-    if name == "hf":  # a module; it comes before the api, so the compiler is handed to it
-        module = importlib.import_module("wholestep.train.hf")
-        module.Trainer.compile_step = staticmethod(importlib.import_module("wholestep.api").compile)
-        return module
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     raise AttributeError(f"module 'wholestep' has no attribute {name!r}")

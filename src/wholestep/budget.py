@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -149,29 +149,33 @@ class Fitting:
         self.state_bytes = 0
         self.tries = 0
         """Plans that were compiled to know what they really take."""
+        self.told: list[str] = []
+        """About the latest plan."""
 
-    def run_on(self, capture: Capture, *, dump: str | None = None) -> list[str]:
-        """Rewrite the capture's graph; the lines to report."""
-        self.state_bytes = _state_bytes(capture)
-        lines = self.pipeline.bound(self._first_plan).run_on(capture, dump=dump)
+    def plan(self, prepared: Capture) -> Plan:
+        """The fastest that fits; raises BudgetTooSmall with the least that would do."""
+        self.state_bytes, self.prepared = _state_bytes(prepared), prepared.graph
+        self.points = self._frontier(prepared.graph)
         began = time.perf_counter()
-        best = self._fit(capture)
-        capture.plan = best
+        best = self._fit()
         tried = f"memory: {self.tries} of {len(self.points)} plans tried in {time.perf_counter() - began:.1f} s"
-        return [*lines, tried, *self._told(best)]
+        self.told = [tried, *self._told(best)]
+        return best
 
     def _takes(self, peak_bytes: float) -> int:
         return self.budget.takes(peak_bytes + self.state_bytes)
 
-    def _first_plan(self, graph: TrainingGraph) -> Plan:
+    def _frontier(self, graph: TrainingGraph) -> list[Point]:
         try:
             peak = self.budget.peak() - self.state_bytes
             sized = at_traced_sizes(graph) if sized_by_data(graph) else graph
-            self.points = frontier(sized, self.device, self.pipeline.carry_out, targets=TARGETS, near=peak, exact=False)
+            return frontier(sized, self.device, self.pipeline.carry_out, targets=TARGETS, near=peak, exact=False)
         except ValueError as error:
             raise BadOption(f"memory= with symbolic sizes: {error}", hint="use dynamic=False") from error
-        self.prepared = copy_graph(graph)
-        return self.points[self._choice(set())].plan
+
+    def _carried_out(self, index: int) -> TrainingGraph:
+        assert self.prepared is not None
+        return self.pipeline.carry_out(copy_graph(self.prepared), self.points[index].plan)
 
     def _expected(self, index: int) -> float:
         """The peak of a plan by what was learnt from the last one. Some of what compiled code takes beside its tensors is the same
@@ -186,16 +190,14 @@ class Fitting:
                 return index if len(failed) < 2 or not self.compiled else (index + len(self.points) - 1) // 2
         return len(self.points) - 1
 
-    def _fit(self, capture: Capture) -> Plan:
+    def _fit(self) -> Plan:
         """Measure, correct, choose again: ends at a plan that was measured to fit, when no much faster one should fit as well."""
         measured: dict[int, int] = {}
-        graphs: dict[int, TrainingGraph] = {}
         index = self._choice(set())
-        graphs[index] = capture.graph  # as `_first_plan` chose
         while True:
             predicted = self.points[index].peak_bytes
             with contextlib.suppress(torch.OutOfMemoryError):
-                measured[index] = self.exact_peak(graphs[index])
+                measured[index] = self.exact_peak(self._carried_out(index))
                 self.ratio, self.offset = measured[index] / predicted, measured[index] - predicted
             if index not in measured:  # one of its regions alone takes more than the budget leaves
                 measured[index] = self._unmeasured(index)
@@ -213,11 +215,8 @@ class Fitting:
                 if following in measured:
                     break
             index = following
-            assert self.prepared is not None
-            graphs[index] = self.pipeline.carry_out(copy_graph(self.prepared), self.points[index].plan)
         if not fits:
             raise self._too_small(measured)
-        capture.graph = graphs[fits[0]]
         predicted = measured[fits[0]] + self.state_bytes
         return dataclasses.replace(
             self.points[fits[0]].plan, budget_bytes=self.budget.card_bytes, predicted_bytes=predicted
@@ -270,39 +269,25 @@ class ForSpeed:
     def __init__(self, pipeline: Pipeline, backend: str, device: torch.device) -> None:
         self.pipeline = pipeline
         self.worth_planning = backend == "inductor" and device.type == "cuda"
-        self.plan, self.said = Plan(), ""
+        self.told: list[str] = []
+        """About the latest plan."""
 
-    def run_on(self, capture: Capture, *, dump: str | None = None) -> list[str]:
-        """Rewrite the capture's graph; the lines to report."""
-        lines = self.pipeline.bound(self._quickest).run_on(capture, dump=dump)
-        capture.plan = self.plan
-        return [*lines, self.said] if self.said else lines
-
-    def _quickest(self, graph: TrainingGraph) -> Plan:
-        self.plan, self.said = Plan(), ""
+    def plan(self, prepared: Capture) -> Plan:
+        """The quickest, or one that keeps everything."""
+        self.told = []
         if not self.worth_planning:
-            return self.plan
+            return Plan()
         try:
-            self.plan = fastest(at_traced_sizes(graph), this_device("cuda"), self.pipeline.carry_out)
+            plan = fastest(at_traced_sizes(prepared.graph), this_device("cuda"), self.pipeline.carry_out)
         except Exception as error:  # nobody asked for a plan, so a step must not fail for want of one
-            self.said = f"everything is kept for the backward pass: planning failed ({type(error).__name__}: {error})"[
-                :300
+            reason = f"planning failed ({type(error).__name__}: {error})"
+            self.told = [f"everything is kept for the backward pass: {reason}"[:300]]
+            return Plan()
+        if plan.recompute:
+            self.told = [
+                f"{len(plan.recompute)} values are quicker to make again than to keep (plan=wholestep.Plan() keeps them)"
             ]
-        if self.plan.recompute:
-            count = len(self.plan.recompute)
-            self.said = f"{count} values are quicker to make again than to keep (plan=wholestep.Plan() keeps them)"
-        return self.plan
-
-
-def planner_of(planning: Fitting | ForSpeed) -> Callable[[Capture], Plan]:
-    """For `verify`: the plan that `compile` would choose for a captured step, said in its notes."""
-
-    def planned(capture: Capture) -> Plan:
-        capture.notes += [line for line in planning.run_on(capture)[-1:] if not line.startswith("pass ")]
-        assert capture.plan is not None
-        return capture.plan
-
-    return planned
+        return plan
 
 
 def _state_bytes(capture: Capture) -> int:

@@ -34,8 +34,8 @@ from wholestep.graph.liveness import tensor_bytes
 from wholestep.graph.training_graph import Role, TrainingGraph, phase_of, tensors_in
 from wholestep.graph.views import is_cheap_view
 from wholestep.lower import give_back
-from wholestep.plan.host import available_bytes
 from wholestep.lower.footprint.predict import predict_profile
+from wholestep.plan.host import available_bytes
 from wholestep.plan.rebatch import at_traced_sizes, rebatched, sized_by_data
 from wholestep.runtime.variant import Variant
 from wholestep.verify.compare import compute_dtype

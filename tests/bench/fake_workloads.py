@@ -49,14 +49,11 @@ def fake(name: str = "line", **changes: Any) -> Workload:
 
 def row_of(contender: str, workload: Workload | None = None, **rest: Any) -> dict[str, Any]:
     """The row of a contender, made in this process."""
-    from wholestep.api import compile as compile_step
-
     chosen = {
         "size": "smoke",
         "device": torch.device("cpu"),
         "seed": 0,
         "protocol": QUICK,
-        "compile_step": compile_step,
     } | rest
     with mock.patch(
         "wholestep.bench.memory.gc.collect"

@@ -56,7 +56,7 @@ def job(accumulate: int = 1, rows: int = 16) -> Job:
 
 def measured(system: str = "wholestep", *, accumulate: int = 1, rows: int = 16, **more: Any) -> Profile:
     more = {"backend": "interpret", "steps": 3} | more
-    return profile_job(job(accumulate, rows), compile_step=wholestep.compile, system=system, **more)
+    return profile_job(job(accumulate, rows), system=system, **more)
 
 
 FORWARD = 2 * 16 * (3 * 32 * 32 + 32 * 4)
@@ -118,7 +118,7 @@ def test_a_step_that_cannot_be_captured_is_counted_while_it_runs() -> None:
     one = job()
     one.loss_fn = lambda m, b: m(b).square().mean() * (1.0 if float(b.sum()) > -1e9 else 0.0)
     with pytest.warns(wholestep.WholestepWarning):
-        found = profile_job(one, compile_step=wholestep.compile, backend="interpret", steps=2, memory=False)
+        found = profile_job(one, backend="interpret", steps=2, memory=False)
     assert sum(row.flops or 0 for row in found.rows if row.kind == "matmul") == pytest.approx(FORWARD + BACKWARD)
     assert found.utilisation is None and any("nothing was captured" in note for note in found.notes)
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-import wholestep
 from wholestep.profile.profile import profile_job
 from wholestep.report.page import render_page
 from wholestep.train.job import make_job
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.gpu
 def test_kernels_are_attributed(system: str, backend: str) -> None:
     torch.manual_seed(0)
     job: Any = make_job("gpt-1m", device="cuda")
-    found = profile_job(job, compile_step=wholestep.compile, system=system, backend=backend, steps=5, verified=False)
+    found = profile_job(job, system=system, backend=backend, steps=5, verified=False)
     assert found.shares["gpu_busy"] is not None and 0 < found.shares["gpu_busy"] <= 1
     launched = [row for row in found.rows if row.kernels]
     assert launched and found.unattributed < 0.2, [row for row in found.rows if row.flops is None][:5]
@@ -32,7 +31,5 @@ def test_kernels_are_attributed(system: str, backend: str) -> None:
 
 
 def test_torch_compile_is_listed_by_name() -> None:
-    found = profile_job(
-        make_job("gpt-1m", device="cuda"), compile_step=wholestep.compile, system="compile", steps=5, memory=False
-    )
+    found = profile_job(make_job("gpt-1m", device="cuda"), system="compile", steps=5, memory=False)
     assert found.rows and all(row.flops is None for row in found.rows) and found.unattributed > 0

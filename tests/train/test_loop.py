@@ -29,7 +29,7 @@ from wholestep.train.watch import Interrupted, Silent
 
 def run(out: Path, *, resume: bool = False, backend: str = "interpret", options: Any = (), **job: Any) -> Outcome:
     made = tiny_job(**job)
-    return train(made, compile_step=wholestep.compile, out=out, resume=resume, backend=backend, **dict(options))
+    return train(made, out=out, resume=resume, backend=backend, **dict(options))
 
 
 def state(folder: Path, number: int) -> dict[str, Tensor]:
@@ -191,13 +191,16 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "a" / "checkpoints").iterdir()] == ["step-000002"]
 
 
-def test_a_signal_while_compiling_stops_at_once_and_leaves_no_folder(tmp_path: Path) -> None:
+def test_a_signal_while_compiling_stops_at_once_and_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def compile_step(*args: Any, **kwargs: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("not reached")
 
+    monkeypatch.setattr("wholestep.api.compile", compile_step)
     with pytest.raises(Interrupted) as raised:
-        train(tiny_job(), compile_step=compile_step, out=tmp_path / "a")
+        train(tiny_job(), out=tmp_path / "a")
     assert raised.value.number == signal.SIGTERM and list(tmp_path.iterdir()) == []
 
 
@@ -206,7 +209,7 @@ def test_a_signal_while_compiling_stops_at_once_and_leaves_no_folder(tmp_path: P
 
 def test_default_folders_are_numbered_and_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = [train(tiny_job(steps=1), compile_step=wholestep.compile, backend="interpret").folder for _ in range(3)]
+    names = [train(tiny_job(steps=1), backend="interpret").folder for _ in range(3)]
     assert [str(name) for name in names] == ["runs/tiny-sums", "runs/tiny-sums-2", "runs/tiny-sums-3"]
     assert next(r.path for r in all_runs()) == names[-1], "the newest first"
     os.utime(names[0] / "run.json", (2e9, 2e9))
@@ -229,16 +232,18 @@ def never_compiled(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("the disk is tried before compiling")
 
 
-def test_no_permission_is_told_before_compiling(tmp_path: Path) -> None:
+def test_no_permission_is_told_before_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wholestep.api.compile", never_compiled)
     (tmp_path / "file").touch()
     with pytest.raises(BadOption, match=r"cannot be written to .*file/a: .*file is not a folder"):
-        train(tiny_job(), compile_step=never_compiled, out=tmp_path / "file" / "a")
+        train(tiny_job(), out=tmp_path / "file" / "a")
 
 
 def test_a_full_disk_is_told_before_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wholestep.api.compile", never_compiled)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))  # type: ignore[attr-defined]
     with pytest.raises(BadOption, match="1 B of disk left, one checkpoint takes about"):
-        train(tiny_job(), compile_step=never_compiled, out=tmp_path / "a")
+        train(tiny_job(), out=tmp_path / "a")
     assert not (tmp_path / "a").exists()
 
 

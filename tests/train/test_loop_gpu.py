@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 from tests.train.tiny_jobs import tiny_job
 
-import wholestep
 from wholestep.train.loop import Outcome, train
 from wholestep.train.metrics import LossWatch, read_rows
 
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 def run(out: Path, *, resume: bool = False, backend: str = "interpret", **job: Any) -> Outcome:
     made = tiny_job(device="cuda", **job)
-    return train(made, compile_step=wholestep.compile, out=out, resume=resume, backend=backend, save_every=1000)
+    return train(made, out=out, resume=resume, backend=backend, save_every=1000)
 
 
 @pytest.mark.parametrize("backend", ["interpret", "inductor"])

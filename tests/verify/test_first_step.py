@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -120,7 +119,7 @@ def test_wrong_compiled_code_is_named_and_the_state_put_back(kind: str, accumula
 
 def leanly(step: Step, *, interpret: bool) -> Step:
     check = functools.partial(check_first_step, lean=first_step.Lean(0, interpret))
-    step.settings = dataclasses.replace(step.settings, check=check)
+    step.check = check
     return step
 
 

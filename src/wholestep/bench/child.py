@@ -7,14 +7,13 @@ which measures nothing, has several in one process to import torch once.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from wholestep.bench.protocol import Protocol
@@ -43,7 +42,7 @@ def rows_in(output: str) -> list[dict[str, Any]]:
     return [json.loads(line)["wholestep_bench_row"] for line in output.splitlines() if line.startswith(MARK)]
 
 
-def answers(request: str, compile_step: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+def answers(request: str) -> Iterator[dict[str, Any]]:
     """The rows a request asks for."""
     import torch
 
@@ -61,7 +60,7 @@ def answers(request: str, compile_step: Callable[..., Any]) -> Iterator[dict[str
             continue
         yield attempt(
             WORKLOADS[asked["workload"]], contender, size=asked["size"], device=torch.device(asked["device"]),
-            seed=asked["seed"], protocol=Protocol(**asked["protocol"]), compile_step=compile_step, passes=passes,
+            seed=asked["seed"], protocol=Protocol(**asked["protocol"]), passes=passes,
         )  # fmt: skip
 
 
@@ -75,9 +74,7 @@ def _end_with(parent: int) -> None:
 def main() -> None:
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     tune_in_turns()
-    # The api comes after this folder in the order in which data flows. This is a program of its own, so it may reach it.
-    compile_step = importlib.import_module("wholestep.api").compile
-    for row in answers(sys.argv[1], compile_step):
+    for row in answers(sys.argv[1]):
         print("\n" + MARK + json.dumps(row) + "}", flush=True)
 
 

@@ -39,6 +39,11 @@ def dry_capture(
     subject = make_subject(
         model, loss_fn, optimizer, precision=precision, accumulate=accumulate, clip_norm=clip_norm, dry=device
     )
+    return capture_dry(subject, example)
+
+
+def capture_dry(subject: Subject, example: Any) -> Capture:
+    """The same for a subject that was made dry."""
     try:
         with compat.no_collection():
             return capture_example(subject, example)

@@ -127,18 +127,9 @@ def checked_dump(dump: str | None) -> str | None:
     return dump
 
 
-def pipeline(disable: Sequence[str] | None, dump: str | None = None) -> Pipeline | None:
+def pipeline(disable: Sequence[str] | None) -> Pipeline | None:
     """The passes without the disabled ones; None when all of them run."""
-    from wholestep.passes.pipeline import Pipeline, default_pipeline, name_of
-
-    class Dumping(Pipeline):
-        """Writes its stages to `dump` where the caller of the pipeline has no option for that."""
-
-        def run(self, graph: Any, *, dump: str | None = dump) -> Any:
-            return super().run(graph, dump=dump)
-
-        def bound(self, plan: Any) -> Pipeline:
-            return Dumping(super().bound(plan).passes)
+    from wholestep.passes.pipeline import default_pipeline, name_of
 
     passes = default_pipeline()
     known = [*map(name_of, passes.passes), *map(name_of, passes.apply)]
@@ -147,7 +138,4 @@ def pipeline(disable: Sequence[str] | None, dump: str | None = None) -> Pipeline
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
             raise BadOption(f"--disable {name}: there is no such pass", hint=hint)
-    left = passes.without(*disable) if disable else passes
-    if dump is not None:
-        return Dumping(left.passes, left.apply)
-    return left if disable else None
+    return passes.without(*disable) if disable else None

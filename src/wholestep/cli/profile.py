@@ -70,14 +70,13 @@ def command(
         )
     passes = options.pipeline(disable)
     page = checked_page(out, model)
-    from wholestep.api import compile as compile_step
     from wholestep.profile.profile import profile_job
     from wholestep.report.page import write_report
     from wholestep.train.job import make_job
 
     job = make_job(model, sets=sets or (), data=data, batch=batch, seq=seq, precision=precision, seed=seed or 0)
     profile = profile_job(
-        job, compile_step=compile_step, system=system, backend=backend or "inductor", steps=steps, memory=not no_memory,
+        job, system=system, backend=backend or "inductor", steps=steps, memory=not no_memory,
         budget=memory, verified=not no_verify, passes=passes, tell=_tell,
     )  # fmt: skip
     _tell("")

@@ -119,7 +119,6 @@ def run(
     where = options.checked_dump(dump)
     passes = options.pipeline(request["disable"])
     plan = options.read_plan(request["plan"])
-    from wholestep.api import compile as compile_step
     from wholestep.cli.display import make_display
     from wholestep.train.loop import train
 
@@ -131,7 +130,7 @@ def run(
     if not quiet:
         display.say(f"{job.name}: {_parameters(job.model):,} parameters; data {job.batches.describe()}")
     outcome = train(
-        job, compile_step=compile_step, out=out if out is not None or folder is None else folder.path, resume=resume,
+        job, out=out if out is not None or folder is None else folder.path, resume=resume,
         nonfinite=request["nonfinite"] or "stop", save_every=request["save_every"], backend=request["backend"] or "inductor",
         dump=where, display=display, request=request, compile_options=extra,
     )  # fmt: skip

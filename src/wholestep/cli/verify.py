@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -40,20 +40,17 @@ def command(
     options.checked(precision=precision, backend=backend)
     options.checked_memory(memory, plan)
     planned = options.read_plan(plan)
-    passes = options.pipeline(disable, options.checked_dump(dump))
+    passes, folder = options.pipeline(disable), options.checked_dump(dump)
     from wholestep.api import verify
     from wholestep.train.job import make_job
 
     job = make_job(
         model, sets=sets or (), data=data, batch=batch, seq=seq, precision=precision, steps=steps, seed=seed or 0
     )
-    chosen: dict[str, Any] = {
-        k: v for k, v in job.compile_options.items() if k in ("precision", "clip_norm", "accumulate")
-    }
     report = verify(
         job.model, job.loss_fn, job.optimizer, [job.batches.batch(number) for number in range(steps)], steps=steps,
         edge_batches=job.edge_batches, memory=memory, plan=options.fitting_plan(planned, job.settings),
-        backend=backend or "inductor", passes=passes, seed=job.settings.get("seed", 0), **chosen,
+        backend=backend or "inductor", passes=passes, dump=folder, seed=job.settings.get("seed", 0), **job.compile_options,
     )  # fmt: skip
     typer.echo(report.to_json() if json else str(report))
     raise typer.Exit(0 if report.ok else 1)

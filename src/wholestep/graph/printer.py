@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import collections
 import dataclasses
+import hashlib
 import keyword
 import math
 import operator
@@ -72,6 +73,12 @@ def to_python(graph: TrainingGraph, *, fold_layers: bool = True) -> str:
     sections += [_function(fold, graph, namespaces) for fold in folds]
     sections.append(_step(graph, folds, names))
     return "\n\n\n".join(sections) + "\n"
+
+
+def fingerprint(graph: TrainingGraph) -> str:
+    """A hash that equal programs share: of the source, without comments."""
+    lines = [line for line in to_python(graph).splitlines() if not line.lstrip().startswith("#")]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def dump(graph: TrainingGraph, folder: str | Path, stage: str, number: int, effect: str = "") -> Path:

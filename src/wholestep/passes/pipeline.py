@@ -160,19 +160,9 @@ class Pipeline:
         part[index] = one
         return Pipeline(self.passes, part) if applies else Pipeline(part, self.apply)
 
-    def bound(self, plan: Plan | Callable[[TrainingGraph], Plan]) -> Pipeline:
-        """All passes as plain ones: those of the apply part close over `plan` and follow the others.
-
-        A function is asked for the plan once, with the graph as the prepare part left it.
-        """
-        made: list[Plan] = []
-
-        def plan_for(graph: TrainingGraph) -> Plan:
-            if not made:
-                made.append(plan if isinstance(plan, Plan) else plan(graph))
-            return made[0]
-
-        return Pipeline([*self.passes, *(_closed_over(one, plan_for) for one in self.apply)])
+    def bound(self, plan: Plan) -> Pipeline:
+        """All passes as plain ones: those of the apply part close over `plan` and follow the others."""
+        return Pipeline([*self.passes, *(_closed_over(one, plan) for one in self.apply)])
 
     def carry_out(self, graph: TrainingGraph, plan: Plan) -> TrainingGraph:
         """Only the passes of the apply part, on a prepared graph."""
@@ -197,18 +187,20 @@ class Pipeline:
 
     # ---- running ----
 
-    def run(self, graph: TrainingGraph, *, dump: str | None = None) -> tuple[TrainingGraph, list[str]]:
+    def run(self, graph: TrainingGraph, *, dump: str | None = None, first: int = 1) -> tuple[TrainingGraph, list[str]]:
         """All passes in order; the rewritten graph and one line per pass that changed something."""
-        graph, reports = self.run_reporting(graph, dump=dump)
+        graph, reports = self.run_reporting(graph, dump=dump, first=first)
         return graph, [line for report in reports for line in report.lines]
 
-    def run_reporting(self, graph: TrainingGraph, *, dump: str | None = None) -> tuple[TrainingGraph, list[PassReport]]:
-        """All passes in order, each checked, timed and (with `dump`) written out; what each did."""
+    def run_reporting(
+        self, graph: TrainingGraph, *, dump: str | None = None, first: int = 1
+    ) -> tuple[TrainingGraph, list[PassReport]]:
+        """All passes in order, each checked, timed and (with `dump`) written out, numbered from `first`; what each did."""
         check(graph)
-        if dump is not None:
+        if dump is not None and first == 1:
             dump_graph(graph, dump, "captured", 0)
         reports = []
-        for number, one in enumerate(self.passes, start=1):
+        for number, one in enumerate(self.passes, start=first):
             before, began = len(graph.graph.nodes), time.perf_counter()
             graph = one(graph)
             graph.made_by, graph.seconds = name_of(one), time.perf_counter() - began
@@ -220,9 +212,18 @@ class Pipeline:
                 dump_graph(graph, dump, name_of(one), number, reports[-1].effect)
         return graph, reports
 
-    def run_on(self, capture: Capture, *, dump: str | None = None) -> list[str]:
+    def prepare(self, capture: Capture, *, dump: str | None = None) -> list[str]:
+        """Rewrite a capture's graph by the passes that need no plan; the lines to report."""
+        return self.run_on(capture, dump=dump)
+
+    def carry_out_on(self, prepared: Capture, plan: Plan, *, dump: str | None = None) -> list[str]:
+        """The same by those that carry a plan out."""
+        closed = Pipeline([_closed_over(one, plan) for one in self.apply])
+        return closed.run_on(prepared, dump=dump, first=len(self.passes) + 1)
+
+    def run_on(self, capture: Capture, *, dump: str | None = None, first: int = 1) -> list[str]:
         """Rewrite a capture's graph in place, and its update's graph by the passes that know of it; the lines to report."""
-        capture.graph, lines = self.run(capture.graph, dump=dump)
+        capture.graph, lines = self.run(capture.graph, dump=dump, first=first)
         of_updates = [one for one in self.passes if getattr(one, "for_updates", False)]
         if capture.update is not None and of_updates:
             capture.update, more = Pipeline(of_updates).run(capture.update)
@@ -230,9 +231,9 @@ class Pipeline:
         return lines
 
 
-def _closed_over(one: ApplyPass, plan_for: Callable[[TrainingGraph], Plan]) -> Pass:
+def _closed_over(one: ApplyPass, plan: Plan) -> Pass:
     def carried_out(graph: TrainingGraph) -> TrainingGraph:
-        return one(graph, plan_for(graph))
+        return one(graph, plan)
 
     carried_out.__name__ = name_of(one)
     carried_out.numerics = getattr(one, "numerics", "rounding")  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from wholestep import api
 from wholestep.capture.batch import split_batch
 from wholestep.capture.subject import Subject, make_subject
 from wholestep.cost import Device, Fp32Units, NodeCost, fp32_units_here, node_costs, roofline, this_device, utilisation
@@ -106,7 +107,6 @@ def _plain(value: Any) -> Any:
 def profile_job(
     job: Job,
     *,
-    compile_step: Callable[..., Any],
     system: str = "wholestep",
     backend: str = "inductor",
     steps: int = 20,
@@ -125,17 +125,17 @@ def profile_job(
         raise BadOption(f"system={system!r}", hint=f"use {', '.join(SYSTEMS)}")
     if budget is not None and system != "wholestep":
         raise BadOption(f"a memory budget for system={system!r}", hint="only Wholestep's own step is planned for one")
-    return _Session(job, compile_step, system, backend, steps, passes, budget, tell).measure(memory, verified)
+    return _Session(job, system, backend, steps, passes, budget, tell).measure(memory, verified)
 
 
 class _Session:
     """One profile in the making."""
 
     def __init__(
-        self, job: Job, compile_step: Callable[..., Any], system: str, backend: str, steps: int, passes: Any,
+        self, job: Job, system: str, backend: str, steps: int, passes: Any,
         budget: str | int | None, tell: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self.job, self.compile_step, self.system, self.wanted, self.samples = job, compile_step, system, backend, steps
+        self.job, self.system, self.wanted, self.samples = job, system, backend, steps
         self.passes, self.budget, self.tell, self.notes = passes, budget, tell, list[str]()
         options = job.compile_options
         self.subject = make_subject(
@@ -170,11 +170,10 @@ class _Session:
     def _step(self) -> tuple[Step | None, Callable[[Any], Any]]:
         """(the captured step, which also says what the step computes; what is called and timed)."""
         job, ours = self.job, self.system == "wholestep"
-        step: Step | None = self.compile_step(
+        step = api.compile(
             job.model, job.loss_fn, job.optimizer, self.batch, backend=self.wanted if ours else "interpret", check="off",
             passes=self.passes, memory=self.budget, seed=job.settings.get("seed", 0), verbose=False, **job.compile_options,
         )  # fmt: skip
-        assert step is not None
         if step.graph is None:
             reasons = "; ".join(str(fall) for fall in step.falls)
             self.notes.append(f"nothing was captured, so what the step computes is counted while it runs: {reasons}")

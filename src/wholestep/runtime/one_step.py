@@ -55,7 +55,7 @@ class OneStep:
         step = self.step
         if step.unchecked or not step.front.entries:  # the check runs the user's code again, on the same draws
             self.python_random = random.getstate(), np.random.get_state()
-        if step.settings.guards == "off":
+        if step.options.guards == "off":
             return self._without_guards()
         for batch in self.micro:
             self.batch = batch
@@ -75,7 +75,7 @@ class OneStep:
     def capture_only(self) -> None:
         """Make the variant for the first micro-batch."""
         batch = self.micro[0]
-        if self.step.settings.guards == "off":
+        if self.step.options.guards == "off":
             self.step.unguarded_variant(batch)
         else:
             self.step.front.look(batch, lambda graph, args: self.step.variant_of(graph, args, batch))
@@ -155,7 +155,7 @@ class OneStep:
     def _first(self, variant: Variant, args: Sequence[Any], numbers: Sequence[Any]) -> dict[str, Any]:
         """The first run of a variant."""
         step, index = self.step, len(self.results)
-        check = step.settings.check
+        check = step.check
         afterwards = None if check is None else check(self, variant, args, numbers)
         try:
             named, gradients, norm = variant.micro(args, numbers, step.seed, step.count, index)

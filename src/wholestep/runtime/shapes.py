@@ -42,6 +42,16 @@ def symbolic_dims(seen: Sequence[Shapes]) -> list[dict[int, str]] | None:
     return dims if enough else None
 
 
+def all_symbolic(shapes: Shapes) -> list[dict[int, str]]:
+    """Every dimension a symbol of its own."""
+    return [{d: f"size{i}_{d}" for d in range(len(shape))} for i, shape in enumerate(shapes)]
+
+
+def may_vary(shapes: Shapes, dims: Sequence[dict[int, str]]) -> bool:
+    """A size of one is taken for a fact while tracing."""
+    return all(shapes[leaf][d] > 1 for leaf, found in enumerate(dims) for d in found)
+
+
 def fits(
     shapes: Shapes, dims: Sequence[dict[int, str]], template: Shapes, symbols: dict[str, Any], guards: Sequence[Any]
 ) -> bool:

@@ -6,7 +6,6 @@ the captured step: forward, backward and update. Where no graph holds and none c
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable
 from types import TracebackType
@@ -19,16 +18,15 @@ from wholestep.capture.front import Front, LossGraph
 from wholestep.capture.ladder import WHOLE, Fall
 from wholestep.capture.modes import is_user_file
 from wholestep.capture.preflight import notes_on
-from wholestep.capture.subject import Subject
-from wholestep.capture.trace import Capture
 from wholestep.errors import BadBatch, CaptureRefused, WholestepError, WholestepWarning
 from wholestep.graph.plan import Plan
+from wholestep.graph.printer import fingerprint
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.runtime.binding import StateMoved
 from wholestep.runtime.compiled import LowerRung
 from wholestep.runtime.one_step import OneStep
 from wholestep.runtime.variant import AssumptionFailed, Variant
-from wholestep.runtime.variants import Making, TooManyShapes, Variants
+from wholestep.runtime.variants import Builder, Making, TooManyShapes, Variants
 
 TRIES = 2
 """Captures tried in a row where an eager step between them may help."""
@@ -37,38 +35,22 @@ MOST_WRONG = 4
 and one in so many, end the attempt."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Settings:
-    """How a Step compiles; given by `wholestep.compile`."""
-
-    capture: Callable[..., Capture]
-    """(subject, reading, batch, dynamic=) -> Capture."""
-    lower: Callable[[TrainingGraph, str], Any]
-    """(graph, backend) -> Runner."""
-    backend: str
-    dynamic: bool | None = None
-    check: Callable[..., Any] | None = None
-    """Called before the first live run of a variant; what it returns is called with the outcome after it."""
-    make_room: Callable[[Variant | None, list[Any]], None] | None = None
-    """(variant that will run, or None for one that is not made yet; the recordings of others): for a memory budget."""
-    guards: str = "dynamo"
-    """"off" traces the user's Python once; what it read is fixed."""
-
-
 class Step:
     """step(batch) -> loss, or (loss, aux). The modules and the optimizer stay the owners of all state."""
 
-    def __init__(self, subject: Subject, settings: Settings, seed: int | None = None) -> None:
-        self.subject, self.settings = subject, settings
+    def __init__(self, compiler: Builder, check: Callable[..., Any] | None = None) -> None:
+        """`check`: called before the first live run of a variant; what it returns is called with the outcome after it."""
+        self.subject, self.options, self.check = compiler.subject, compiler.options, check
+        seed = self.options.seed
         self.seed = torch.initial_seed() & (2**63 - 1) if seed is None else seed
         self.count = 0
         self.grad_norm: torch.Tensor | None = None
         self.falls: tuple[Fall, ...] = ()
         self.notes: list[str] = []
-        self.front = Front(subject, dynamic=True if settings.dynamic is True else None, note=self._note)
-        self.making = Making(
-            subject, settings.capture, settings.lower, settings.backend, settings.dynamic, self._note, self.make_room
-        )
+        self.front = Front(self.subject, dynamic=True if self.options.dynamic is True else None, note=self._note)
+        self.making = Making(compiler, self._note, self.make_room)
+        self.room = compiler.make_room
+        """(variant that will run, or None for one that is not made yet; the recordings of others): for a memory budget."""
         self.unchecked = False
         """Whether a variant has not been compared with eager PyTorch yet."""
         self._tables: dict[LossGraph, Variants] = {}
@@ -83,7 +65,7 @@ class Step:
         """Of the example batch."""
         self._latest: Variant | None = None
         self._running: Variant | None = None
-        for note in notes_on(subject):
+        for note in notes_on(self.subject):
             self._note(note)
 
     # ---- the call ----
@@ -162,7 +144,7 @@ class Step:
 
     def _fall(self, refused: CaptureRefused) -> None:
         """From now on only graphs that are there already are used."""
-        compiled = refused.compiled and self.settings.backend == "inductor"
+        compiled = refused.compiled and self.options.backend == "inductor"
         self._lower = LowerRung(self.subject, self._note, compiled=compiled)
         self.falls = (*self.falls, Fall(WHOLE, refused.reason, refused.where))
         below = "through torch.compile, with graph breaks" if compiled else "in eager PyTorch"
@@ -248,18 +230,18 @@ class Step:
         key = (spec, tuple((t.shape, t.dtype, t.device) for t in tensors), self.subject.root.training)
         if key not in self._unguarded:
             capture = self.making.captured(None, batch)
-            self._unguarded[key] = self.making.lowered(capture, None, self.settings.backend)
+            self._unguarded[key] = self.making.lowered(capture, None, self.options.backend)
             self.unchecked = True
         self._latest = self._unguarded[key]
         return self._latest, tensors
 
     def make_room(self, variant: Variant | None) -> None:
         """Where memory is short, recordings of other sizes go before this one runs, or is made."""
-        if self.settings.make_room is None or (variant is not None and variant is self._running):
+        if self.room is None or (variant is not None and variant is self._running):
             return
         every = [v for table in self._tables.values() for v in table.all]
         others = {id(other): other for other in every if other is not variant}
-        self.settings.make_room(variant, [recording for other in others.values() for recording in other.recordings])
+        self.room(variant, [recording for other in others.values() for recording in other.recordings])
         self._running = variant
 
     def _forget(self, reason: str) -> None:
@@ -314,6 +296,11 @@ class Step:
         return self._latest.capture.plan if self._latest else None
 
     @property
+    def program(self) -> str | None:
+        """A name for the captured graph in use that equal graphs share."""
+        return None if self.graph is None else fingerprint(self.graph)
+
+    @property
     def update_graph(self) -> TrainingGraph | None:
         """With accumulation, the graph of the update."""
         return self._latest.capture.update if self._latest else None
@@ -348,7 +335,7 @@ class Step:
         return explain(self)
 
     def __repr__(self) -> str:
-        return f"Step({self.rung}, backend {self.settings.backend}, {self.count} steps, {self.captures} captures)"
+        return f"Step({self.rung}, backend {self.options.backend}, {self.count} steps, {self.captures} captures)"
 
 
 def _alike(parts: list[Any]) -> bool:

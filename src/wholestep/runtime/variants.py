@@ -11,7 +11,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,6 +23,7 @@ from wholestep.capture.trace import Capture
 from wholestep.errors import CaptureRefused
 from wholestep.graph.strides import is_dense
 from wholestep.graph.training_graph import Input, Role, TrainingGraph
+from wholestep.options import Options
 from wholestep.runtime import shapes as shape_rules
 from wholestep.runtime.variant import Variant
 
@@ -38,16 +39,28 @@ class TooManyShapes(CaptureRefused):
     """This call runs in eager PyTorch; others do not."""
 
 
+class Builder(Protocol):
+    """What makes programs for a Step: the Compiler, which comes after this folder."""
+
+    subject: Subject
+    options: Options
+
+    def program(self, reading: Reading | None, batch: Any, dims: Any = None) -> Capture:
+        """Captured to applied; raises CaptureRefused."""
+
+    def lower(self, graph: TrainingGraph, backend: str | None = None) -> Any:
+        """A Runner."""
+
+    @property
+    def make_room(self) -> Callable[..., None] | None:
+        """Takes memory from what does not run; None where nothing is short."""
+
+
 @dataclasses.dataclass(slots=True)
 class Making:
     """How a Step captures and lowers, and what it counts."""
 
-    subject: Subject
-    capture: Callable[..., Capture]
-    """(subject, reading, batch, dynamic=) -> Capture; raises CaptureRefused."""
-    lower: Callable[[TrainingGraph, str], Any]
-    backend: str
-    dynamic: bool | None
+    builder: Builder
     note: Callable[[str], None]
     make_room: Callable[[Any], None] = lambda variant: None
     """Called before a variant is made."""
@@ -59,11 +72,23 @@ class Making:
     shapes_seen: dict[Any, list[tuple]] = dataclasses.field(default_factory=dict)
     """By what the inputs of a call are: sizes count wherever they were met."""
 
+    @property
+    def subject(self) -> Subject:
+        return self.builder.subject
+
+    @property
+    def backend(self) -> str:
+        return self.builder.options.backend
+
+    @property
+    def dynamic(self) -> bool | None:
+        return self.builder.options.dynamic
+
     def captured(self, reading: Reading | None, batch: Any, dims: Any = None) -> Capture:
         began = time.perf_counter()
         try:
             with compat.ONE_AT_A_TIME:
-                made = self.capture(self.subject, reading, batch, dynamic=dims)
+                made = self.builder.program(reading, batch, dims)
         finally:
             self.captures += 1
             self.seconds["capture"] += time.perf_counter() - began
@@ -75,7 +100,12 @@ class Making:
         began = time.perf_counter()
         with compat.ONE_AT_A_TIME:
             variant = Variant(
-                self.subject, capture, reading, lambda graph: self.lower(graph, backend), provisional, self.gradients
+                self.subject,
+                capture,
+                reading,
+                lambda graph: self.builder.lower(graph, backend),
+                provisional,
+                self.gradients,
             )
         self.compilations += 0 if provisional else 1
         self.seconds["lower"] += time.perf_counter() - began
@@ -170,8 +200,8 @@ class Variants:
         elif making.dynamic is not False and len(self.seen) >= shape_rules.SIZES_BEFORE_SYMBOLIC:
             dims = shape_rules.symbolic_dims(self.seen)
         elif making.dynamic is True:
-            dims = [{d: f"size{i}_{d}" for d in range(len(shape))} for i, shape in enumerate(shapes)]
-        if dims is not None and all(shapes[leaf][d] > 1 for leaf, found in enumerate(dims) for d in found):
+            dims = shape_rules.all_symbolic(shapes)
+        if dims is not None and shape_rules.may_vary(shapes, dims):
             variant = self._symbolic(reading, batch, dims, shapes)
             if variant is not None:
                 return variant

@@ -13,14 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from wholestep import compat
-from wholestep.capture.dry import dry_capture
+from wholestep.capture.dry import capture_dry
 from wholestep.capture.trace import Capture
+from wholestep.compiler import compiler_for
 from wholestep.cost.devices import DEVICES, Device
 from wholestep.cost.target import Target
 from wholestep.errors import BadOption
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Role, TrainingGraph, tensors_in
-from wholestep.passes.pipeline import Pipeline, default_pipeline
+from wholestep.options import Options
+from wholestep.passes.pipeline import Pipeline
 from wholestep.plan.frontier import TARGETS, Point, card_bytes, frontier, leanest, peak_for_card
 from wholestep.plan.rebatch import rebatched
 from wholestep.train.dry_job import DryJob, make_dry_job
@@ -184,18 +186,15 @@ def captured_step(
         raise BadOption(f"{device.title} has no units for {precision}", hint=f"use --precision fp32; it has {has}")
     built = time.perf_counter()
     tell(f"capturing the step{f' at batch {batch}' if batch else ''}, without data")
-    passes = passes or default_pipeline()
+    options = Options(passes=passes, **job.compile_options)
     with compat.no_collection():
-        captured = dry_capture(
-            job.model,
-            job.loss_fn,
-            job.optimizer,
-            job.example,
-            device="cuda" if on_gpu else "cpu",
-            **job.compile_options,
+        compiler = compiler_for(
+            job.model, job.loss_fn, job.optimizer, options, job.example, dry="cuda" if on_gpu else "cpu"
         )
-        passes.run_on(captured)
-    return CapturedStep(job, captured, passes, {"model": built - began, "capture": time.perf_counter() - built})
+        captured = capture_dry(compiler.subject, job.example)
+        compiler.prepare(captured)
+    took = {"model": built - began, "capture": time.perf_counter() - built}
+    return CapturedStep(job, captured, compiler.pipeline, took)
 
 
 def _planned(question: Question, step: CapturedStep) -> _Planned:

@@ -19,19 +19,19 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import transformers
 from torch import nn
 
+from wholestep import api
 from wholestep.errors import (
     BadOption,
     NotBuiltYet,
     UnsupportedModel,
     UnsupportedOptimizer,
-    WholestepError,
     WholestepWarning,
 )
 from wholestep.runtime.step import Step
@@ -103,9 +103,6 @@ def _refuse_several_devices(trainer: Any, stock: str) -> None:
 class Trainer(transformers.Trainer):
     """`transformers.Trainer` with a captured training step; `trainer.step` is the Step once training has begun."""
 
-    compile_step: ClassVar[Callable[..., Step] | None] = None
-    """`wholestep.compile`, which comes after this folder; handed in where `wholestep.hf` is looked up."""
-
     def __init__(self, *args: Any, wholestep: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self.step_options = checked_options(wholestep)
         self.step: Step | None = None
@@ -132,14 +129,12 @@ class Trainer(transformers.Trainer):
         return loss.detach()
 
     def _compiled(self, model: nn.Module, batch: dict[str, Any]) -> Step:
-        if self.compile_step is None:
-            raise WholestepError("this Trainer was not given a compiler", hint="take it from wholestep.hf.Trainer")
         options = {"seed": self.args.seed, **self.step_options}
         if options.get("memory") is not None and not (self.optimizer is not None and self.optimizer.state):
             text = f"memory={options['memory']!r} is kept by forward and backward; the state of the Trainer's optimizer, made at"
             warnings.warn(f"{text} its first update, comes on top", WholestepWarning, stacklevel=2)
         # Not cached between processes: the loss belongs to this Trainer, and so would its dataset to the key.
-        step = self.compile_step(model, self._captured_loss, None, batch, cache=False, **options)
+        step = api.compile(model, self._captured_loss, None, batch, cache=False, **options)
         step.count = self.state.global_step * self.args.gradient_accumulation_steps
         if self._step_state is not None:
             step.load_state_dict(self._step_state)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from wholestep import api
 from wholestep.errors import BadCheckpoint, BadOption
 from wholestep.graph.bytes import show_bytes
 from wholestep.runtime.step import Step
@@ -26,7 +27,6 @@ from wholestep.train.watch import Display, Interrupts, Silent
 def train(
     job: Job,
     *,
-    compile_step: Callable[..., Step],
     out: Path | None = None,
     steps: int | None = None,
     resume: bool = False,
@@ -43,7 +43,6 @@ def train(
 
     Args:
         job: what to train.
-        compile_step: `wholestep.compile`, which comes after this folder.
         out: the folder; None takes `runs/<name>-<data>`, numbered when that is taken. With `resume` it holds the run, or is
             one of its checkpoints.
         steps: in all; None takes the job's own.
@@ -65,7 +64,7 @@ def train(
         folder.take()
         run = None
         try:
-            step, seconds = _compile(job, compile_step, options, dump, shown)
+            step, seconds = _compile(job, options, dump, shown)
             run = Run(job, folder, step, total, save_every, keep, nonfinite, shown, interrupts, seconds)
             run.begin(stored)
             status = run.loop()
@@ -152,14 +151,12 @@ def _refuse_full_disk(folder: RunFolder, needed: int) -> None:
         raise BadOption(what, hint="name another disk with --out, or make room")
 
 
-def _compile(
-    job: Job, compile_step: Callable[..., Step], options: dict[str, Any], dump: str | None, display: Display
-) -> tuple[Step, float]:
+def _compile(job: Job, options: dict[str, Any], dump: str | None, display: Display) -> tuple[Step, float]:
     display.compiling(str(options["backend"]))
     began = time.perf_counter()
     # In both modes: with "stop" too, what is saved then is the state before the step that went wrong.
     options = {"nonfinite": "skip", "verbose": display.verbose, "seed": job.settings.get("seed", 0), **options}
-    step = compile_step(job.model, job.loss_fn, job.optimizer, job.batches.batch(0), dump=dump, **options)
+    step = api.compile(job.model, job.loss_fn, job.optimizer, job.batches.batch(0), dump=dump, **options)
     seconds = time.perf_counter() - began
     display.compiled(step, seconds)
     return step, seconds

@@ -1,8 +1,7 @@
 """Side by side with eager PyTorch: losses, gradients, buffers, optimizer state; and who is to blame.
 
 The package is callable: importing any of its modules binds the name `wholestep.verify` to the package, which would
-otherwise hide the function of that name. `wholestep.verify(...)` is `wholestep.api.verify(...)`, which plans for a budget and
-calls `wholestep.verify.verify.verify(...)`.
+otherwise hide the function of that name.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from typing import Any
 
 class _CallablePackage(types.ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # by name: the api comes after this folder
-        return importlib.import_module("wholestep.api").verify(*args, **kwargs)
+        return importlib.import_module("wholestep.verify.verify").verify(*args, **kwargs)
 
 
 sys.modules[__name__].__class__ = _CallablePackage

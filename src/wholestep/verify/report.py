@@ -68,6 +68,8 @@ class Report:
     first_departure: Departure | None = None
     falls: tuple[Any, ...] = ()
     notes: list[str] = dataclasses.field(default_factory=list)
+    programs: list[str] = dataclasses.field(default_factory=list)
+    """Of the graphs that ran, in order: equal to `Step.program` where `compile` would run the same."""
 
     @property
     def ok(self) -> bool:

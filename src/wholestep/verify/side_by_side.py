@@ -13,21 +13,24 @@ from typing import Any
 
 import torch
 
+from wholestep.capture.batch import flatten
 from wholestep.capture.front import Front, LossGraph
-from wholestep.capture.ladder import WHOLE, Fall, capture_whole
+from wholestep.capture.ladder import WHOLE, Fall
 from wholestep.capture.loss_scale import BACKOFF, LEAST
 from wholestep.capture.preflight import autocast_for
 from wholestep.capture.reading import Reading, read
-from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT
 from wholestep.capture.undo import RandomStates
+from wholestep.compiler import Compiler
 from wholestep.errors import CaptureRefused, CompilerMissing
 from wholestep.graph.copies import copy_graph, without_updates
 from wholestep.graph.plan import Plan
-from wholestep.graph.training_graph import TrainingGraph
+from wholestep.graph.printer import fingerprint
+from wholestep.graph.training_graph import Role, TrainingGraph
 from wholestep.lower import lower_inductor, lower_interpret
 from wholestep.passes.pipeline import Pipeline
+from wholestep.runtime import shapes as shape_rules
 from wholestep.runtime.eager import combine
 from wholestep.runtime.random import seeded_generator
 from wholestep.runtime.variant import Variant
@@ -38,8 +41,6 @@ from wholestep.verify.reference import Reference, float64_reference, own_batch, 
 from wholestep.verify.report import Departure, Report, Row
 from wholestep.verify.state import StateCopy
 
-Planner = Callable[[Capture], Plan]
-"""Makes a plan for a captured step, of which it gets a copy; what it has to say goes into the copy's notes."""
 BOUNDARY_SLACK = {"interpret": 1.0, "inductor": 8.0}
 OTHER_PATH = 1e-2
 """A float32 loss further than this from float64's, relatively, means that float64 takes another path."""
@@ -61,7 +62,8 @@ class Made:
 
     captured: Capture
     """Before any pass."""
-    reading: Reading
+    reading: Reading | None
+    """None where the loss was traced as plain Python."""
     pipeline: Pipeline
     """All passes, bound to the plan for this step."""
     variant: Variant
@@ -104,14 +106,13 @@ def lower_watched(graph: TrainingGraph, backend: str, watch: dict[str, str], *, 
 class SideBySide:
     """Runs steps of one subject and compares each with its references."""
 
-    def __init__(
-        self, subject: Subject, pipeline: Pipeline, planner: Planner, backend: str, seed: int, report: Report
-    ) -> None:
-        self.subject, self.pipeline, self.planner = subject, pipeline, planner
-        self.backend, self.seed, self.report = backend, seed, report
+    def __init__(self, compiler: Compiler, report: Report) -> None:
+        self.compiler, self.subject, self.report = compiler, compiler.subject, report
+        self.backend, seed = compiler.options.backend, compiler.options.seed
+        self.seed = torch.initial_seed() & (2**63 - 1) if seed is None else seed
         self.plan = Plan()
         """The latest one made."""
-        self.front = Front(subject)
+        self.front = Front(self.subject, dynamic=True if compiler.options.dynamic is True else None)
         self.made: dict[tuple, Made] = {}
         """By graph of the loss and shapes of what a call brings."""
 
@@ -122,6 +123,8 @@ class SideBySide:
         micro = batch.micro[0]
         for attempt in range(2):
             try:
+                if self.compiler.options.guards == "off":
+                    return self._traced(micro)
                 return self.front.look(micro, lambda graph, args: self._made(graph, args, micro))
             except CaptureRefused as refused:
                 if refused.curable and attempt == 0:  # as `compile` does: one real run of the loss, then again
@@ -130,6 +133,15 @@ class SideBySide:
                 fall = Fall(WHOLE, refused.reason, refused.where)
                 self.report.falls += () if fall in self.report.falls else (fall,)
         return None
+
+    def _traced(self, micro: Any) -> Made:
+        """With guards="off": the user's Python as it ran once."""
+        tensors, spec = flatten(micro)
+        key = (spec, tuple(t.shape for t in tensors), self.subject.root.training)
+        if key not in self.made:
+            self.made[key] = self._planned(None, micro)
+            self.made[key].variant.brought = list(range(len(tensors)))
+        return self.made[key]
 
     def _run_eagerly(self, micro: Any) -> None:
         randomness = RandomStates()
@@ -142,26 +154,47 @@ class SideBySide:
         shapes = [arg.shape for arg, place in zip(args, reading.places, strict=True) if place is not None]
         key = (graph, reading.places, tuple(shapes))
         if key not in self.made:
-            self.made[key] = self._planned(reading)
+            self.made[key] = self._planned(reading, micro)
         return self.made[key]
 
-    def _planned(self, reading: Reading) -> Made:
-        captured = capture_whole(self.subject, reading)
-        planned = _own_copy(captured)
-        self.plan = self.planner(planned)
-        pipeline = self.pipeline.bound(self.plan)
-        for line in planned.notes[len(captured.notes) :]:
+    def _planned(self, reading: Reading | None, micro: Any) -> Made:
+        captured = self._captured(reading, micro, self._dims(reading))
+        self.plan, told = self.compiler.plan_for(captured)
+        pipeline = self.compiler.pipeline.bound(self.plan)
+        for line in told:
             self.report.note(line)
         try:
-            return self.lowered(captured, reading, pipeline, self.backend)
+            made = self.lowered(captured, reading, pipeline, self.backend, dump=self.compiler.options.dump)
         except CompilerMissing as missing:
             self.report.note(f"checked on backend 'interpret': {missing.what}")
             self.backend = self.report.backend = "interpret"
-            return self.lowered(captured, reading, pipeline, self.backend)
+            made = self.lowered(captured, reading, pipeline, self.backend)
+        self.report.programs.append(fingerprint(made.variant.capture.graph))
+        return made
 
-    def lowered(self, captured: Capture, reading: Reading, pipeline: Pipeline, backend: str) -> Made:
-        graph, _ = pipeline.run(copy_graph(captured.graph))
-        capture = dataclasses.replace(captured, graph=graph)
+    def _captured(self, reading: Reading | None, micro: Any, dims: Any) -> Capture:
+        try:
+            return self.compiler.capture(reading, micro, dims)
+        except CaptureRefused as refused:
+            if dims is None:
+                raise
+            self.report.note(f"sizes stay static: {refused}")
+        return self.compiler.capture(reading, micro)
+
+    def _dims(self, reading: Reading | None) -> Any:
+        if self.compiler.options.dynamic is not True or reading is None:
+            return None
+        shapes = tuple(tuple(tensor.shape) for tensor in reading.tensors(Role.BATCH))
+        dims = shape_rules.all_symbolic(shapes)
+        return dims if shape_rules.may_vary(shapes, dims) else None
+
+    def lowered(
+        self, captured: Capture, reading: Reading | None, pipeline: Pipeline, backend: str, *, dump: str | None = None
+    ) -> Made:
+        update = None if captured.update is None else copy_graph(captured.update)
+        capture = dataclasses.replace(captured, graph=copy_graph(captured.graph), update=update)
+        pipeline.run_on(capture, dump=dump)
+        graph = capture.graph
         made: list[Watched] = []
 
         def lower(each: TrainingGraph) -> Watched:
@@ -244,7 +277,10 @@ class SideBySide:
         rows += self._rows(batch, truth, "aux", aux, lambda r: r.aux)
         rows += self._rows(batch, truth, "gradient", gradients, lambda r: r.gradients)
         rows += self._rows(batch, truth, "buffer", dict(subject.root.named_buffers()), lambda r: r.buffers)
-        if variant.capture.plans:
+        scope = self.compiler.options.clip_scope
+        if variant.capture.plans and scope != "global":
+            self.report.note(f"updates are not compared: clip_scope={scope!r} is not torch's clipping")
+        elif variant.capture.plans:
             strict = backend == "interpret" and subject.device.type == "cpu"
             rows += optimizer_rows(subject, before, gradients, batch.label, exact=strict)
         return rows
@@ -257,18 +293,26 @@ class SideBySide:
         results, norms, handed, ran = [], [], [], []
         for index, micro in enumerate(batch.micro):
 
-            def run(graph: LossGraph, args: tuple, index: int = index, micro: Any = micro) -> tuple:
-                numbers, returned = graph.host(args)
-                used = made if graph is made.reading.graph else self._made(graph, args, micro)
+            def call(used: Made, args: Sequence[Any], numbers: Sequence[Any], index: int = index) -> dict[str, Any]:
                 used.variant.begin(args)
                 named, gradients, norm = used.variant.micro(args, numbers, self.seed, batch.count, index)
                 norms.append(norm)
                 handed.append(gradients)
                 used.args, used.numbers = args, numbers
                 ran.append(used)
-                return graph.results(named, returned)
+                return named
 
-            results.append(self.front(own_batch(micro), run))  # a step may write to it
+            def run(graph: LossGraph, args: tuple, micro: Any = micro, call: Any = call) -> tuple:
+                numbers, returned = graph.host(args)
+                known = made.reading is not None and graph is made.reading.graph
+                return graph.results(call(made if known else self._made(graph, args, micro), args, numbers), returned)
+
+            own = own_batch(micro)  # a step may write to it
+            if made.reading is None:
+                named = call(self._traced(micro), flatten(own)[0], ())
+                results.append((named["loss"], {n: named[n] for n in made.captured.aux_names}))
+            else:
+                results.append(self.front(own, run))
         variant = ran[-1].variant
         if handed[-1]:
             variant.hand_over(handed[-1])
@@ -356,12 +400,6 @@ def _accumulated(parts: list[Reference]) -> Reference:
         gradients = {n: (g / total).to(g.dtype) for n, g in gradients.items()}
     first = parts[0]
     return Reference(loss, aux, gradients, parts[-1].buffers, first.module_outputs, first.draws, first.activation_rms)
-
-
-def _own_copy(captured: Capture) -> Capture:
-    """Planning carries plans out, to see what they come to."""
-    update = None if captured.update is None else copy_graph(captured.update)
-    return dataclasses.replace(captured, graph=copy_graph(captured.graph), update=update, notes=list(captured.notes))
 
 
 def _finite(reference: Reference | str) -> bool:

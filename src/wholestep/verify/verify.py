@@ -7,25 +7,21 @@ generators are put back.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from wholestep.capture.batch import split_batch
-from wholestep.capture.subject import Subject, make_subject
+from wholestep.capture.subject import Subject
 from wholestep.capture.undo import RandomStates
-from wholestep.errors import BadBatch, BadOption
-from wholestep.graph.plan import Plan
-from wholestep.graph.training_graph import TrainingGraph
-from wholestep.passes.pipeline import Pipeline, default_pipeline
+from wholestep.compiler import compiler_for
+from wholestep.errors import BadBatch
+from wholestep.options import options_of
 from wholestep.verify.report import Report
-from wholestep.verify.side_by_side import Batch, Planner, SideBySide
+from wholestep.verify.side_by_side import Batch, SideBySide
 from wholestep.verify.state import StateCopy
-
-BACKENDS = ("inductor", "interpret")
-PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def verify(
@@ -36,64 +32,40 @@ def verify(
     *,
     steps: int = 5,
     edge_batches: Sequence[Any] = (),
-    precision: str = "fp32",
-    clip_norm: float | None = None,
-    accumulate: int = 1,
-    chunked_loss: bool | None = None,
-    plan: Plan | Planner | None = None,
-    backend: str = "inductor",
-    passes: Pipeline | Sequence[Callable[[TrainingGraph], TrainingGraph]] | None = None,
-    seed: int | None = None,
     eval_too: bool = True,
+    **options: Any,
 ) -> Report:
-    """Compare losses, aux, gradients, buffers and updates of the captured step with eager PyTorch.
+    """Train a few steps beside eager PyTorch, and compare losses, aux, gradients, buffers and updates.
 
     Args:
-        model, loss_fn, optimizer, precision, clip_norm, accumulate, chunked_loss, backend, passes: as for
-            `wholestep.compile`; eager PyTorch always computes the loss from whole logits. In fp16 both sides scale the loss
-            alike, and gradients are compared unscaled.
+        model, loss_fn, optimizer: as for `wholestep.compile`; eager PyTorch always computes the loss from whole logits. In fp16
+            both sides scale the loss alike, and gradients are compared unscaled.
         batches: one batch, or a list of batches that is gone through again and again (a batch that is itself a list
             goes into a list of one).
-        plan: a Plan to carry out, or a function that makes one for every captured step.
         steps: train steps; the first step that fails is the last one run.
         edge_batches: run once each after them, for example rows that are all padding.
-        seed: for dropout and random numbers; None takes torch's seed.
         eval_too: one more step with all modules in eval mode.
+        options: all of `wholestep.compile`; the program that is compared is the one it would run, planned for the budget where
+            there is one (the references beside it take what they need). Recording it as a CUDA graph replays the same kernels
+            and is not part of the comparison; `check` and `cache` have nothing to do here.
 
     Model, optimizer, random generators and the Python values that `loss_fn` can reach are as before when it returns.
     """
-    for name, value, known in (("backend", backend, BACKENDS), ("precision", precision, PRECISIONS)):
-        if value not in known:
-            raise BadOption(f"{name}={value!r}", hint=f"use one of {', '.join(map(repr, known))}")
-    subject = make_subject(
-        model,
-        loss_fn,
-        optimizer,
-        precision=precision,
-        accumulate=accumulate,
-        clip_norm=clip_norm,
-        chunked_loss=chunked_loss,
-    )
-    pipeline = passes if isinstance(passes, Pipeline) else default_pipeline(extra=passes or ())
-    planner = _always(plan or Plan()) if plan is None or isinstance(plan, Plan) else plan
-    report = Report("not captured yet", backend)
+    chosen = options_of(options)
     listed = batches if isinstance(batches, list) else [batches]
     if not listed:
         raise BadBatch("verify was given no batch")
+    compiler = compiler_for(model, loss_fn, optimizer, chosen, [listed, list(edge_batches)])
+    report = Report("not captured yet", chosen.backend)
     todo = [(str(k), listed[k % len(listed)]) for k in range(steps)]
     todo += [(f"edge {k}", batch) for k, batch in enumerate(edge_batches)]
-    chosen = torch.initial_seed() & (2**63 - 1) if seed is None else seed
-    randomness, kept = RandomStates(), StateCopy(subject)
+    randomness, kept = RandomStates(), StateCopy(compiler.subject)
     try:
-        _run_all(SideBySide(subject, pipeline, planner, backend, chosen, report), todo, listed[0] if eval_too else None)
+        _run_all(SideBySide(compiler, report), todo, listed[0] if eval_too else None)
     finally:
         kept.restore()
         randomness.restore()
     return report
-
-
-def _always(plan: Plan) -> Planner:
-    return lambda captured: plan
 
 
 def _run_all(beside: SideBySide, todo: list[tuple[str, Any]], eval_batch: Any) -> None:
@@ -107,7 +79,8 @@ def _run_all(beside: SideBySide, todo: list[tuple[str, Any]], eval_batch: Any) -
             beside.subject.root.eval()
             if beside.plan.recompute:
                 beside.report.note("the step in eval mode runs without a plan: budgets are for training")
-            beside.planner = _always(Plan())
+            bare = dataclasses.replace(beside.plan, recompute=())
+            beside.compiler = beside.compiler.changed(memory=None, plan=bare)
             beside.made.clear()  # what does not read the flag is planned anew all the same
             (last,) = _batches(beside.subject, [("eval", eval_batch)], len(todo))
             _run_one(beside, last, touched)

@@ -1,0 +1,249 @@
+"""The spine: from a model, its loss and its optimizer to the program that trains them. Every command and every check builds its
+program here, so that what is verified, planned, shown and timed is what runs.
+
+    captured    the whole step as one graph                        capture/
+    prepared    rewritten by passes that need no plan              passes/, the prepare part
+    planned     what is kept, made again, in which precision       plan/, budget.py
+    applied     rewritten by passes that carry the plan out        passes/, the apply part
+    lowered     code                                               lower/
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from wholestep import compat
+from wholestep.budget import Budget, Enforced, Fitting, ForSpeed, held_to, make_budget, make_room
+from wholestep.capture import optimizers
+from wholestep.capture.batch import flatten
+from wholestep.capture.cache import cached_capture
+from wholestep.capture.ladder import capture_whole
+from wholestep.capture.preflight import refuse_unsupported
+from wholestep.capture.reading import Reading
+from wholestep.capture.subject import Subject, make_subject
+from wholestep.capture.trace import Capture
+from wholestep.errors import BadOption, CaptureRefused, CompilerMissing, WholestepWarning
+from wholestep.graph.copies import copy_graph
+from wholestep.graph.plan import Plan
+from wholestep.graph.printer import dump_source
+from wholestep.graph.training_graph import OutputKind, Role, TrainingGraph
+from wholestep.lower import (
+    AutoCudaGraph,
+    CudaGraphsByShape,
+    Runner,
+    faster_of,
+    give_back,
+    lower_inductor,
+    lower_interpret,
+    warm_up,
+)
+from wholestep.options import Options
+from wholestep.passes.amp import amp
+from wholestep.passes.pipeline import Pipeline, default_pipeline
+from wholestep.passes.update_early import update_early
+from wholestep.plan.host import fits_beside, refuse_what_cannot_fit
+from wholestep.runtime.progress import Progress
+
+Dims = Sequence[dict[int, str]]
+"""Per tensor of the batch: dimension -> the name of its symbol."""
+
+
+class Compiler:
+    """How one subject's step is made. It is asked again whenever a Step meets something new: another size, another value."""
+
+    def __init__(
+        self, subject: Subject, options: Options, *, budget: Budget | None = None, progress: Progress | None = None
+    ) -> None:
+        self.subject, self.options, self.budget = subject, options, budget
+        self.progress = progress or Progress(options.verbose)
+        self.pipeline = pipeline_for(options)
+        self.code: list[Any] = []
+        """Regions that were compiled to measure plans, until one of the plans is lowered."""
+
+    def build(self, reading: Reading | None, batch: Any = None, dims: Dims | None = None) -> tuple[Capture, Any]:
+        """The step for what a call brings, and the code that runs it."""
+        made = self.program(reading, batch, dims)
+        return made, self.lower(made.graph)
+
+    # ---- the stages ----
+
+    def capture(self, reading: Reading | None, batch: Any = None, dims: Dims | None = None) -> Capture:
+        """The whole step as it was written; raises CaptureRefused. Without a reading the loss is traced as plain Python."""
+        return capture_whole(self.subject, reading, batch, dynamic=dims)
+
+    def prepare(self, made: Capture) -> None:
+        made.notes += self.pipeline.prepare(made, dump=self.options.dump)
+
+    def plan(self, prepared: Capture) -> Plan:
+        """As asked; or for the budget; or for speed."""
+        if self.options.plan is not None:
+            return self.options.plan
+        device, backend = self.subject.device, self.options.backend
+        if self.budget is None:
+            planner: ForSpeed | Fitting = ForSpeed(self.pipeline, backend, device)
+            planning: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        else:
+            planner = Fitting(self.budget, self.pipeline, backend, device, self.code)
+            planning = self.progress.stage("planning for the memory budget")
+        with planning:
+            plan = planner.plan(prepared)
+        prepared.notes += planner.told
+        return plan
+
+    def apply(self, prepared: Capture, plan: Plan) -> None:
+        prepared.notes += self.pipeline.carry_out_on(prepared, plan, dump=self.options.dump)
+
+    def lower(self, graph: TrainingGraph, backend: str | None = None) -> Any:
+        """As it will run: the quicker of compiled and interpreted code, within the budget, as a CUDA graph where that pays."""
+        with held_to(self.budget, self.subject.device):
+            runner = self._measured(graph, backend or self.options.backend)
+        self.code.clear()
+        return runner
+
+    # ---- several stages ----
+
+    def program(self, reading: Reading | None, batch: Any = None, dims: Dims | None = None) -> Capture:
+        """Captured to applied, or all of that from an earlier process."""
+        with (
+            self.progress.stage("capturing the step"),
+            compat.no_collection(),
+            held_to(self.budget, self.subject.device),
+        ):
+            return cached_capture(
+                self.subject, reading, batch, self.finish, finished_by=self._finished_by(), missed=self._warm_up, dynamic=dims,
+                enabled=self.options.cache,
+            )  # fmt: skip
+
+    def finish(self, made: Capture) -> None:
+        """Prepared, planned, applied."""
+        self.prepare(made)
+        made.plan = self.plan(made)
+        self.apply(made, made.plan)
+
+    def plan_for(self, captured: Capture) -> tuple[Plan, list[str]]:
+        """The plan that a captured step would get, and what was said on the way; the capture stays as it is."""
+        update = None if captured.update is None else copy_graph(captured.update)
+        own = dataclasses.replace(captured, graph=copy_graph(captured.graph), update=update, notes=[])
+        self.pipeline.prepare(own)
+        plan = self.plan(own)
+        return plan, own.notes
+
+    def changed(self, **options: Any) -> Compiler:
+        """The same for other options, without a budget."""
+        return Compiler(self.subject, dataclasses.replace(self.options, **options), progress=self.progress)
+
+    def _warm_up(self) -> None:
+        """A graph that is not known yet has code that is not compiled yet; else not even Inductor need be imported."""
+        if self.options.backend == "inductor":
+            warm_up(self.subject.device.type)
+
+    def _finished_by(self) -> str | None:
+        """What the passes and the plan depend on; None where that is more than can be named."""
+        options = self.options
+        if self.budget is not None or options.plan is not None or options.dump is not None or not options.plain:
+            return None
+        device = self.subject.device
+        card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        return f"{options.backend}, {card}"
+
+    # ---- lowering ----
+
+    def _measured(self, graph: TrainingGraph, backend: str) -> Any:
+        if self.subject.device.type == "cpu":
+            refuse_what_cannot_fit(graph, self.subject.optimizer, backend)
+        began = time.perf_counter()
+        runner = self._compiled(graph) if backend == "inductor" else lower_interpret(graph)
+        if self.options.dump is not None:
+            self._dump_lowered(runner, backend, time.perf_counter() - began)
+        returned = [output for output in graph.outputs if output.kind is not OutputKind.UPDATE]
+        gradients = [i for i, output in enumerate(returned) if output.kind is OutputKind.GRADIENT]
+        runner = self._within_budget(runner, gradients)
+        if self.subject.device.type != "cuda" or self.options.cuda_graph is False or backend == "interpret":
+            return runner
+        kind = CudaGraphsByShape if runner.describe().get("symbolic") else AutoCudaGraph
+        batch, targets = graph.indices(Role.BATCH), {output.target for output in graph.outputs}
+        written = [i for i in batch if i in targets]
+        return kind(runner, batch, always=self.options.cuda_graph is True, lent=gradients, written=written)
+
+    def _compiled(self, graph: TrainingGraph) -> Runner:
+        try:
+            with self.progress.stage("compiling"):
+                runner = lower_inductor(graph, progress=self.progress.region)
+        except CompilerMissing:
+            warnings.warn("no C++ compiler on PATH: the step runs interpreted", WholestepWarning, stacklevel=2)
+            return lower_interpret(graph)
+        if self.subject.device.type != "cpu" or self.budget is not None:  # what was planned for is what runs
+            return runner
+        if not fits_beside(graph):
+            return runner.with_facts(measured="not measured against interpreted code: that would not fit into memory")
+        return faster_of(graph, runner, lower_interpret(graph))
+
+    def _dump_lowered(self, runner: Runner, backend: str, seconds: float) -> None:
+        facts, stages = runner.describe(), len(self.pipeline.passes) + len(self.pipeline.apply)
+        effect = (
+            f"{facts.get('regions', 0)} regions, {facts.get('unique_regions', 0)} compiled, the rest called directly"
+        )
+        dump_source(facts["driver"], str(self.options.dump), "lowered", stages + 1, f"lower_{backend}", seconds, effect)
+
+    def _within_budget(self, runner: Runner, gradients: Sequence[int]) -> Runner:
+        if self.budget is None or not self.budget.enforced:
+            return runner
+        give_back()  # what measuring and tuning left cached counts as taken from the card
+        if gradients:  # p.grad, and an update of one's own, take memory beside the step, as much as they like
+            return runner
+        return runner.within(Enforced(self.budget, self.subject.device))
+
+    @property
+    def make_room(self) -> Callable[..., None] | None:
+        """How recordings of other sizes give way; None where nothing is short."""
+        if self.budget is None or not self.budget.enforced:
+            return None
+        return functools.partial(make_room, self.budget, self.subject.device)
+
+
+def compiler_for(
+    model: Any,
+    loss_fn: Callable[[Any, Any], Any] | None,
+    optimizer: Optimizer | None,
+    options: Options,
+    batch: Any,
+    *,
+    dry: str | None = None,
+) -> Compiler:
+    """A Compiler for what a user hands over. `batch`: all that lies on the device beside the model, for a budget; `dry`: see
+    `capture/dry.py`."""
+    by_module = options.plan is not None and options.plan.precision  # captured in fp32, then mixed by the pass
+    subject = make_subject(
+        model, loss_fn, optimizer, precision="fp32" if by_module else options.precision, accumulate=options.accumulate,
+        clip_norm=options.clip_norm, nonfinite=options.nonfinite, chunked_loss=options.chunks_loss, dry=dry,
+    )  # fmt: skip
+    if options.clip_scope != "global" and (optimizer is None or optimizers.supported(optimizer) is not None):
+        raise BadOption("clip_scope='layer' without a captured update", hint="clip p.grad yourself")
+    if dry is None:
+        with contextlib.suppress(CaptureRefused):  # a refusal is for the ladder to tell; an error is better early
+            refuse_unsupported(subject)
+    budget = None if options.memory is None else make_budget(options.memory, subject, flatten(batch)[0])
+    if budget is not None:
+        options = dataclasses.replace(options, dynamic=False)  # every size gets its own plan within the same budget
+    return Compiler(subject, options, budget=budget)
+
+
+def pipeline_for(options: Options) -> Pipeline:
+    """The passes asked for, as the other options change them."""
+    passes, plan = options.passes, options.plan
+    pipeline = passes if isinstance(passes, Pipeline) else default_pipeline(extra=passes or ())
+    if plan is not None and plan.precision:
+        mixed = functools.partial(amp, precision=options.precision, modules=plan.precision)
+        pipeline = pipeline.insert_before("fold_constants", mixed)
+    if options.clip_scope == "layer":
+        pipeline = pipeline.replaced("update_early", functools.partial(update_early, clip="layer", min_bytes=1))
+    return pipeline.without("update_early") if options.early_update is False else pipeline

@@ -1,0 +1,109 @@
+"""Options: how a step is to be made, as one validated value. `compile` and `verify` take the same ones, by the same names.
+
+What each means is told in the docstring of `wholestep.compile`. Here stands which values there are and which exclude each other;
+whatever depends on the model or its optimizer is looked at where those are known (`compiler.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from wholestep.errors import BadOption
+from wholestep.graph.bytes import parse_bytes
+from wholestep.graph.plan import Plan
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "precision": ("fp32", "bf16", "fp16"),
+    "backend": ("inductor", "interpret"),
+    "check": ("first", "off"),
+    "guards": ("dynamo", "off"),
+    "clip_scope": ("global", "layer"),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The keywords of `wholestep.compile`."""
+
+    memory: str | int | None = None
+    plan: Plan | None = None
+    precision: str = "fp32"
+    accumulate: int = 1
+    clip_norm: float | None = None
+    clip_scope: str = "global"
+    nonfinite: str = "allow"
+    chunked_loss: bool | None = None
+    backend: str = "inductor"
+    dynamic: bool | None = None
+    check: str = "first"
+    guards: str = "dynamo"
+    passes: Any = None
+    early_update: bool | None = None
+    cuda_graph: bool | None = None
+    cache: bool = True
+    dump: str | None = None
+    seed: int | None = None
+    verbose: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory is not None and self.memory != "auto":
+            parse_bytes(self.memory)
+        if self.plan is not None and not isinstance(self.plan, Plan):
+            raise BadOption(f"plan={self.plan!r}", hint="give a wholestep.Plan")
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise BadOption(f"{name}={getattr(self, name)!r}", hint=f"use one of {', '.join(map(repr, known))}")
+        self._check_memory()
+        self._check_updates()
+
+    def _check_memory(self) -> None:
+        if self.plan is not None and self.plan.precision and self.precision == "fp16":
+            raise BadOption("a plan with precisions of modules and precision='fp16'", hint="use precision='bf16'")
+        if self.memory is not None and (self.plan is not None or self.dynamic is True):
+            other = "plan=..." if self.plan is not None else "dynamic=True"
+            raise BadOption(
+                f"memory={self.memory!r} together with {other}",
+                hint="a budget makes its own plan for every size: give one",
+            )
+
+    def _check_updates(self) -> None:
+        """What can be updated layer by layer, and what clipping by layer goes with."""
+        skips = self.nonfinite == "skip"
+        if self.early_update and self.clip_scope == "global" and (self.clip_norm is not None or skips):
+            option = f"clip_norm={self.clip_norm!r}" if self.clip_norm is not None else f"nonfinite={self.nonfinite!r}"
+            hint = "all gradients are needed before the first update then: leave early_update out"
+            raise BadOption(f"early_update=True with {option}", hint=hint)
+        if self.clip_scope == "global":
+            return
+        others = {
+            "no clip_norm": self.clip_norm is None, f"nonfinite={self.nonfinite!r}": skips,
+            "precision='fp16'": self.precision == "fp16", f"accumulate={self.accumulate}": self.accumulate > 1,
+            "early_update=False": self.early_update is False,
+        }  # fmt: skip
+        for name, given in others.items():
+            if given:
+                raise BadOption(f"clip_scope={self.clip_scope!r} with {name}", hint="leave one of the two out")
+
+    @property
+    def plain(self) -> bool:
+        """Whether the passes are the default ones."""
+        return self.passes is None and self.clip_scope == "global" and self.early_update is None
+
+    @property
+    def chunks_loss(self) -> bool | None:
+        return self.plan.chunked_loss if self.plan is not None and self.chunked_loss is None else self.chunked_loss
+
+
+def options_of(given: Mapping[str, Any]) -> Options:
+    """Options from keywords; one that there is not is named."""
+    known = [field.name for field in dataclasses.fields(Options)]
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise BadOption(
+                f"there is no option {name!r}", hint=f"did you mean {close[0]}?" if close else ", ".join(known)
+            )
+    return Options(**given)

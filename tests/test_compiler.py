@@ -1,0 +1,118 @@
+"""One spine: under every option and every field of a Plan, `verify` checks the very program that `compile` runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import wholestep
+from wholestep.errors import BadOption
+from wholestep.graph.plan import Plan
+from wholestep.graph.training_graph import TrainingGraph
+from wholestep.options import Options
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(50, 8), nn.LayerNorm(8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3))
+        self.drop, self.head = nn.Dropout(0.1), nn.Linear(8, 50)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.words(x)
+        for layer in self.layers:
+            x = x + self.drop(layer(self.norm(x)))
+        return self.head(x)
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Net()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3), torch.randint(0, 50, (4, 6))
+
+
+def doubled(graph: TrainingGraph) -> TrainingGraph:
+    """A pass of one's own, that changes nothing."""
+    return graph
+
+
+AGAIN = ("layers.*.1/gelu", "layers.*.0/addmm")
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "memory": [{"memory": "64MiB"}, {"memory": "60KiB"}],
+    "plan": [
+        {"plan": Plan(recompute=AGAIN)},
+        {"plan": Plan(early_update=False)},
+        {"plan": Plan(chunked_loss=True)},
+        {"plan": Plan(precision={"layers.1": "fp32"}), "precision": "bf16"},
+        {"plan": Plan(recompute=AGAIN, precision={"head": "fp32"}), "precision": "bf16"},
+    ],
+    "precision": [{"precision": "bf16"}, {"precision": "fp16"}],
+    "accumulate": [{"accumulate": 2}],
+    "clip_norm": [{"clip_norm": 0.5}],
+    "clip_scope": [{"clip_norm": 0.5, "clip_scope": "layer"}],
+    "nonfinite": [{"nonfinite": "skip"}],
+    "chunked_loss": [{"chunked_loss": True}],
+    "backend": [{}],
+    "dynamic": [{"dynamic": True}, {"dynamic": False}],
+    "check": [{"check": "off"}],
+    "guards": [{"guards": "off"}],
+    "passes": [{"passes": [doubled]}, {"passes": wholestep.default_passes().without("fold_views", "recompute")}],
+    "early_update": [{"early_update": False}],
+    "cuda_graph": [{"cuda_graph": False}],
+    "cache": [{"cache": False}],
+    "dump": [{"dump": "here"}],
+    "seed": [{"seed": 7}],
+    "verbose": [{"verbose": False}],
+}
+CASES = [pytest.param(case, id=f"{name} {i}") for name, cases in OPTIONS.items() for i, case in enumerate(cases)]
+
+
+def compiled_and_verified(options: dict[str, Any]) -> tuple[Any, Any]:
+    model, optimizer, batch = made()
+    step = wholestep.compile(model, loss, optimizer, batch, **options)
+    model, optimizer, batch = made()
+    return step, wholestep.verify(model, loss, optimizer, batch, steps=1, eval_too=False, **options)
+
+
+@pytest.mark.parametrize("options", CASES)
+def test_what_is_verified_is_what_runs(options: dict[str, Any], tmp_path: Path) -> None:
+    options = {"backend": "interpret", "cache": False, **options}
+    if "dump" in options:
+        options["dump"] = str(tmp_path)
+    step, report = compiled_and_verified(options)
+    assert step.program is not None and report.programs == [step.program], (step.explain(), str(report))
+    assert report.ok, str(report)
+
+
+def test_no_option_and_no_field_is_forgotten() -> None:
+    assert set(OPTIONS) == {field.name for field in dataclasses.fields(Options)}
+    decided = {"recompute", "early_update", "precision", "chunked_loss"}
+    told = {"reasons", "budget_bytes", "predicted_bytes", "predicted_seconds", "made_for"}
+    assert {field.name for field in dataclasses.fields(Plan)} == decided | told
+    used = {
+        name for case in OPTIONS["plan"] for name in decided if getattr(case["plan"], name) != getattr(Plan(), name)
+    }
+    assert used == decided
+
+
+def test_programs_differ_where_options_change_them() -> None:
+    plain = compiled_and_verified({"backend": "interpret", "cache": False})[0].program
+    for options in ({"precision": "bf16"}, {"plan": Plan(recompute=AGAIN)}, {"clip_norm": 0.5}):
+        assert compiled_and_verified({"backend": "interpret", "cache": False, **options})[0].program != plain
+
+
+def test_an_option_that_there_is_not_is_named() -> None:
+    model, optimizer, batch = made()
+    with pytest.raises(BadOption, match=r"no option 'precison'.*did you mean precision\?"):
+        wholestep.verify(model, loss, optimizer, batch, precison="bf16")
