@@ -112,7 +112,7 @@ def trace(
         torch.no_grad() if functional else contextlib.nullcontext(),
         _use_lazy_graph_module(True),
     ):
-        return make_fx(traced, record_module_stack=False)(*arguments)
+        return make_fx(traced, record_module_stack=False, _disable_torch_fn_metadata_mode=True)(*arguments)
 
 
 @contextlib.contextmanager

@@ -121,7 +121,7 @@ def draw(seed: int) -> Program:
         source = random.Random(seed * 1000 + attempt)
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")
-            torch.manual_seed(source.randrange(2**31))
+            torch.default_generator.manual_seed(source.randrange(2**31))
             try:
                 program = _drawn(source)
             except _Spoiled:

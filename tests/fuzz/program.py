@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 """
+_DRAWN = "tests.fuzz.drawn"
 _serial = itertools.count()
 
 
@@ -80,8 +81,8 @@ class Program:
 
     def case(self) -> Case:
         number = next(_serial)
-        sys.modules.pop(f"tests.fuzz.drawn{number - 2}", None)
-        module = types.ModuleType(f"tests.fuzz.drawn{number}")
+        _forget(number - 2)
+        module = types.ModuleType(f"{_DRAWN}{number}")
         sys.modules[module.__name__] = module  # Dynamo looks globals up there
         source = HEADER + "\n\n" + self.source()
         linecache.cache[module.__name__] = (len(source), None, source.splitlines(keepends=True), module.__name__)
@@ -128,7 +129,7 @@ class Case:
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The same net each time."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
+            torch.default_generator.manual_seed(1)
             model = self.make()
         parameters = [p for p in model.parameters() if p.requires_grad]
         return model, getattr(torch.optim, self.optimizer)(parameters, **self.flags)
@@ -137,9 +138,21 @@ class Case:
         made = []
         with torch.random.fork_rng(devices=[]):
             for number in range(count):
-                torch.manual_seed(100 + number)
+                torch.default_generator.manual_seed(100 + number)
                 made.append(self.batch())
         return made
+
+
+def forget_all() -> None:
+    """No case is in use any more."""
+    last = next(_serial)
+    for number in (last - 2, last - 1):
+        _forget(number)
+
+
+def _forget(number: int) -> None:
+    sys.modules.pop(f"{_DRAWN}{number}", None)
+    linecache.cache.pop(f"{_DRAWN}{number}", None)
 
 
 def loss_fn(model: Any, batch: Any) -> Any:

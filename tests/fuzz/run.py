@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from tests.fuzz.check import QUICK, Wrong, examine
 from tests.fuzz.draw import draw
+from tests.fuzz.program import forget_all
 from tests.fuzz.shrink import shrunk
 
 COMPILE_EVERY, INDUCTOR_EVERY = 20, 250
@@ -68,10 +69,7 @@ def look(job: tuple[int, Asked]) -> Found:
     """One seed."""
     seed, asked = job
     torch.set_num_threads(1)
-    if gc.isenabled() or seed % 40 == 0:
-        gc.disable()
-        gc.collect()
-        gc.freeze()  # torch's own objects, and what it keeps of every trace, are not looked at again and again
+    _collect()
     began = time.monotonic()
     program = draw(seed)
     try:
@@ -81,6 +79,14 @@ def look(job: tuple[int, Asked]) -> Found:
         test = short.as_test(wrong.stage, f"{wrong.stage}_{seed}")
         return Found(seed, len(program.lines), None, wrong.stage, wrong.what, test, time.monotonic() - began)
     return Found(seed, len(program.lines), refused, seconds=time.monotonic() - began)
+
+
+def _collect() -> None:
+    """Before every graph: the memory of the one before it is then at hand, and still in the processor's caches."""
+    forget_all()  # what is in use when the rest is frozen is never freed
+    gc.disable()
+    gc.collect()
+    gc.freeze()  # torch's own objects, and what it keeps of every trace, are not looked at again and again
 
 
 def stages_for(seed: int, passes: Sequence[str] | None, backend: str | None) -> tuple[str, ...]:

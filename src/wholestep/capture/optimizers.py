@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import os
 import textwrap
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -71,12 +73,19 @@ def needs_closure(optimizer: Optimizer) -> bool:
     step = inspect.unwrap(getattr(optimizer.step, "__func__", optimizer.step))
     try:
         parameter = inspect.signature(step).parameters.get("closure")
-        written = ast.parse(textwrap.dedent(inspect.getsource(step))).body[0]
+        if parameter is None or not inspect.isfunction(step):
+            return False
+        insists = _code_insists(step.__code__)
     except (TypeError, ValueError, OSError, SyntaxError):  # no source at hand
         return False
-    if parameter is None or not isinstance(written, ast.FunctionDef):
-        return False
-    return parameter.default is parameter.empty or _insists(written.body)
+    return insists is not None and (parameter.default is parameter.empty or insists)
+
+
+@functools.lru_cache(maxsize=64)  # reading a source file takes longer than all else that is asked before a capture
+def _code_insists(code: types.CodeType) -> bool | None:
+    """Whether a function calls its `closure` in any case; None where what is written there is no plain function."""
+    written = ast.parse(textwrap.dedent(inspect.getsource(code))).body[0]
+    return _insists(written.body) if isinstance(written, ast.FunctionDef) else None
 
 
 def _insists(statements: Sequence[ast.stmt]) -> bool:

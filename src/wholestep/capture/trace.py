@@ -29,6 +29,9 @@ from wholestep.errors import BadOption, CaptureRefused
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Input, Output, Role, TrainingGraph
 
+UNKNOWN_CALLS = 64
+"""Random calls that keys are made for where the user's own code is traced; where there are more, it is traced again."""
+
 
 @dataclasses.dataclass(slots=True)
 class Capture:
@@ -73,7 +76,7 @@ def capture(
     began = time.perf_counter()
     if reading is not None:
         _check_surroundings(subject, reading)
-    keys = 8 + (64 if reading is None else reading.graph.random_calls())
+    keys = 8 + (UNKNOWN_CALLS if reading is None else reading.graph.random_calls())
     while True:
         tracer = Tracer(subject, reading, batch, dynamic=dynamic, whole_logits_bytes=whole_logits_bytes)
         try:

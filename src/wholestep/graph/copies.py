@@ -6,6 +6,7 @@ graph. A copy without updates computes losses and gradients from live state and 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
@@ -44,11 +45,21 @@ def _copied_nodes(graph: TrainingGraph) -> tuple[fx.Graph, dict[fx.Node, fx.Node
     for node in graph.graph.nodes:
         if node.op == "output":
             continue
-        copy = nodes[node] = new.node_copy(node, nodes.__getitem__)
-        copy.meta = dict(node.meta)
+        copy = nodes[node] = copy_node(new, node, nodes)
         if node.meta.get("custom"):
             copy.meta["custom"] = dict(node.meta["custom"])
     return new, nodes
+
+
+def copy_node(graph: fx.Graph, node: fx.Node, nodes: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """`Graph.node_copy` in half the time: torch searches the arguments of a new node for symbolic sizes, not those set later."""
+    copy = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    if node.args:
+        copy.args = fx.map_arg(node.args, nodes.__getitem__)
+    if node.kwargs:
+        copy.kwargs = fx.map_arg(node.kwargs, nodes.__getitem__)
+    copy.meta.update(node.meta)
+    return copy
 
 
 def _assembled(

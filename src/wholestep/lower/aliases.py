@@ -8,6 +8,7 @@ nodes, which makes storages lie, while a schema's alias annotation holds for eve
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import fx
 from wholestep.graph.liveness import UNDECLARED_VIEWS
 
 
+@functools.lru_cache(maxsize=4096)  # schemas are slow to read
 def may_alias(target: Any) -> bool:
     """Whether a call of `target` may return memory of one of its arguments."""
     if target is operator.getitem:

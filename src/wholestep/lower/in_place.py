@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep.graph.copies import copy_node
 from wholestep.graph.training_graph import OutputKind, TrainingGraph, tensors_in
 from wholestep.kernels import IN_PLACE
 from wholestep.lower.aliases import alias_roots, may_alias
@@ -87,8 +88,9 @@ def write_state_in_place(training: TrainingGraph, watch: Sequence[str] = ()) -> 
     ]
     returned += [training.node(name) for name in watch]
     order = _needed_nodes(training, [*values, *returned])
-    writes = _analyse(training, order, returned)
-    return _emit(training, order, writes, returned)
+    reads = _Reads.of(training, order)
+    writes = _analyse(training, order, returned, reads)
+    return _emit(training, order, writes, returned, reads)
 
 
 def _needed_nodes(training: TrainingGraph, wanted: Iterable[Any]) -> list[fx.Node]:
@@ -132,22 +134,35 @@ def _facts_first(order: list[fx.Node]) -> list[fx.Node]:
     return list(made)
 
 
-def _analyse(training: TrainingGraph, order: list[fx.Node], returned: list[Any]) -> _Writes:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Reads:
+    """Who reads whose memory, until when."""
+
+    position: dict[fx.Node, int]
+    roots: dict[fx.Node, frozenset[fx.Node]]
+    last: dict[fx.Node, int]
+    """Root -> position of the last node that reads it or one of its views."""
+
+    @staticmethod
+    def of(training: TrainingGraph, order: list[fx.Node]) -> _Reads:
+        position = {node: index for index, node in enumerate(order)}
+        roots = alias_roots(training.graph)
+        return _Reads(position, roots, _last_reads(order, position, roots))
+
+
+def _analyse(training: TrainingGraph, order: list[fx.Node], returned: list[Any], reads: _Reads) -> _Writes:
     placeholders = training.placeholders
     updates = {
         placeholders[entry.target]: value
         for value, entry in zip(training.output_values, training.outputs, strict=True)
         if entry.kind is OutputKind.UPDATE and entry.target is not None and value is not placeholders[entry.target]
     }
-    position = {node: index for index, node in enumerate(order)}
-    roots = alias_roots(training.graph)
-    last_read = _last_reads(order, position, roots)
     twins: dict[fx.Node, Callable[..., None]] = {}
     renamed: dict[fx.Node, fx.Node] = {}
     table = in_place_twins()
     for node in order:
         if node.op == "call_function" and node.target in table:
-            names = _in_place_names(node, updates, roots, last_read, position)
+            names = _in_place_names(node, updates, reads.roots, reads.last, reads.position)
             if names is not None:
                 twins[node] = table[node.target]
                 renamed.update(names)
@@ -156,7 +171,7 @@ def _analyse(training: TrainingGraph, order: list[fx.Node], returned: list[Any])
     snapshots = {
         value
         for value in [*returned, *(value for _, value in copies)]
-        if isinstance(value, fx.Node) and value not in renamed and roots[value] & updates.keys()
+        if isinstance(value, fx.Node) and value not in renamed and reads.roots[value] & updates.keys()
     }
     # A returned alias of live state would change under the caller's hands at the next step.
     snapshots.update(value for value in returned if isinstance(value, fx.Node) and _lives_in_state(value, renamed))
@@ -229,21 +244,20 @@ def _written_and_read(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     return written, read
 
 
-def _emit(training: TrainingGraph, order: list[fx.Node], writes: _Writes, returned: list[Any]) -> ImperativeGraph:
+def _emit(
+    training: TrainingGraph, order: list[fx.Node], writes: _Writes, returned: list[Any], reads: _Reads
+) -> ImperativeGraph:
     """Copy the needed nodes to a new graph, putting clones and copies at their places."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     saved: dict[fx.Node, fx.Node] = {}
-    position = {node: index for index, node in enumerate(order)}
-    roots = alias_roots(training.graph)
-    last_read = _last_reads(order, position, roots)
     due: dict[int, list[tuple[fx.Node, Any]]] = defaultdict(list)
     for target, value in writes.copies:
-        made = position[value] if isinstance(value, fx.Node) else -1
-        due[max(made, last_read[target], position[target])].append((target, value))
+        made = reads.position[value] if isinstance(value, fx.Node) else -1
+        due[max(made, reads.last[target], reads.position[target])].append((target, value))
     placeholders = [node for node in order if node.op == "placeholder"]
     for node in placeholders:
-        new[node] = graph.node_copy(node)
+        new[node] = copy_node(graph, node, new)
     for index, node in enumerate(order):
         if node in writes.twins:
             twin = graph.call_function(writes.twins[node], *_mapped(node, new))
@@ -252,7 +266,7 @@ def _emit(training: TrainingGraph, order: list[fx.Node], writes: _Writes, return
         elif node in writes.renamed:
             new[node] = new[writes.renamed[node]]
         elif node.op != "placeholder":
-            new[node] = graph.node_copy(node, new.__getitem__)
+            new[node] = copy_node(graph, node, new)
         if node in writes.snapshots:
             saved[node] = _call(graph, aten.clone.default, (new[node],), node, node.meta.get("val"))
         for target, value in due.get(index, ()):
