@@ -103,15 +103,9 @@ class Step:
                     raise
                 self._forget(str(moved))
             # outside of the handlers: an error of the user's own code is no consequence of what Dynamo could not do
-            if refused is not None and not self._retries(refused):
+            if refused is not None and not (self._lower is None and self.front.specialise(refused)):
                 return self._below(run, refused)
         return self._below(OneStep(self, micro), CaptureRefused("parameters, buffers or optimizer state keep moving"))
-
-    def _retries(self, refused: CaptureRefused) -> bool:
-        """Where an operator takes Python numbers only, every value gets a graph of its own."""
-        current = self.front.current
-        takes_numbers = current is not None and bool(current.graph.host.integer) and not refused.curable
-        return takes_numbers and self._lower is None and self.front.specialise()
 
     def _below(self, run: OneStep, refused: CaptureRefused) -> Any:
         """This step on a lower rung; what ran of it already is kept."""
@@ -191,7 +185,7 @@ class Step:
         try:
             OneStep(self, [batch]).capture_only()
         except CaptureRefused as refused:
-            if self._retries(refused):
+            if self._lower is None and self.front.specialise(refused):
                 return self.prepare(batch)
             if refused.curable:
                 self._eager_first = True

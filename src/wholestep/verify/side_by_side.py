@@ -121,17 +121,20 @@ class SideBySide:
     def make(self, batch: Batch) -> Made | None:
         """Capture for this batch, nothing runs; None when only lower rungs are left."""
         micro = batch.micro[0]
-        for attempt in range(2):
+        for attempt in range(3):
             try:
                 if self.compiler.options.guards == "off":
                     return self._traced(micro)
                 return self.front.look(micro, lambda graph, args: self._made(graph, args, micro))
             except CaptureRefused as refused:
+                if self.front.specialise(refused):
+                    continue
                 if refused.curable and attempt == 0:  # as `compile` does: one real run of the loss, then again
                     self._run_eagerly(micro)
                     continue
                 fall = Fall(WHOLE, refused.reason, refused.where)
                 self.report.falls += () if fall in self.report.falls else (fall,)
+                return None
         return None
 
     def _traced(self, micro: Any) -> Made:

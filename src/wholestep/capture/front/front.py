@@ -198,9 +198,11 @@ class Front:
         self._note_loggers()
         return entry
 
-    def specialise(self) -> bool:
-        """From now on every value of a Python number has a graph of its own; False where that is so already."""
-        if self.specialised:
+    def specialise(self, refused: CaptureRefused) -> bool:
+        """Where an operator takes Python numbers only, every value of one gets a graph of its own from now on; False where that
+        is not what was refused, or is so already."""
+        takes_numbers = self.current is not None and bool(self.current.graph.host.integer) and not refused.curable
+        if self.specialised or not takes_numbers:
             return False
         self.specialised = True
         self.forget()
