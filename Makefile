@@ -24,6 +24,7 @@ test: lint unit  ## lint, then the tests
 lint: $(STAMP)  ## ruff and mypy
 	@echo "ruff"
 	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet .
 	@echo "mypy"
 	@$(BIN)/mypy
 

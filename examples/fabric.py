@@ -65,7 +65,9 @@ class Run:
         self.fabric, self.loader = fabric, make_loader(fabric)
         self.model, self.optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
         example = next(iter(self.loader))
-        self.step = wholestep.compile(self.model.module, loss_fn, self.optimizer.optimizer, example, seed=0, backend=backend)
+        self.step = wholestep.compile(
+            self.model.module, loss_fn, self.optimizer.optimizer, example, seed=0, backend=backend
+        )
 
     @property
     def state(self) -> dict[str, Any]:
@@ -109,7 +111,9 @@ def main() -> int:
         fabric.save(path, run.state)
         run.train(given.steps)
         after = run.evaluate()
-        fabric.print(f"loss on the whole set {before:.4f} -> {after:.4f} after {run.step.count} steps ({run.step.rung})")
+        fabric.print(
+            f"loss on the whole set {before:.4f} -> {after:.4f} after {run.step.count} steps ({run.step.rung})"
+        )
         resumed = Run(fabric, given.backend)
         fabric.load(path, resumed.state)
         fabric.print(f"resumed at step {resumed.step.count}")

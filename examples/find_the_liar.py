@@ -47,7 +47,12 @@ class Case:
 
 
 CASES = (
-    Case("GELU gradient from its output, wrong sign", "Tempo, gelu_kernel.cu", HONEST[0], gelu_gradient_with_published_sign),
+    Case(
+        "GELU gradient from its output, wrong sign",
+        "Tempo, gelu_kernel.cu",
+        HONEST[0],
+        gelu_gradient_with_published_sign,
+    ),
     Case("embedding shards mask shifted ids again", "Slapo, pull request 80", HONEST[1], shard_embedding_masking_twice),
     Case("dropout recomputed with other bits", "PyTorch, issue 190758", HONEST[2], recompute_dropout_with_new_bits),
 )
@@ -149,7 +154,15 @@ def say(honest: Any, lying: Any) -> None:
 def print_table(verdicts: list[Verdict]) -> None:
     rows = [("bug", "where", "verdict", "rewrite named", "module", "loss agreed", "seconds")]
     rows += [
-        (v.bug, v.source, v.words, v.named or "-", v.module or "-", "yes" if v.loss_agreed else "no", f"{v.seconds:.1f}")
+        (
+            v.bug,
+            v.source,
+            v.words,
+            v.named or "-",
+            v.module or "-",
+            "yes" if v.loss_agreed else "no",
+            f"{v.seconds:.1f}",
+        )
         for v in verdicts
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

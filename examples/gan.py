@@ -29,7 +29,11 @@ Modules = dict[str, nn.Module]
 
 def perceptron(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(
-        nn.Linear(inputs, WIDTH), nn.LeakyReLU(0.2), nn.Linear(WIDTH, WIDTH), nn.LeakyReLU(0.2), nn.Linear(WIDTH, outputs)
+        nn.Linear(inputs, WIDTH),
+        nn.LeakyReLU(0.2),
+        nn.Linear(WIDTH, WIDTH),
+        nn.LeakyReLU(0.2),
+        nn.Linear(WIDTH, outputs),
     )
 
 
@@ -90,7 +94,9 @@ def main() -> int:
         train_generator(real_points())
         if number % max(given.steps // 5, 1) == 0:
             mean, hit = distance_to_data(models["generator"])
-            print(f"step {number:4d}  critic sees a gap of {float(gap):6.3f}  distance to data {mean:.3f}  modes {hit}/{MODES}")
+            print(
+                f"step {number:4d}  critic sees a gap of {float(gap):6.3f}  distance to data {mean:.3f}  modes {hit}/{MODES}"
+            )
     after, hit = distance_to_data(models["generator"])
     print(f"distance of made points to the data: {before:.3f} -> {after:.3f} in {time.perf_counter() - began:.1f} s")
     return 0 if after < before else 1

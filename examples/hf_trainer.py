@@ -129,7 +129,9 @@ def main() -> int:
         resumed = make_trainer(folder / "resumed", given.steps, given.backend)
         resumed.train(resume_from_checkpoint=str(halfway))
         gap = compare(trainer.model, resumed.model)
-    print(f"resumed from {halfway.name}: the weights at the end differ by {gap:.1e} from those of the run that went through")
+    print(
+        f"resumed from {halfway.name}: the weights at the end differ by {gap:.1e} from those of the run that went through"
+    )
     return 0 if after >= before and gap < 1e-3 else 1
 
 

@@ -104,7 +104,9 @@ def main() -> int:
         if number == 1 or number % max(given.steps // 5, 1) == 0:
             print(f"step {number:4d}  loss {float(loss):.3f}  held-out accuracy {accuracy(model, *held_out):.3f}")
     after = accuracy(model, *held_out)
-    print(f"held-out accuracy {before:.3f} -> {after:.3f} in {time.perf_counter() - began:.1f} s; {step.captures} capture(s)")
+    print(
+        f"held-out accuracy {before:.3f} -> {after:.3f} in {time.perf_counter() - began:.1f} s; {step.captures} capture(s)"
+    )
     return 0 if after > before else 1
 
 

@@ -1,6 +1,6 @@
 """docs/images/measured.svg: milliseconds per training step on one H200, as bars, from the rows under benchmarks/results/.
 
-    python scripts/draw_measured.py
+python scripts/draw_measured.py
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def draw() -> str:
         for system in systems:
             ms, memory = found[model, system]
             width = WIDE * ms / longest
-            parts.append(f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR - 3}" rx="2" fill="{COLOURS[system]}"/>')
+            parts.append(
+                f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR - 3}" rx="2" fill="{COLOURS[system]}"/>'
+            )
             kind = "own" if system == "wholestep" else "peer"
             label = f"{SYSTEMS[system]}  {ms:.0f} ms, {memory:.0f} GiB"
             parts.append(f'<text x="{LEFT + width + 6:.1f}" y="{y + BAR - 5}" class="{kind}">{label}</text>')
@@ -50,7 +52,9 @@ def draw() -> str:
     )
     title = "Milliseconds per training step on one H200 (shorter is better), and peak memory"
     size = f'width="{LEFT + WIDE + 190}" height="{y - GAP + 12}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {LEFT + WIDE + 190} {y - GAP + 12}" role="img">'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {LEFT + WIDE + 190} {y - GAP + 12}" role="img">'
+    )
     return "\n".join([
         head, f"<title>{title}</title><style>{style}</style>", f'<text x="16" y="24" class="title">{title}</text>',
         *parts, "</svg>", "",

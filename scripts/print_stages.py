@@ -1,7 +1,7 @@
 """Writes docs/step-by-step.md: one small model, printed through every stage.
 
-    python scripts/print_stages.py            # rewrites the page
-    python scripts/print_stages.py --check    # exit 1 when the page no longer says what the code does
+python scripts/print_stages.py            # rewrites the page
+python scripts/print_stages.py --check    # exit 1 when the page no longer says what the code does
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def page() -> str:
         "gradient norm and all new values." + code.format(printed.rstrip()),
         "## After the passes",
         "No pass finds anything here: there is no attention for `recognise_masks`, no bf16 for `lean_gradients`, and\n"
-        "clipping needs all gradients before `update_early` could update a layer. With `dump=\"folder\"`, `compile` writes the\n"
+        'clipping needs all gradients before `update_early` could update a layer. With `dump="folder"`, `compile` writes the\n'
         "program after each pass.",
         "## Lowered",
         "Updates become writes into the tensors that hold the state, and one flat function calls the operators (backend\n"

@@ -105,7 +105,11 @@ def run_rank(rank: int, folder: str, backend: str, steps: int) -> None:
         report = wholestep.verify(
             model, classifier_loss, None, batch, steps=steps, passes=[rewrite], backend=backend, eval_too=False
         )
-        found[name] = {"report": json.loads(report.to_json()), "said": str(report), "seconds": time.perf_counter() - began}
+        found[name] = {
+            "report": json.loads(report.to_json()),
+            "said": str(report),
+            "seconds": time.perf_counter() - began,
+        }
     Path(folder, f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
 

@@ -13,7 +13,7 @@ import wholestep.passes
 from wholestep.graph.check import GraphError
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
-from wholestep.passes.pipeline import TABLE, Pipeline, compiler_pass, default_pipeline, name_of
+from wholestep.passes.pipeline import TABLE, Pipeline, compiler_pass, default_pipeline, name_of, table_for_docs
 
 BATCH = class_batches(1)[0]
 
@@ -180,3 +180,8 @@ def test_every_stage_is_dumped(tmp_path: Path) -> None:
     found = sorted(p.name for p in tmp_path.iterdir())
     assert found[0].startswith("00_captured") and any("first" in name for name in found)
     assert "addmm" in (tmp_path / found[0]).read_text()
+
+
+def test_the_docs_have_the_table_of_the_code() -> None:
+    docs = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
+    assert table_for_docs() in docs.read_text("utf-8"), f"paste this into {docs.name}:\n{table_for_docs()}"

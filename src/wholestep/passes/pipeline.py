@@ -35,6 +35,8 @@ class Row:
 
     name: str
     part: Literal["prepare", "apply"]
+    what: str
+    """It does, for people."""
     reason: str
     """Why it stands where it stands."""
 
@@ -46,22 +48,38 @@ class Row:
 
 # fmt: off
 TABLE: tuple[Row, ...] = (
-    Row("recognise_masks", "prepare", "first: it makes whole mask computations dead"),
-    Row("fuse_loss", "prepare", "before the folds, which would have to keep forward and backward of the loss alike"),
-    Row("fold_constants", "prepare", "before the folds that look for plain numbers"),
-    Row("fold_views", "prepare", "before fold_casts: a view between two casts hides that they cancel"),
-    Row("fold_casts", "prepare", "before share_equal: a shorter chain is more often equal to another"),
-    Row("share_equal", "prepare", "after all folds: equal values are then written in equal ways"),
-    Row("bound_counts", "prepare", "after the folds, so that fewer views lie between a choice and its count"),
-    Row("share_scatters", "prepare", "after the folds, which leave one expansion of an index and plain zeros"),
-    Row("share_bias", "prepare", "after the folds, which leave few views between a mask and its expansion"),
-    Row("lean_gradients", "prepare", "before gradients are weighed: it halves them"),
-    Row("patch_products", "prepare", "before channels_last, for which there is nothing to turn in a product"),
-    Row("channels_last", "prepare", "after lean_gradients and the folds, which look for casts that keep the layout"),
-    Row("order_for_peak", "prepare", "after lean_gradients, whose narrow values it keeps waiting instead of wide ones"),
-    Row("remove_dead", "prepare", "last: what the others left unread goes, so that the planner sees only what runs"),
-    Row("recompute", "apply", "first of those that follow a plan: after it nothing may merge equal values"),
-    Row("update_early", "apply", "after recompute, which reads parameters once more before they are replaced"),
+    Row("recognise_masks", "prepare", "attention with a computed mask becomes attention that knows it is causal or unmasked",
+        "first: it makes whole mask computations dead"),
+    Row("fuse_loss", "prepare", "a chunked loss and its gradients in one go",
+        "before the folds, which would have to keep forward and backward of the loss alike"),
+    Row("fold_constants", "prepare", "operators that read no input and give one number become `full`",
+        "before the folds that look for plain numbers"),
+    Row("fold_views", "prepare", "chains of views shorten; clones, `x * 1`, dropouts of nothing go",
+        "before fold_casts: a view between two casts hides that they cancel"),
+    Row("fold_casts", "prepare", "casts that cancel exactly go; a parameter is cast once per phase",
+        "before share_equal: a shorter chain is more often equal to another"),
+    Row("share_equal", "prepare", "equal values are computed once, where no lifetime grows",
+        "after all folds: equal values are then written in equal ways"),
+    Row("bound_counts", "prepare", "counts of chosen places become sums that wait for no host, on a GPU",
+        "after the folds, so that fewer views lie between a choice and its count"),
+    Row("share_scatters", "prepare", "gradients of gathers by a shared index become products, on a GPU",
+        "after the folds, which leave one expansion of an index and plain zeros"),
+    Row("share_bias", "prepare", "a bias that repeats along the batch (shifted windows) is given to attention once",
+        "after the folds, which leave few views between a mask and its expansion"),
+    Row("lean_gradients", "prepare", "gradients wait as narrow as they were made",
+        "before gradients are weighed: it halves them"),
+    Row("patch_products", "prepare", "a convolution of patches that do not overlap is a product, in the order of tokens",
+        "before channels_last, for which there is nothing to turn in a product"),
+    Row("channels_last", "prepare", "convolutions and what stands between them in the memory order that tensor cores want",
+        "after lean_gradients and the folds, which look for casts that keep the layout"),
+    Row("order_for_peak", "prepare", "cheap nodes to where less is alive",
+        "after lean_gradients, whose narrow values it keeps waiting instead of wide ones"),
+    Row("remove_dead", "prepare", "what nobody reads",
+        "last: what the others left unread goes, so that the planner sees only what runs"),
+    Row("recompute", "apply", "what the plan does not keep is made again in the backward",
+        "first of those that follow a plan: after it nothing may merge equal values"),
+    Row("update_early", "apply", "each layer updated right behind its backward",
+        "after recompute, which reads parameters once more before they are replaced"),
 )
 # fmt: on
 
@@ -245,6 +263,13 @@ def default_pipeline(extra: Sequence[Pass] = ()) -> Pipeline:
     """The passes every step goes through, in the order of the table; `extra` ones follow those of the prepare part."""
     prepare = [row.load() for row in TABLE if row.part == "prepare"]
     return Pipeline([*prepare, *extra], [row.load() for row in TABLE if row.part == "apply"])
+
+
+def table_for_docs() -> str:
+    """The table as docs/architecture.md has it."""
+    lines = ["| pass | part | what it does | numerics |", "|---|---|---|---|"]
+    lines += [f"| `{row.name}` | {row.part} | {row.what} | {row.load().numerics} |" for row in TABLE]  # type: ignore[attr-defined]
+    return "\n".join(lines)
 
 
 def default_passes() -> Pipeline:
