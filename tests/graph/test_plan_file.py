@@ -48,7 +48,7 @@ def test_an_empty_plan_survives_too(tmp_path: Path) -> None:
         ("this is no toml", "is no plan"),
         ("format = 99", "format 99"),
         ("", "format None"),
-        ("format = 1\nrecomputed = []", "unknown field 'recomputed'"),
+        ("format = 1\nrecomputed = []", "unknown field 'recomputed'.*did you mean recompute"),
         ("format = 1\nrecompute = [3]", "not a name"),
         ("format = 1\nearly_update = 'yes'", "early_update"),
         ("format = 1\nbudget_bytes = true", "budget_bytes"),

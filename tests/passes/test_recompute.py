@@ -148,6 +148,19 @@ def test_unknown_values_are_refused_with_the_nearest_name() -> None:
         trained([lambda graph: recompute(graph, Plan(recompute=("blocks.*/gelu1",)))], "fp32")
 
 
+def test_in_the_first_of_the_equal_layers_alone() -> None:
+    kept_losses, kept, _ = trained([], "fp32")
+    copies = {}
+    for key in ("blocks.*/gelu", "blocks.*/gelu@1"):
+        losses, state, graph = trained([lambda graph, key=key: recompute(graph, Plan(recompute=(key,)))], "fp32")
+        assert losses == kept_losses and all(torch.equal(value, kept[name]) for name, value in state.items())
+        copies[key] = [n for n in graph.operations() if n.meta["custom"].get("recomputed") and "gelu" in str(n.target)]
+    assert len(copies["blocks.*/gelu"]) == len(Small().blocks) > len(copies["blocks.*/gelu@1"]) == 1
+    assert "blocks.0" in copies["blocks.*/gelu@1"][0].meta["custom"]["module"]
+    with pytest.raises(BadOption, match=r"'blocks.\*/gelu@9', and there are 3 such layers"):
+        trained([lambda graph: recompute(graph, Plan(recompute=("blocks.*/gelu@9",)))], "fp32")
+
+
 def test_random_numbers_without_a_key_are_never_drawn_again() -> None:
     graph = torch.fx.Graph()
     x = graph.placeholder("x")

@@ -2,12 +2,13 @@
 
 A key is the module path with the number of its layer replaced by `*`, the operator, and from the second on a number
 (`/add#1`), counted per module in forward order. Decisions about memory are made and written down in these names: 24 equal
-layers share one, and a plan survives renamed nodes.
+layers share one, and a plan survives renamed nodes. `key@12` in a plan means the first 12 of the equal layers.
 """
 
 from __future__ import annotations
 
 import operator
+import re
 from collections import Counter
 
 from torch import fx
@@ -32,6 +33,12 @@ def value_keys(graph: TrainingGraph) -> dict[fx.Node, str]:
         seen[module, name] += 1
         found[node] = f"{starred(module, layers.get(node))}/{name}" + (f"#{number}" if number else "")
     return found
+
+
+def split_key(key: str) -> tuple[str, int | None]:
+    """`layers.*.mlp/gelu@12` -> (`layers.*.mlp/gelu`, 12); None stands for all layers."""
+    found = re.fullmatch(r"(.*)@(\d+)", key)
+    return (key, None) if found is None else (found[1], int(found[2]))
 
 
 def starred(module: str, layer: str | None) -> str:

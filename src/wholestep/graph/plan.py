@@ -8,6 +8,7 @@ made (`made_for`); where that no longer holds it is refused with the name of the
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -18,26 +19,34 @@ FORMAT = 2
 """Of plans as files. A file of format 1 has no line that says that it is whole."""
 
 
+def _field(default: Any, says: str = "", *, numbers: bool = False) -> Any:
+    """A field of a plan. `says`: the comment beside it in a file; `numbers`: it decides about numbers, not only about memory."""
+    about = {"says": says, "numbers": numbers}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=dict, metadata=about)
+    return dataclasses.field(default=default, metadata=about)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Decisions about memory, and what they were expected to give."""
+    """Decisions about memory, and what they were expected to give. One more is one more field: files follow."""
 
-    recompute: tuple[str, ...] = ()
-    """Values of the forward pass that are not kept for the backward pass but made again there."""
-    reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Value -> why: bytes freed, what it is made from, what that costs."""
-    early_update: bool | None = None
-    """Parameters are updated as soon as their gradients are final: None wherever that is exact, False never."""
-    precision: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Module path or pattern (`lm_head`, `*.attn`) -> fp32, bf16 or fp16, where it is not what the whole step has."""
-    chunked_loss: bool | None = None
-    """Logits are made in chunks and never whole; None leaves it to their size."""
-    budget_bytes: int | None = None
-    """Of the card: reserved by the allocator, plus the CUDA context."""
-    predicted_bytes: int | None = None
+    early_update: bool | None = _field(None, "parameters are updated as soon as their gradients are final")
+    """None wherever that is exact, False never."""
+    chunked_loss: bool | None = _field(None, "logits are made in chunks, never whole", numbers=True)
+    """None leaves it to their size."""
+    budget_bytes: int | None = _field(None, "of the card")
+    """Reserved by the allocator, plus the CUDA context."""
+    predicted_bytes: int | None = _field(None, "allocated, at the peak of the step")
     """The peak that was predicted: allocated."""
-    predicted_seconds: float | None = None
-    made_for: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    predicted_seconds: float | None = _field(None, "of one step on the device under [made_for]")
+    recompute: tuple[str, ...] = ()
+    """Values of the forward pass that are not kept for the backward pass but made again there; `key@12` in the first 12 layers."""
+    precision: Mapping[str, str] = _field({}, numbers=True)
+    """Module path or pattern (`lm_head`, `*.attn`) -> fp32, bf16 or fp16, where it is not what the whole step has."""
+    reasons: Mapping[str, str] = _field({})
+    """Value -> why: bytes freed, what it is made from, what that costs."""
+    made_for: Mapping[str, Any] = _field({})
     """Model, batch, sequence, precision, device, versions: what must still hold for the plan to be used."""
 
     def to_json(self) -> dict[str, Any]:
@@ -46,19 +55,19 @@ class Plan:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
         """The plan in a table read from a file; one clear error for anything else."""
-        known = {field.name for field in dataclasses.fields(cls)}
+        known = {field.name: field for field in dataclasses.fields(cls)}
         given = {name: value for name, value in data.items() if name != "format"}
         if data.get("format") not in (1, FORMAT):
             raise BadOption(f"a plan of format {data.get('format')!r}", hint=f"this version reads format {FORMAT}")
-        unknown = sorted(given.keys() - known)
-        if unknown:
-            raise BadOption(
-                f"a plan with an unknown field {unknown[0]!r}", hint=f"fields are {', '.join(sorted(known))}"
-            )
-        if "recompute" in given:
-            if not isinstance(given["recompute"], list | tuple):
-                raise BadOption(f"recompute = {given['recompute']!r}", hint="it must be a list of names")
-            given["recompute"] = tuple(given["recompute"])
+        for name in sorted(given.keys() - known):
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"fields are {', '.join(sorted(known))}"
+            raise BadOption(f"a plan with an unknown field {name!r}", hint=hint)
+        for name, value in given.items():
+            if known[name].default == ():
+                if not isinstance(value, list | tuple):
+                    raise BadOption(f"{name} = {value!r}", hint="it must be a list of names")
+                given[name] = tuple(value)
         return cls(**given)
 
     def changed_field(self, now: Mapping[str, Any]) -> str | None:

@@ -8,17 +8,21 @@ bit, must not train something else in silence.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_type_hints
 
 from wholestep.errors import BadOption, WholestepError
 from wholestep.graph.bytes import show_bytes
 from wholestep.graph.plan import FORMAT, Plan
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+ALWAYS = ("recompute", "reasons", "made_for")
+"""Written even where there is nothing in them."""
 HEAD = """\
 # A plan of Wholestep for one training step. Use it with: wholestep train MODEL --plan FILE
 # It is refused where anything under [made_for] has changed. Lines may be edited: what is listed under `recompute` is not
@@ -29,32 +33,29 @@ HEAD = """\
 def plan_text(plan: Plan) -> str:
     """The file."""
     lines = [HEAD, f"format = {FORMAT}"]
-    if plan.early_update is not None:
-        lines += [
-            f"early_update = {_value(plan.early_update)}  # parameters are updated as soon as their gradients are final"
-        ]
-    if plan.chunked_loss is not None:
-        lines += [f"chunked_loss = {_value(plan.chunked_loss)}  # logits are made in chunks, never whole"]
-    for name, words in (("budget_bytes", "of the card"), ("predicted_bytes", "allocated, at the peak of the step")):
-        count = getattr(plan, name)
-        if count is not None:
-            lines.append(f"{name} = {count}  # {show_bytes(count)} {words}")
-    if plan.predicted_seconds is not None:
-        lines.append(f"predicted_seconds = {plan.predicted_seconds!r}  # of one step on the device under [made_for]")
-    lines += ["", "recompute = ["]
-    for name in plan.recompute:
-        why = _one_line(plan.reasons.get(name, ""))
-        lines.append(f"  {_value(name)}," + (f"  # {why}" if why else ""))
-    lines.append("]")
-    for table in ("precision", "reasons", "made_for"):
-        entries: Mapping[str, Any] = getattr(plan, table)
-        if table == "precision" and not entries:
-            continue
-        lines += ["", f"[{table}]"]
-        lines += [f"{_value(str(key))} = {_value(value)}" for key, value in entries.items() if value is not None]
+    tables: list[str] = []
+    for field in dataclasses.fields(plan):
+        value, says = getattr(plan, field.name), field.metadata.get("says", "")
+        if isinstance(value, Mapping):
+            if value or field.name in ALWAYS:
+                tables += ["", f"[{field.name}]"]
+                tables += [f"{_value(str(k))} = {_value(v)}" for k, v in value.items() if v is not None]
+        elif isinstance(value, tuple):
+            if value or field.name in ALWAYS:
+                lines += ["", f"{field.name} = [", *(f"  {_listed(name, plan)}" for name in value), "]"]
+        elif value is not None:
+            shown = f"{show_bytes(value)} " if field.name.endswith("_bytes") else ""
+            lines.append(f"{field.name} = {_value(value)}  # {shown}{says}")
+    lines += tables
     lines += ["", f"[end.{_check(plan)}]"]
     lines += ["# The file is whole. The number is of chunked_loss and precision: write [end] when you edit them."]
     return "\n".join(lines) + "\n"
+
+
+def _listed(name: str, plan: Plan) -> str:
+    """A value in a list, with the reason beside it."""
+    why = _one_line(plan.reasons.get(name, ""))
+    return f"{_value(name)}," + (f"  # {why}" if why else "")
 
 
 def write_plan(plan: Plan, path: Path) -> None:
@@ -87,15 +88,11 @@ def read_plan(path: Path) -> Plan:
 
 def _checked(plan: Plan) -> Plan:
     """Types, since anyone may have edited the file."""
-    wanted: dict[str, tuple[type, ...]] = {
-        "early_update": (bool, type(None)), "precision": (dict,), "chunked_loss": (bool, type(None)),
-        "budget_bytes": (int, type(None)),
-        "predicted_bytes": (int, type(None)), "predicted_seconds": (float, int, type(None)), "reasons": (dict,),
-        "made_for": (dict,),
-    }  # fmt: skip
-    for name, kinds in wanted.items():
-        if not isinstance(getattr(plan, name), kinds) or (bool not in kinds and isinstance(getattr(plan, name), bool)):
-            raise BadOption(f"{name} = {getattr(plan, name)!r}", hint=f"it must be {kinds[0].__name__}")
+    hints = get_type_hints(Plan)
+    for field in dataclasses.fields(plan):
+        value, kinds = getattr(plan, field.name), _kinds(hints[field.name])
+        if not isinstance(value, kinds) or (bool not in kinds and isinstance(value, bool)):
+            raise BadOption(f"{field.name} = {value!r}", hint=f"it must be {kinds[0].__name__}")
     if isinstance(plan.budget_bytes, int) and plan.budget_bytes <= 0:
         raise BadOption(f"budget_bytes = {plan.budget_bytes}", hint="it must be positive")
     for table in ("precision", "reasons"):
@@ -105,11 +102,19 @@ def _checked(plan: Plan) -> Plan:
     for path, precision in plan.precision.items():
         if precision not in PRECISIONS:
             raise BadOption(f"precision.{path} = {precision!r}", hint=f"use one of {', '.join(PRECISIONS)}")
-    if not all(isinstance(name, str) for name in plan.recompute):
-        raise BadOption(
-            "recompute holds something that is not a name", hint='write names in quotes, such as "layers.*.mlp/gelu"'
-        )
+    for field in dataclasses.fields(plan):
+        value = getattr(plan, field.name)
+        if isinstance(value, tuple) and not all(isinstance(name, str) for name in value):
+            hint = 'write names in quotes, such as "layers.*.mlp/gelu"'
+            raise BadOption(f"{field.name} holds something that is not a name", hint=hint)
     return plan
+
+
+def _kinds(hint: Any) -> tuple[type, ...]:
+    """What a field may hold, the type to name first; whole numbers are fractions too."""
+    parts = [getattr(part, "__origin__", part) for part in (get_args(hint) if isinstance(hint, UnionType) else (hint,))]
+    kinds = tuple(dict if part is Mapping else part for part in parts)
+    return (*kinds, int) if float in kinds else kinds
 
 
 def _whole(plan: Plan, end: Any) -> Plan:
@@ -119,13 +124,16 @@ def _whole(plan: Plan, end: Any) -> Plan:
         raise BadOption("the plan is not whole, or its lines are out of order", hint=hint)
     if end and _check(plan) not in end:
         hint = "write it again, or end it in a line [end] if you changed them"
-        raise BadOption("chunked_loss or precision are not what the plan was written with", hint=hint)
+        names = [field.name for field in dataclasses.fields(plan) if field.metadata.get("numbers")]
+        raise BadOption(f"{' or '.join(names)} are not what the plan was written with", hint=hint)
     return plan
 
 
 def _check(plan: Plan) -> str:
     """A checksum of the decisions that change numbers; what is recomputed, and when parameters are updated, does not."""
-    return f"{zlib.crc32(json.dumps([plan.chunked_loss, list(plan.precision.items())]).encode()):08x}"
+    values = [getattr(plan, field.name) for field in dataclasses.fields(plan) if field.metadata.get("numbers")]
+    listed = [list(value.items()) if isinstance(value, Mapping) else value for value in values]
+    return f"{zlib.crc32(json.dumps(listed).encode()):08x}"
 
 
 def _value(value: Any) -> str:

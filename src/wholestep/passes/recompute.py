@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import difflib
 import operator
+from collections.abc import Mapping
 
 from torch import fx
 
 from wholestep.errors import BadOption
-from wholestep.graph.keys import value_keys
+from wholestep.graph.keys import split_key, value_keys
 from wholestep.graph.layers import layers_of
 from wholestep.graph.plan import Plan
 from wholestep.graph.segments import backward_segments, may_recompute
@@ -39,11 +40,13 @@ class _Rewrite:
         self.graph = graph
         self.keys = value_keys(graph)
         self.layers = layers_of(graph.graph.nodes)
-        self.chosen = frozenset(chosen)
+        self.chosen = dict(map(split_key, chosen))
+        """Key -> in how many of the equal layers, from the first; None in all."""
+        self.ranks = _ranks(self.keys, self.layers)
         self.place = {node: index for index, node in enumerate(graph.graph.nodes)}
         self.copies: dict[tuple[str, fx.Node], fx.Node] = {}
         """(backward of which layer, node of the forward pass) -> its copy there."""
-        _refuse_unknown(self.chosen, set(self.keys.values()))
+        _refuse_unknown(chosen, self.ranks)
 
     def run(self) -> TrainingGraph:
         for segment, node in backward_segments(self.graph):
@@ -60,7 +63,7 @@ class _Rewrite:
     def _is_remade(self, value: fx.Node) -> bool:
         """Whether a backward reader gets a copy: chosen itself, or a view of one that is."""
         while value in self.keys:
-            if self.keys[value] in self.chosen:
+            if self._is_chosen(value):
                 return may_recompute(_maker(value))
             source = value.all_input_nodes[0] if value.all_input_nodes else None
             looks = is_cheap_view(value) or (
@@ -70,6 +73,13 @@ class _Rewrite:
                 return False
             value = source
         return False
+
+    def _is_chosen(self, value: fx.Node) -> bool:
+        key = self.keys[value]
+        if key not in self.chosen:
+            return False
+        most = self.chosen[key]
+        return most is None or self.ranks[key][self.layers.get(value)] < most
 
     def _copy(self, wanted: list[fx.Node], segment: str, before: fx.Node) -> None:
         """Copies of `wanted` and of all they need that is not kept, in the order of the forward pass."""
@@ -98,8 +108,23 @@ def _maker(value: fx.Node) -> fx.Node:
     return value.args[0] if value.target is operator.getitem else value  # type: ignore[return-value]
 
 
-def _refuse_unknown(chosen: frozenset[str], known: set[str]) -> None:
-    for key in sorted(chosen - known):
-        near = difflib.get_close_matches(key, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else "the plan was made for another model or version: plan again"
-        raise BadOption(f"the plan recomputes {key!r}, which the step does not compute", hint=hint)
+def _ranks(keys: dict[fx.Node, str], layers: dict[fx.Node, str]) -> dict[str, dict[str | None, int]]:
+    """Key -> its layers, numbered in the order of the forward pass."""
+    found: dict[str, dict[str | None, int]] = {}
+    for node, key in keys.items():
+        numbered = found.setdefault(key, {})
+        numbered.setdefault(layers.get(node), len(numbered))
+    return found
+
+
+def _refuse_unknown(chosen: tuple[str, ...], known: Mapping[str, Mapping[str | None, int]]) -> None:
+    for key in sorted(chosen):
+        base, most = split_key(key)
+        if base not in known:
+            near = difflib.get_close_matches(base, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "the plan was made for another model or version: plan again"
+            raise BadOption(f"the plan recomputes {key!r}, which the step does not compute", hint=hint)
+        if most is not None and not 0 < most <= len(known[base]):
+            raise BadOption(
+                f"the plan recomputes {key!r}, and there are {len(known[base])} such layers", hint=f"leave @{most} out"
+            )
