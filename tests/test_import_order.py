@@ -9,8 +9,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "wholestep"
 # fmt: off
 ORDER = (
-    "errors", "compat", "disk", "graph", "options", "cost", "kernels", "capture", "passes", "lower", "plan", "runtime", "budget",
-    "compiler", "verify", "budget_check", "api", "nn", "data", "train", "profile", "report", "bench", "__init__", "cli", "__main__",
+    "errors", "compat", "disk", "graph", "options", "cost", "kernels", "capture", "passes", "lower", "plan", "runtime",
+    "compiler", "verify", "api", "nn", "data", "train", "profile", "report", "bench", "__init__", "cli", "__main__",
 )
 # fmt: on
 

@@ -15,8 +15,8 @@ from tests.zoo.case import Built, OptimizerKind
 from tests.zoo.models import ZOO
 
 import wholestep
-from wholestep.budget import ForSpeed
 from wholestep.cost import find_device
+from wholestep.plan.budget import ForSpeed
 from wholestep.plan.frontier import Study
 
 pytest.importorskip("transformers")

@@ -9,7 +9,6 @@ from typing import Any
 from torch.optim import Optimizer
 
 from wholestep import compat
-from wholestep.budget_check import check_within
 from wholestep.capture import optimizers
 from wholestep.compiler import Compiler, compiler_for
 from wholestep.errors import BadBatch, WholestepWarning
@@ -22,6 +21,7 @@ from wholestep.runtime.one_step import OneStep
 from wholestep.runtime.step import Step
 from wholestep.verify.check import check_first_step, only_before
 from wholestep.verify.verify import verify
+from wholestep.verify.within_budget import check_within
 
 
 def compile(

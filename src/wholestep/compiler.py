@@ -3,7 +3,7 @@ program here, so that what is verified, planned, shown and timed is what runs.
 
     captured    the whole step as one graph                        capture/
     prepared    rewritten by passes that need no plan              passes/, the prepare part
-    planned     what is kept, made again, in which precision       plan/, budget.py
+    planned     what is kept, made again, in which precision       plan/
     applied     rewritten by passes that carry the plan out        passes/, the apply part
     lowered     code                                               lower/
 """
@@ -22,7 +22,6 @@ import torch
 from torch.optim import Optimizer
 
 from wholestep import compat
-from wholestep.budget import Budget, Enforced, Fitting, ForSpeed, held_to, make_budget, make_room
 from wholestep.capture import optimizers
 from wholestep.capture.batch import flatten
 from wholestep.capture.cache import cached_capture
@@ -50,7 +49,9 @@ from wholestep.options import Options
 from wholestep.passes.amp import amp
 from wholestep.passes.pipeline import Pipeline, default_pipeline
 from wholestep.passes.update_early import update_early
+from wholestep.plan.budget import Budget, Fitting, ForSpeed, make_budget
 from wholestep.plan.host import fits_beside, refuse_what_cannot_fit
+from wholestep.runtime.enforce import Enforced, held_to, make_room
 from wholestep.runtime.progress import Progress
 
 Dims = Sequence[dict[int, str]]

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.budget import Budget, held_to, limit_now
 from wholestep.capture.cache import was_checked
 from wholestep.errors import WholestepWarning
 from wholestep.graph.bytes import show_bytes
@@ -35,8 +34,10 @@ from wholestep.graph.training_graph import Role, TrainingGraph, phase_of, tensor
 from wholestep.graph.views import is_cheap_view
 from wholestep.lower import give_back
 from wholestep.lower.footprint.predict import predict_profile
+from wholestep.plan.budget import Budget, limit_now
 from wholestep.plan.host import available_bytes
 from wholestep.plan.rebatch import at_traced_sizes, rebatched, sized_by_data
+from wholestep.runtime.enforce import held_to
 from wholestep.runtime.variant import Variant
 from wholestep.verify.compare import compute_dtype
 from wholestep.verify.fewer_rows import NotComparable, check_on_rows, rows_in

@@ -1,5 +1,5 @@
-"""`compile(memory=...)`: a budget in bytes of the card in, a step that stays within it out, or an error that says what would.
-Without one: the plan that takes the least time.
+"""`compile(memory=...)`: a budget in bytes of the card in, the fastest plan that stays within it out, or an error that says what
+would. Without one: the plan that takes the least time. That the step keeps to it is seen to by `runtime/enforce.py`.
 
 The frontier of plans comes from the graph alone (`plan/`). The plan chosen from it is then checked against what the step
 really takes: on the device, by compiling its regions and running each distinct one on stand-ins (`lower/footprint`), which
@@ -12,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from wholestep import compat
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
 from wholestep.cost import this_device
-from wholestep.errors import BadOption, BudgetTooSmall, CompilerMissing, WholestepWarning
+from wholestep.errors import BadOption, BudgetTooSmall, CompilerMissing
 from wholestep.graph.bytes import parse_bytes, show_bytes
 from wholestep.graph.copies import copy_graph
 from wholestep.graph.liveness import tensor_bytes
@@ -80,7 +78,7 @@ class Budget:
 def make_budget(memory: str | int, subject: Subject, batch: Any = ()) -> Budget:
     """The budget as asked, or what is free on the card less a margin."""
     on_gpu = subject.device.type == "cuda"
-    context = _context_bytes(subject.device) if on_gpu else 0
+    context = context_bytes(subject.device) if on_gpu else 0
     others = _others(subject, batch) + _holes(subject.device) + LIBRARY_BYTES if on_gpu else 0
     grows = on_gpu and compat.grow_segments()
     slack = (SLACK if grows else SLACK_OF_FIXED_SEGMENTS) if on_gpu else 0.0
@@ -96,7 +94,7 @@ def make_budget(memory: str | int, subject: Subject, batch: Any = ()) -> Budget:
     return Budget(wanted, context, others, slack, said, grows)
 
 
-def _context_bytes(device: torch.device) -> int:
+def context_bytes(device: torch.device) -> int:
     """What this process holds of the card beyond the allocator, or will when its kernels are loaded.
 
     It may be gigabytes: kernels that spill registers make the driver keep memory for every thread that could run. Where the
@@ -298,77 +296,6 @@ def _state_bytes(capture: Capture) -> int:
     return sum(tensor_bytes(node.meta["val"]) for entry, node in inputs if entry.role is Role.STATE)
 
 
-@contextlib.contextmanager
-def memory_cap(budget: Budget, device: torch.device, more_bytes: int = 0) -> Iterator[None]:
-    """The allocator does not go beyond the budget (and `more_bytes`) while this is open.
-
-    Where segments grow, it first gives back what lies free between live tensors, so a step that fits by its tensors runs.
-    """
-    before = torch.cuda.get_per_process_memory_fraction(device)
-    total = torch.cuda.get_device_properties(device).total_memory
-    limit = (
-        max(budget.card_bytes - budget.context_bytes + more_bytes, 0) / total
-    )  # less than the context has to be refused, too
-    torch.cuda.set_per_process_memory_fraction(min(before, limit), device)
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        error.add_note(f"Wholestep keeps the step within memory={budget.said}: ask for more, or for a smaller batch.")
-        raise
-    finally:
-        torch.cuda.set_per_process_memory_fraction(before, device)
-
-
-def held_to(budget: Budget | None, device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """For whatever is done before a step runs, on a GPU: compiling, tuning and measuring stay within the budget too.
-
-    What they leave cached is given back before the step begins.
-    """
-    if budget is None or device.type != "cuda":
-        return contextlib.nullcontext()
-    return memory_cap(budget, device, limit_now(budget, device) - (budget.card_bytes - budget.context_bytes))
-
-
 def limit_now(budget: Budget, device: torch.device) -> int:
     """What the allocator may reserve before the step runs: the context will have grown by then."""
-    return budget.card_bytes - max(budget.context_bytes, _context_bytes(device) + STILL_TO_LOAD)
-
-
-class Enforced:
-    """A context for every call of a step: the budget holds, and what the process took for itself since is added to it."""
-
-    def __init__(self, budget: Budget, device: torch.device) -> None:
-        self.budget, self.device = budget, device
-        self.held: int | None = None
-        """Allocated when the first step began."""
-        self.context = budget.context_bytes
-        self.warned = False
-
-    def __call__(self) -> contextlib.AbstractContextManager[None]:
-        now = torch.cuda.memory_allocated(self.device)
-        if self.held is None:
-            self.held, self.context = (
-                now,
-                max(self.context, _context_bytes(self.device)),
-            )  # the check has loaded kernels since
-        more = max(0, now - self.held)
-        if more > LIBRARY_BYTES and not self.warned:
-            self.warned = True
-            taken = f"{show_bytes(more)} were allocated beside the step since its first call"
-            text = f"{taken}: memory={self.budget.said} is exceeded by that"
-            warnings.warn(text, WholestepWarning, stacklevel=2)
-        return memory_cap(self.budget, self.device, more - (self.context - self.budget.context_bytes))
-
-
-def make_room(budget: Budget, device: torch.device, variant: Any, recordings: list[Any]) -> None:
-    """Recordings of other sizes give their memory back unless the variant fits beside them; one that is not made yet never does."""
-    if not recordings:
-        return
-    plan = None if variant is None else variant.capture.plan
-    if plan is not None and plan.predicted_bytes is not None:
-        torch.cuda.empty_cache()
-        needed = max(0, plan.predicted_bytes + budget.others_bytes - torch.cuda.memory_allocated(device))
-        if torch.cuda.memory_reserved(device) + (1 + budget.slack) * needed <= budget.card_bytes - budget.context_bytes:
-            return
-    for recording in recordings:
-        recording.make_room()
+    return budget.card_bytes - max(budget.context_bytes, context_bytes(device) + STILL_TO_LOAD)

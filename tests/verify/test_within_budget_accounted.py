@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from wholestep.budget_check import needs_of
 from wholestep.capture.dry import capture_example
 from wholestep.capture.subject import make_subject
 from wholestep.lower.footprint.events import record
 from wholestep.passes.pipeline import default_pipeline
 from wholestep.verify import host
 from wholestep.verify.reference import Reference, reference_gradients
+from wholestep.verify.within_budget import needs_of
 
 
 class Away:
