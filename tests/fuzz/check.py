@@ -43,6 +43,8 @@ from wholestep.runtime.variant import Variant
 
 PASSES = tuple(row.name for row in TABLE)
 QUICK = ("capture", *PASSES, "together")
+VERIFY_SLACK = 4.0
+"""Times what `wholestep.verify` allows, for whole steps: the far tail of ten thousand."""
 STAGES = (*QUICK, "compile", "inductor")
 _FRESH = (Role.BATCH, Role.KEY, Role.HYPER)
 """Inputs that every call brings anew; all others are state."""
@@ -335,10 +337,24 @@ def _check_each(case: Case, recording: Recording, stages: dict[str, list[Pass]])
                 copies = graph, update  # as good as new
                 continue
             found = difference(recording.results, replayed(recording, graph, update))
-            if found is not None and rounds:
+            if found is not None and (rounds or _leaves_strides_open(graph)):
                 found = beyond_rounding(case, recording, replayed(recording, graph, update, together=True))
             if found is not None:
                 raise Wrong(stage, found)
+
+
+_PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.baddbmm.default,
+}
+
+
+def _leaves_strides_open(graph: TrainingGraph) -> bool:
+    """Whether a product has an operand with a dimension of size one: its stride is anyone's, and BLAS goes by it."""
+    operands = [entry for node in graph.operations() if node.target in _PRODUCTS for entry in node.all_input_nodes]
+    return any(1 in entry.meta["val"].shape for entry in operands)
 
 
 def _own_copies(recording: Recording) -> tuple[TrainingGraph, TrainingGraph | None]:
@@ -455,7 +471,11 @@ def _verified(
         model, loss_fn, optimizer, grouped, steps=UPDATES, backend=backend, plan=Plan(), eval_too=False, seed=SEED,
         passes=None if passes is None else Pipeline(passes), **options,
     )  # fmt: skip
-    if not report.ok:
+    slack = {
+        "gradient": VERIFY_SLACK,
+        "loss": VERIFY_SLACK,
+    }  # what torch's optimizer makes of them is held to the rule itself
+    if any(not row.ok and not row.error <= slack.get(row.kind, 1.0) * row.tolerance for row in report.rows):
         raise Wrong(stage, f"{else_say}; {report.first_departure}" if else_say else str(report.first_departure))
 
 

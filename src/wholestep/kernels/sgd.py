@@ -41,10 +41,8 @@ def reference_in_place(
     scale = multi_tensor.factor(scale)
     lr, momentum, dampening, weight_decay = hyper.tolist()
     if implementation == "fused":
-        broken = momentum_buffers and _fused_is_broken(params)
-        implementation = (
-            "single" if broken else multi_tensor.fused_or_single(params, [momentum_buffers] if momentum_buffers else [])
-        )
+        states = [momentum_buffers] if momentum_buffers else []
+        implementation = "single" if _fused_is_broken(params) else multi_tensor.fused_or_single(params, states)
     copies = scale is None and nesterov and implementation == "foreach"
     for part in multi_tensor.parts_to_copy(params, grads, scale):
         scaled = [multi_tensor.scaled_grad(g, p, scale) for g, p in zip(grads[part], params[part], strict=True)]
@@ -65,8 +63,8 @@ def reference_in_place(
 
 
 def _fused_is_broken(params: list[Tensor]) -> bool:
-    """torch 2.13's fused CPU kernel writes wrong momentum buffers, other ones in every run, for bf16 and fp16: the same
-    two calls on 64 equal elements disagree, and nearly all differ from momentum * buffer + grad."""
+    """torch's fused CPU kernel is wrong for bf16 and fp16 (2.11 and 2.13): parameters are off by a whole step, with and without
+    momentum, and momentum buffers differ from run to run."""
     return any(not p.is_cuda and p.dtype in (torch.bfloat16, torch.float16) for p in params)
 
 
