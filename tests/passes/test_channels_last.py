@@ -583,3 +583,19 @@ class PickedByPlace(nn.Module):
 
 def test_elements_picked_by_their_place_in_memory() -> None:
     assert_right(Case(PickedByPlace, lambda: (torch.randn(1, 2, 2, 2),), guards=False), stage="channels_last")
+
+
+class Counted(nn.Module):
+    """How many sizes there are is told by data: `bincount` of what was convolved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.convolution(x)
+        return (x * torch.bincount(x.detach().argmax(-1).flatten(), minlength=1)).square().mean()
+
+
+def test_sizes_that_data_tells_stay_as_they_are() -> None:
+    assert_right(Case(Counted, lambda: (torch.randn(1, 1, 2, 1),), guards=False), stage="channels_last")

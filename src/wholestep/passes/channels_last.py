@@ -86,7 +86,7 @@ def channels_last(graph: TrainingGraph, *, force: bool = False) -> TrainingGraph
         force: on every device and for every convolution over images, whether it pays or not.
     """
     found = [node for node in graph.operations() if _convolves_images(node)]
-    if not found or not has_static_inputs(graph):
+    if not found or not has_static_sizes(graph):
         return graph
     chosen = [node for node in found if force or (graph.for_gpu and _gains(node))]
     if not chosen or not (force or _matters(graph, chosen)):
@@ -118,8 +118,9 @@ def _convolves_images(node: fx.Node) -> bool:
     return all(value is not None and value.dim() == 4 and is_static(value) for value in values)
 
 
-def has_static_inputs(graph: TrainingGraph) -> bool:
-    values = [node.meta.get("val") for node in graph.placeholders]
+def has_static_sizes(graph: TrainingGraph) -> bool:
+    """Whether no size is symbolic, of inputs or (where a mask picks places) of what is made from them."""
+    values = [node.meta.get("val") for node in (*graph.placeholders, *graph.operations())]
     return all(is_static(t) for value in values for t in tensors_in(value)) and not any(
         isinstance(v, torch.SymInt) for v in values
     )

@@ -16,7 +16,7 @@ from torch import fx
 
 from wholestep.graph.copies import copy_graph
 from wholestep.graph.training_graph import TrainingGraph
-from wholestep.passes.channels_last import GivenUp, Relayout, has_static_inputs
+from wholestep.passes.channels_last import GivenUp, Relayout, has_static_sizes
 from wholestep.passes.fx_edit import Editor, is_static, tensor_of
 from wholestep.passes.pipeline import compiler_pass
 
@@ -33,7 +33,7 @@ def patch_products(graph: TrainingGraph, *, force: bool = False) -> TrainingGrap
         force: on every device and in every precision; otherwise on a GPU, where tensor cores take both.
     """
     names = {n.name for n in graph.operations() if _cuts_patches(n) and (force or (graph.for_gpu and _is_narrow(n)))}
-    if not names or not has_static_inputs(graph):
+    if not names or not has_static_sizes(graph):
         return graph
     copy = copy_graph(graph)
     editor, before = Editor(copy), {}
