@@ -29,7 +29,7 @@ lint: $(STAMP)  ## ruff and mypy
 	@$(BIN)/mypy
 
 unit: $(STAMP)  ## the tests alone (WORKERS=4, ARGS="-k dropout")
-	@$(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
 # What older CPUs lack is switched off in torch's own kernels and in oneDNN's; the last line is a machine with more threads.
 test-cpus: $(STAMP)  ## the tests as on CPUs without AVX-512, without AVX2, and with four threads (ARGS="tests/lower")

@@ -148,6 +148,7 @@ def trained(passes: Any, backend: str, *, device: str = "cpu", precision: str = 
     return [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     forced = default_passes().replaced("patch_products", FORCED)
     torch.testing.assert_close(

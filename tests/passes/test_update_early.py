@@ -314,7 +314,7 @@ def test_clipping_by_layer_is_its_own_training() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"clip_scope": "block"}, "use 'global' or 'layer'"), ({"clip_scope": "layer"}, "no clip_norm"),
+        ({"clip_scope": "block"}, "use one of 'global', 'layer'"), ({"clip_scope": "layer"}, "no clip_norm"),
         ({"clip_scope": "layer", "clip_norm": 1.0, "nonfinite": "skip"}, "nonfinite='skip'"),
         ({"clip_scope": "layer", "clip_norm": 1.0, "accumulate": 2}, "accumulate=2"),
     ],

@@ -55,7 +55,7 @@ def imperative_form(graph: TrainingGraph, watch: Sequence[str] = ()) -> Imperati
     imperative = write_state_in_place(graph, watch)
     take_fused_updates(imperative)
     lift_numbers(imperative)
-    keep_roundings(imperative.graph)
+    keep_roundings(imperative)
     return imperative
 
 

@@ -1,14 +1,16 @@
 """What the user's code rounds stays rounded in compiled code.
 
 `x.to(torch.bfloat16).float()` rounds: quantised training and tests of low precision are written so. Inductor computes narrow
-types in float32 and drops the pair, so that nothing is rounded. Between the two casts go the bits as integers (with all of them
-set in a mask, or it would drop that pair too), which it carries out as written. Autocast leaves such pairs in few models.
+types in float32 and drops the pair, so that nothing is rounded. Between the two casts go the bits as integers, under a mask that is
+an input, so that neither it nor a C++ compiler sees that nothing changes. Autocast leaves such pairs in few models.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import fx
+
+from wholestep.lower.in_place import ImperativeGraph
 
 aten = torch.ops.aten
 
@@ -21,18 +23,20 @@ _SAME_ELEMENTS = (
 )  # fmt: skip
 
 
-def keep_roundings(graph: fx.Graph) -> int:
+def keep_roundings(imperative: ImperativeGraph) -> int:
     """Guard every cast to a narrower float that is widened again; how many."""
-    kept = 0
+    graph, masks, kept = imperative.graph, dict[tuple[torch.dtype, torch.device], fx.Node](), 0
     for node in list(graph.nodes):
         if not _is_cast(node, narrower=True) or not _is_widened(node):
             continue
         value: torch.Tensor = node.meta["val"]
         whole = _BITS[value.dtype.itemsize]
+        if (whole, value.device) not in masks:
+            masks[whole, value.device] = _mask(imperative, whole, value, len(masks))
         with graph.inserting_after(node):
             bits = graph.call_function(aten.view.dtype, (node, whole))
         with graph.inserting_after(bits):
-            same = graph.call_function(aten.bitwise_and.Scalar, (bits, -1))
+            same = graph.call_function(aten.bitwise_and.Tensor, (bits, masks[whole, value.device]))
         with graph.inserting_after(same):
             again = graph.call_function(aten.view.dtype, (same, value.dtype))
         bits.meta = {**node.meta, "val": value.view(whole)}
@@ -41,6 +45,16 @@ def keep_roundings(graph: fx.Graph) -> int:
         node.replace_all_uses_with(again, delete_user_cb=lambda user, bits=bits: user is not bits)  # type: ignore[misc]
         kept += 1
     return kept
+
+
+def _mask(imperative: ImperativeGraph, whole: torch.dtype, beside: torch.Tensor, number: int) -> fx.Node:
+    """All bits set, as an input: a C++ compiler that knew it would see the two casts."""
+    ones = torch.full((), -1, dtype=whole, device=beside.device)
+    imperative.owner.register_buffer(f"_all_bits{number}", ones, persistent=False)
+    with imperative.graph.inserting_before(next(iter(imperative.graph.nodes))):
+        mask = imperative.graph.get_attr(f"_all_bits{number}")
+    mask.meta["val"] = beside.fake_mode.from_tensor(ones)  # type: ignore[attr-defined]
+    return mask
 
 
 def _is_cast(node: fx.Node, *, narrower: bool) -> bool:
