@@ -10,7 +10,6 @@ What differs between two runs of one compiler (seconds, comments, where code was
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import multiprocessing
 import os
@@ -67,6 +66,7 @@ def programs(name: str) -> dict[str, str]:
     import torch
 
     import wholestep
+    from wholestep.graph.printer import hash_source
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -86,13 +86,8 @@ def programs(name: str) -> dict[str, str]:
                 except Exception as error:
                     found[f"{label} {number} rung"] = f"{type(error).__name__}: {error}"[:120]
                 for path in sorted(Path(folder).iterdir()):
-                    found[f"{label} {number} {path.stem.partition('_')[2]}"] = hashed(path.read_text())
+                    found[f"{label} {number} {path.stem.partition('_')[2]}"] = hash_source(path.read_text())
     return found
-
-
-def hashed(text: str) -> str:
-    lines = [line for line in text.splitlines() if not line.lstrip().startswith(("#", "import ")) and line.strip()]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def differences(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> list[str]:

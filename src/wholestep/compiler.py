@@ -31,7 +31,6 @@ from wholestep.capture.reading import Reading
 from wholestep.capture.subject import Subject, make_subject
 from wholestep.capture.trace import Capture
 from wholestep.errors import BadOption, CaptureRefused, CompilerMissing, WholestepWarning
-from wholestep.graph.copies import copy_graph
 from wholestep.graph.plan import Plan
 from wholestep.graph.printer import dump_source
 from wholestep.graph.training_graph import OutputKind, Role, TrainingGraph
@@ -69,11 +68,6 @@ class Compiler:
         self.pipeline = pipeline_for(options)
         self.code: list[Any] = []
         """Regions that were compiled to measure plans, until one of the plans is lowered."""
-
-    def build(self, reading: Reading | None, batch: Any = None, dims: Dims | None = None) -> tuple[Capture, Any]:
-        """The step for what a call brings, and the code that runs it."""
-        made = self.program(reading, batch, dims)
-        return made, self.lower(made.graph)
 
     # ---- the stages ----
 
@@ -132,11 +126,11 @@ class Compiler:
 
     def plan_for(self, captured: Capture) -> tuple[Plan, list[str]]:
         """The plan that a captured step would get, and what was said on the way; the capture stays as it is."""
-        update = None if captured.update is None else copy_graph(captured.update)
-        own = dataclasses.replace(captured, graph=copy_graph(captured.graph), update=update, notes=[])
+        if self.options.plan is not None:
+            return self.options.plan, []
+        own = captured.copied()
         self.pipeline.prepare(own)
-        plan = self.plan(own)
-        return plan, own.notes
+        return self.plan(own), own.notes
 
     def changed(self, **options: Any) -> Compiler:
         """The same for other options, without a budget."""

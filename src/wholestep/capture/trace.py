@@ -26,6 +26,7 @@ from wholestep.capture.sites import Sites, TooFewKeys
 from wholestep.capture.subject import Subject
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT, HOLDS, Tracer
 from wholestep.errors import BadOption, CaptureRefused
+from wholestep.graph.copies import copy_graph
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Input, Output, Role, TrainingGraph
 
@@ -62,6 +63,11 @@ class Capture:
     """Where sizes that data decides have to fit something."""
     plan: Plan | None = None
     """What the passes carried out, where a plan was asked for."""
+
+    def copied(self) -> Capture:
+        """The same with graphs of its own, to be rewritten; what was said of it is not taken over."""
+        update = None if self.update is None else copy_graph(self.update)
+        return dataclasses.replace(self, graph=copy_graph(self.graph), update=update, notes=[])
 
 
 def capture(

@@ -76,8 +76,13 @@ def to_python(graph: TrainingGraph, *, fold_layers: bool = True) -> str:
 
 
 def fingerprint(graph: TrainingGraph) -> str:
-    """A hash that equal programs share: of the source, without comments."""
-    lines = [line for line in to_python(graph).splitlines() if not line.lstrip().startswith("#")]
+    """A hash that equal programs share."""
+    return hash_source(to_python(graph))
+
+
+def hash_source(source: str) -> str:
+    """Of what is computed: comments, empty lines and imports do not count."""
+    lines = [line for line in source.splitlines() if line.strip() and not line.lstrip().startswith(("#", "import "))]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

@@ -152,7 +152,7 @@ class Fitting:
 
     def plan(self, prepared: Capture) -> Plan:
         """The fastest that fits; raises BudgetTooSmall with the least that would do."""
-        self.state_bytes, self.prepared = _state_bytes(prepared), prepared.graph
+        self.state_bytes, self.prepared = state_bytes(prepared.update), prepared.graph
         self.points = self._frontier(prepared.graph)
         began = time.perf_counter()
         best = self._fit()
@@ -288,11 +288,11 @@ class ForSpeed:
         return plan
 
 
-def _state_bytes(capture: Capture) -> int:
+def state_bytes(update: TrainingGraph | None) -> int:
     """With accumulation the optimizer's state is an input of the update's own graph, and lies there during micro-steps too."""
-    if capture.update is None:
+    if update is None:
         return 0
-    inputs = zip(capture.update.inputs, capture.update.placeholders, strict=True)
+    inputs = zip(update.inputs, update.placeholders, strict=True)
     return sum(tensor_bytes(node.meta["val"]) for entry, node in inputs if entry.role is Role.STATE)
 
 

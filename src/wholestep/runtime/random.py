@@ -29,3 +29,8 @@ def seeded_generator(device: torch.device, seed: int, step: int, micro: int) -> 
     finally:
         generator.manual_seed(kept_seed)
         generator.set_offset(kept_offset)
+
+
+def chosen_seed(seed: int | None) -> int:
+    """The one that was asked for, or torch's."""
+    return torch.initial_seed() & (2**63 - 1) if seed is None else seed

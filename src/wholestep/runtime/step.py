@@ -25,6 +25,7 @@ from wholestep.graph.training_graph import TrainingGraph
 from wholestep.runtime.binding import StateMoved
 from wholestep.runtime.compiled import LowerRung
 from wholestep.runtime.one_step import OneStep
+from wholestep.runtime.random import chosen_seed
 from wholestep.runtime.variant import AssumptionFailed, Variant
 from wholestep.runtime.variants import Builder, Making, TooManyShapes, Variants
 
@@ -41,8 +42,7 @@ class Step:
     def __init__(self, compiler: Builder, check: Callable[..., Any] | None = None) -> None:
         """`check`: called before the first live run of a variant; what it returns is called with the outcome after it."""
         self.subject, self.options, self.check = compiler.subject, compiler.options, check
-        seed = self.options.seed
-        self.seed = torch.initial_seed() & (2**63 - 1) if seed is None else seed
+        self.seed = chosen_seed(self.options.seed)
         self.count = 0
         self.grad_norm: torch.Tensor | None = None
         self.falls: tuple[Fall, ...] = ()

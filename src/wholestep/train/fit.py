@@ -20,9 +20,10 @@ from wholestep.cost.devices import DEVICES, Device
 from wholestep.cost.target import Target
 from wholestep.errors import BadOption
 from wholestep.graph.plan import Plan
-from wholestep.graph.training_graph import Role, TrainingGraph, tensors_in
+from wholestep.graph.training_graph import TrainingGraph
 from wholestep.options import Options
 from wholestep.passes.pipeline import Pipeline
+from wholestep.plan.budget import state_bytes
 from wholestep.plan.frontier import TARGETS, Point, card_bytes, frontier, leanest, peak_for_card
 from wholestep.plan.rebatch import rebatched
 from wholestep.train.dry_job import DryJob, make_dry_job
@@ -202,7 +203,7 @@ def _planned(question: Question, step: CapturedStep) -> _Planned:
     nodes = len(step.captured.graph.graph.nodes)
     targets = min(max(TARGETS * LARGE // nodes, LEAST_TARGETS), TARGETS)
     allowed = peak_for_card(question.budget_bytes) if question.target.is_gpu else question.budget_bytes
-    near = allowed - _state_bytes(step.captured.update)
+    near = allowed - state_bytes(step.captured.update)
     points = plans_of(step.captured.graph, question.target.device, step.passes, targets=targets, near=near)
     if step.captured.update is not None:
         points = _with_state(points, step.captured.update)
@@ -223,7 +224,7 @@ def on_the_card(peak_bytes: int, target: Target) -> int:
 
 
 def _with_state(points: Sequence[Point], update: TrainingGraph) -> list[Point]:
-    state = _state_bytes(update)
+    state = state_bytes(update)
     return [
         dataclasses.replace(
             point, peak_bytes=point.peak_bytes + state,
@@ -248,7 +249,7 @@ def _largest(
     """The largest batch whose leanest plan fits: planned with scaled sizes, and where asked captured again there."""
     parts = step.job.settings["accumulate"]
     rows = step.job.settings["batch"] // parts
-    state = _state_bytes(step.captured.update)
+    state = state_bytes(step.captured.update)
 
     def least(wanted: int) -> int:
         tell(f"planning batch {wanted * parts}")
@@ -306,17 +307,6 @@ def _on_the_line(known: Mapping[int, int], budget: int) -> int:
     if slope <= 0:  # a flat stretch: something that does not grow with the batch is the largest
         return 4 * second
     return int(first + (budget - known[first]) // slope)
-
-
-def _state_bytes(update: TrainingGraph | None) -> int:
-    """With accumulation the optimizer's state is an input of the update's own graph; it lies there during micro-steps too."""
-    if update is None:
-        return 0
-    return sum(
-        tensor.numel() * tensor.element_size()
-        for entry, node in zip(update.inputs, update.placeholders) if entry.role is Role.STATE
-        for tensor in tensors_in(node.meta["val"])
-    )  # fmt: skip
 
 
 # ---- what would help ----

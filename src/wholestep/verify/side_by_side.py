@@ -24,7 +24,7 @@ from wholestep.capture.tracer import ACCUMULATED_WEIGHT
 from wholestep.capture.undo import RandomStates
 from wholestep.compiler import Compiler
 from wholestep.errors import CaptureRefused, CompilerMissing
-from wholestep.graph.copies import copy_graph, without_updates
+from wholestep.graph.copies import without_updates
 from wholestep.graph.plan import Plan
 from wholestep.graph.printer import fingerprint
 from wholestep.graph.training_graph import Role, TrainingGraph
@@ -32,7 +32,7 @@ from wholestep.lower import lower_inductor, lower_interpret
 from wholestep.passes.pipeline import Pipeline
 from wholestep.runtime import shapes as shape_rules
 from wholestep.runtime.eager import combine
-from wholestep.runtime.random import seeded_generator
+from wholestep.runtime.random import chosen_seed, seeded_generator
 from wholestep.runtime.variant import Variant
 from wholestep.verify.blame import departing_boundary, departure, guilty_pass
 from wholestep.verify.compare import Yardstick, compute_dtype, yardstick
@@ -108,8 +108,7 @@ class SideBySide:
 
     def __init__(self, compiler: Compiler, report: Report) -> None:
         self.compiler, self.subject, self.report = compiler, compiler.subject, report
-        self.backend, seed = compiler.options.backend, compiler.options.seed
-        self.seed = torch.initial_seed() & (2**63 - 1) if seed is None else seed
+        self.backend, self.seed = compiler.options.backend, chosen_seed(compiler.options.seed)
         self.plan = Plan()
         """The latest one made."""
         self.front = Front(self.subject, dynamic=True if compiler.options.dynamic is True else None)
@@ -194,8 +193,7 @@ class SideBySide:
     def lowered(
         self, captured: Capture, reading: Reading | None, pipeline: Pipeline, backend: str, *, dump: str | None = None
     ) -> Made:
-        update = None if captured.update is None else copy_graph(captured.update)
-        capture = dataclasses.replace(captured, graph=copy_graph(captured.graph), update=update)
+        capture = captured.copied()
         pipeline.run_on(capture, dump=dump)
         graph = capture.graph
         made: list[Watched] = []

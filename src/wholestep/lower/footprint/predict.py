@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from wholestep.graph.liveness import storages
+from wholestep.graph.liveness import storages, tensor_bytes
 from wholestep.graph.training_graph import Role, TrainingGraph, module_of, phase_of, tensors_in
 from wholestep.graph.views import is_cheap_view
 from wholestep.lower.footprint.blocks import (
@@ -193,7 +193,7 @@ class _Walk:
                 self.holders[number].add(node)
 
     def _new(self, node: fx.Node, name: str, tensor: torch.Tensor, born: int) -> Block:
-        count = _rounded(_storage_bytes(tensor), self.unit)
+        count = _rounded(tensor_bytes(tensor), self.unit)
         block = Block(bytes=count, born=born, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
         if name in self.facts:
             return self.facts[name].describe(block)
@@ -252,16 +252,6 @@ def _device(graph: TrainingGraph) -> str:
         for tensor in tensors_in(node.meta.get("val")):
             return str(tensor.device)
     return "cpu"
-
-
-def _storage_bytes(tensor: torch.Tensor) -> int:
-    """Up to the last element: an expanded tensor holds one row, an empty one nothing."""
-    if not all(isinstance(number, int) for number in (*tensor.shape, *tensor.stride())):
-        raise ValueError(f"symbolic shape {tuple(tensor.shape)}: bytes are known only for fixed shapes")
-    if tensor.numel() == 0:
-        return 0
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return extent * tensor.element_size()
 
 
 def _flat(tree: Any) -> list[int]:
