@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from tests.runtime.twins import Side, Twins, class_batches, classify, eager_update, interpreted, small_mlp
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep import Step
+from wholestep.capture.modes import FunctionLevel, Sites
 from wholestep.errors import WholestepWarning
 
 BATCHES = class_batches()
@@ -343,3 +345,23 @@ def test_a_scalar_draw_as_layerdrop_writes_it_may_run_in_eager() -> None:
     """`torch.rand([])` is taken for the draw of a layerdrop; in arithmetic it is right all the same."""
     step = noisy_step(lambda x: x * torch.rand([]) * 2, seed=0, check="off")
     assert len({float(d[0, 0]) for d in drawn(step, 12)}) > 1
+
+
+class Devices(TorchDispatchMode):
+    """In the place of CTC: where its arguments are."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_ctc_loss" not in str(func):
+            return func(*args, **(kwargs or {}))
+        self.seen = {value.device.type for value in args if isinstance(value, torch.Tensor)}
+        return args[0].new_empty(2), args[0].new_empty(2)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_lengths_of_ctc_go_where_the_rest_is(named: bool) -> None:
+    """Eager takes them from the CPU; under a mode torch does not, and the check of the first step has one in force."""
+    lengths = {"input_lengths": torch.full((2,), 4), "target_lengths": torch.tensor([2, 3])}
+    inputs = torch.empty(4, 2, 5, device="meta"), torch.ones(2, 3, dtype=torch.int64)
+    with Devices() as devices, FunctionLevel(Sites([])):
+        F.ctc_loss(*inputs, **lengths) if named else F.ctc_loss(*inputs, *lengths.values())
+    assert devices.seen == {"meta"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import Any
 
 import pytest
@@ -131,6 +132,30 @@ def test_zeros_give_way() -> None:
     with pytest.raises(KeyError), host.zeros_set_aside([zeros]):
         raise KeyError
     assert torch.equal(zeros, torch.zeros(5))
+
+
+def test_zeros_come_back_when_memory_did_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left without memory, they would be written to by the compiled step: an illegal access, and the process is lost."""
+    zeros, made = torch.zeros(5), []
+
+    def eager() -> None:
+        activation = torch.ones(3)
+        made.append(weakref.ref(activation))
+        raise torch.OutOfMemoryError
+
+    limit, resize = [0.5], torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        if size and (made[0]() is not None or limit[-1] < 1.0):
+            raise torch.OutOfMemoryError
+        return resize(storage, size)
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", resized)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: limit[-1])
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: limit.append(share))
+    with pytest.raises(torch.OutOfMemoryError), host.zeros_set_aside([zeros]):
+        eager()
+    assert limit == [0.5, 1.0, 0.5] and torch.equal(zeros, torch.zeros(5))
 
 
 def test_copies_of_zeros_take_one() -> None:

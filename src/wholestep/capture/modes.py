@@ -148,6 +148,8 @@ class FunctionLevel(TorchFunctionMode):
             # oneDNN's whole-layer LSTM keeps a workspace for its backward only while autograd runs: not replayable
             with compat.without_onednn():
                 return self._recurrent(func, args)
+        if func is F.ctc_loss or func is torch.ctc_loss:
+            args, kwargs = _lengths_beside(args, kwargs)
         if func is torch.rand and _is_scalar_size(args, kwargs):
             options = {k: v for k, v in kwargs.items() if k != "size"}
             return ScalarDraw(lambda: func([1], **options).reshape(()))  # not of size [], which would come back here
@@ -232,6 +234,17 @@ def _in_one_dtype(x: torch.Tensor, states: tuple, weights: list) -> tuple[torch.
         return x, list(states), weights
     dtype = torch.get_autocast_dtype(x.device.type)
     return x.to(dtype), [s.to(dtype) for s in states], [w.to(dtype) for w in weights]
+
+
+def _lengths_beside(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """CTC's lengths on the device of what they measure: eager takes them from anywhere, but not while a mode is in force."""
+    names = ("log_probs", "targets", "input_lengths", "target_lengths")
+    given = dict(zip(names, args)) | kwargs
+    device = given["log_probs"].device
+    moved = {n: given[n].to(device) for n in names[1:] if isinstance(given[n], torch.Tensor)}
+    return tuple(moved.get(n, v) for n, v in zip(names, args)) + args[len(names) :], {
+        n: moved.get(n, v) for n, v in kwargs.items()
+    }
 
 
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}

@@ -49,6 +49,8 @@ WORTH_TRYING = 0.02
 """Beside a plan that fits, another is compiled only if it should be faster by this share: compiling takes as long as all else."""
 MISSED_BY = 0.02
 """Plans that are compiled should fit with this to spare: predictions are off by as much, and a miss is compiled in vain."""
+UNMEASURED = 0.03
+"""What the leanest plan is expected to take beyond that, where memory did not suffice to measure it: up to 0.02 was seen."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -100,12 +102,16 @@ def context_bytes(device: torch.device) -> int:
     It may be gigabytes: kernels that spill registers make the driver keep memory for every thread that could run. Where the
     driver does not tell for this process alone, others on the card would be counted too; hence the limit there.
     """
+    return max(_context_now(device), CONTEXT_BYTES)
+
+
+def _context_now(device: torch.device) -> int:
     mine, reserved = compat.bytes_on_card(device), torch.cuda.memory_reserved(device)
     if mine is not None:
-        return max(mine - reserved, CONTEXT_BYTES)
+        return mine - reserved
     free, total = torch.cuda.mem_get_info(device)
     found = total - free - reserved
-    return max(found, CONTEXT_BYTES) if found < 3 * CONTEXT_BYTES else CONTEXT_BYTES
+    return found if found < 3 * CONTEXT_BYTES else CONTEXT_BYTES
 
 
 def _others(subject: Subject, batch: Any) -> int:
@@ -224,7 +230,9 @@ class Fitting:
         """The peak of a plan that memory did not suffice to measure: more than there is; of the leanest, which is the last hope,
         what is expected."""
         expected = int(self._expected(index))
-        return expected if index == len(self.points) - 1 else max(expected, self.budget.peak() - self.state_bytes + 1)
+        if index == len(self.points) - 1:
+            return int((1 + UNMEASURED) * expected)
+        return max(expected, self.budget.peak() - self.state_bytes + 1)
 
     def _much_faster(self, one: int, other: int) -> bool:
         """Whether a plan is worth being compiled where another is known to fit."""
@@ -298,4 +306,4 @@ def state_bytes(update: TrainingGraph | None) -> int:
 
 def limit_now(budget: Budget, device: torch.device) -> int:
     """What the allocator may reserve before the step runs: the context will have grown by then."""
-    return budget.card_bytes - max(budget.context_bytes, context_bytes(device) + STILL_TO_LOAD)
+    return budget.card_bytes - max(budget.context_bytes, _context_now(device) + STILL_TO_LOAD)

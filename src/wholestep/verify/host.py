@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import traceback
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -123,10 +124,26 @@ def zeros_set_aside(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
             tensor.untyped_storage().resize_(0)
     try:
         yield
+    except torch.OutOfMemoryError as error:
+        traceback.clear_frames(error.__traceback__)  # what was made lives in them, in the room of what was set aside
+        raise
     finally:
         for tensor, size in empty:
-            tensor.untyped_storage().resize_(size)
+            _resize(tensor, size)
             tensor.zero_()
+
+
+def _resize(tensor: torch.Tensor, size: int) -> None:
+    """It was there before, so it has to be there again: a limit on the allocator that others have used up does not hold here."""
+    try:
+        tensor.untyped_storage().resize_(size)
+    except torch.OutOfMemoryError:
+        limit = torch.cuda.get_per_process_memory_fraction(tensor.device)
+        torch.cuda.set_per_process_memory_fraction(1.0, tensor.device)
+        try:
+            tensor.untyped_storage().resize_(size)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(limit, tensor.device)
 
 
 def copied_to_host(tensor: torch.Tensor) -> torch.Tensor:

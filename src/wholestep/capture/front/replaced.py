@@ -50,7 +50,7 @@ SKIPPED: dict[Any, Callable[..., Any]] = {
     constraints.is_dependent: _is_dependent, torch.sparse_coo_tensor: make_coo,
     rnn.pack_padded_sequence: pack_padded, rnn.pad_packed_sequence: pad_packed,
 }  # fmt: skip
-"""What Dynamo refuses."""
+"""What Dynamo refuses, in one version or in all."""
 
 
 def _handler(ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,15 +67,22 @@ for _function, _ours in IN_GRAPH.items():
     TorchInGraphFunctionVariable._get_handlers()[_function] = _handler(_ours)
 
 
-def _call_skipped(self: SkipFunctionVariable, tx: Any, args: Any, kwargs: Any) -> Any:
-    ours = SKIPPED.get(self.value) if getattr(assuming, "on", False) and isinstance(self.value, Hashable) else None
-    if ours is None:
-        return _plain_skipped(self, tx, args, kwargs)
-    return tx.inline_user_function_return(UserFunctionVariable(ours), list(args), kwargs)
+def _replacing(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(assuming, "on", False):
+            asked = getattr(self, name)
+            ours = SKIPPED.get(asked) if isinstance(asked, Hashable) else None
+            if ours is not None:
+                return tx.inline_user_function_return(UserFunctionVariable(ours), list(args), kwargs)
+        return plain(self, tx, args, kwargs)
+
+    return call
 
 
-_plain_skipped = SkipFunctionVariable.call_function
-SkipFunctionVariable.call_function = _call_skipped
+SkipFunctionVariable.call_function = _replacing(SkipFunctionVariable.call_function, "value")
+UserFunctionVariable.call_function = _replacing(
+    UserFunctionVariable.call_function, "fn"
+)  # torch 2.11 follows some of them
 
 
 @contextlib.contextmanager

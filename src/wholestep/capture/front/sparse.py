@@ -176,7 +176,10 @@ def _wrap_tensor(self: VariableBuilder, value: Any) -> Any:
     attach_parts(value)
     self.install_guards(GuardBuilder.TYPE_MATCH)
     parts = VariableBuilder(self.tx, AttrSource(self.source, PARTS))(getattr(value, PARTS))
-    return self.tx.inline_user_function_return(UserFunctionVariable(_from_parts), [parts], {})
+    made = self.tx.inline_user_function_return(UserFunctionVariable(_from_parts), [parts], {})
+    # the source it will be given is the tensor's, at whose type Sparse's properties are not to be found (torch 2.11)
+    made.cls_source = AttrSource(self.tx.import_source(__name__), Sparse.__name__)
+    return made
 
 
 _plain_wrap = VariableBuilder.wrap_tensor
