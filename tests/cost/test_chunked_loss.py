@@ -6,11 +6,11 @@ import pytest
 import torch
 from tests.cost.captured import operator
 
-import wholestep.kernels  # the operators of the library ws
-from wholestep.cost.flops import flops
-from wholestep.cost.traffic import traffic
+import wholestep.ops  # the operators of the library ws
+from wholestep.ops.flops import flops
+from wholestep.ops.traffic import traffic
 
-assert wholestep.kernels
+assert wholestep.ops
 N, H, V = 300, 8, 50
 X, W, T = torch.randn(N, H), torch.randn(V, H), torch.zeros(N, dtype=torch.int64)
 RULE = (-100, 0.0, 0.0, 0.0, "mean")

@@ -9,8 +9,8 @@ import torch
 from tests.cost.captured import captured
 from tests.zoo.models import ZOO
 
-from wholestep.cost.flops import defaulted
 from wholestep.graph.check import GraphError
+from wholestep.ops.flops import defaulted
 
 pytestmark = pytest.mark.filterwarnings("ignore::wholestep.errors.WholestepWarning")
 DEFAULT_LIST: set[str] = set()

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from wholestep import kernels as kernels  # registers ws::biased_attention
+from wholestep import ops as ops  # registers ws::biased_attention
 
 
 class Feedforward(nn.Module):

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from wholestep.graph.training_graph import OutputKind, TrainingGraph
-from wholestep.kernels import IN_PLACE
+from wholestep.ops import IN_PLACE
 from wholestep.passes import bound_counts, fold_constants, recognise_masks, share_equal
 
 aten, ws = torch.ops.aten, torch.ops.ws

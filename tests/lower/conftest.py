@@ -159,7 +159,7 @@ def trace_training(
             if update == "sgd":
                 new = SGD(old, list(grads), *moments, flat[index[Role.HYPER, "group0"]])
             else:
-                import wholestep.kernels  # noqa: F401
+                import wholestep.ops  # noqa: F401
 
                 _, scale = torch.ops.ws.clip(list(grads), torch.ones(()))
                 new = torch.ops.ws.adamw(

@@ -14,8 +14,8 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep.graph.training_graph import Output, OutputKind
-from wholestep.kernels import IN_ORDER
 from wholestep.lower import compile_region, lower_inductor, lower_interpret
+from wholestep.ops import IN_ORDER
 
 ROWS = 20_000
 """Into 50 rows: enough for torch and Inductor to use all threads, and for these to meet."""

@@ -14,8 +14,8 @@ from torch import nn
 
 import wholestep
 from wholestep.errors import BadOption
-from wholestep.kernels.random_bits import keep_mask
 from wholestep.nn.keyed_dropout import draw_key, drop
+from wholestep.ops.random_bits import keep_mask
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -101,7 +101,7 @@ def test_attention_with_dropout_keeps_no_probabilities() -> None:
 
 
 INTERPRETED = """
-import torch, wholestep.kernels
+import torch, wholestep.ops
 from wholestep.nn.dropout_triton import launch
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
     for size, p, key in ((1, 0.5, 1), (1500, 0.1, -3), (2048, 0.9, 2**40 + 7), (0, 0.5, 5)):

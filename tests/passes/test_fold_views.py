@@ -10,7 +10,7 @@ from tests.fuzz.check import assert_right
 from tests.fuzz.program import Case
 from tests.passes.small_graphs import operators, rewritten, traced
 
-import wholestep.kernels  # noqa: F401  (registers ws::dropout)
+import wholestep.ops  # noqa: F401  (registers ws::dropout)
 from wholestep.passes.fold_views import fold_views
 
 aten, ws = torch.ops.aten, torch.ops.ws

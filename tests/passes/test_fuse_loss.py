@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from wholestep.graph.check import check
 from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of
-from wholestep.kernels import linear_cross_entropy
+from wholestep.ops import linear_cross_entropy
 from wholestep.passes.fuse_loss import fuse_loss
 from wholestep.passes.pipeline import Pipeline
 

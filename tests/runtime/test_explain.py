@@ -10,7 +10,7 @@ import wholestep
 from wholestep.capture.dry import dry_capture
 from wholestep.errors import WholestepWarning
 from wholestep.graph.training_graph import TrainingGraph
-from wholestep.kernels.unordered import COMPILED, UNORDERED
+from wholestep.ops.unordered import COMPILED, UNORDERED
 from wholestep.runtime.explain import unordered
 
 

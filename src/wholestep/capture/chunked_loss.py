@@ -22,7 +22,7 @@ from torch import Tensor
 from wholestep import compat
 from wholestep.capture.row_operations import Rows, follow_rows
 from wholestep.errors import CaptureRefused
-from wholestep.kernels.linear_cross_entropy import chunk_rows
+from wholestep.ops.linear_cross_entropy import chunk_rows
 
 WHOLE_LOGITS_BYTES = 256 * 2**20
 """Float32 logits below this stay whole: one chunk would hold them anyway."""

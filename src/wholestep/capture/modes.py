@@ -26,8 +26,8 @@ from wholestep.capture.chunked_loss import ChunkedLoss
 from wholestep.capture.keyed_draws import KEYED
 from wholestep.capture.sites import Sites
 from wholestep.errors import CaptureRefused
-from wholestep.kernels import recurrent
-from wholestep.kernels.attention import scaled_dot_product_attention
+from wholestep.ops import recurrent
+from wholestep.ops.attention import scaled_dot_product_attention
 
 aten = torch.ops.aten
 ws = torch.ops.ws
@@ -38,7 +38,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # not `train/` or `nn/`: models live there, and their lines are what a reader wants to see
 _OURS = tuple(
     _PACKAGE + part
-    for part in ("api.py", "capture", "compat.py", "graph", "kernels", "lower", "passes", "runtime", "verify")
+    for part in ("api.py", "capture", "compat.py", "graph", "lower", "ops", "passes", "runtime", "verify")
 )
 
 

@@ -28,7 +28,7 @@ from wholestep.capture.sites import Sites
 from wholestep.capture.subject import Subject
 from wholestep.errors import BadLoss, CaptureRefused
 from wholestep.graph.training_graph import Input, Output, OutputKind, Role
-from wholestep.kernels import multi_tensor
+from wholestep.ops import multi_tensor
 
 ws = torch.ops.ws
 

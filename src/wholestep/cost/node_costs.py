@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.cost.amounts import Amount, evaluate
-from wholestep.cost.call import Call, read_call
-from wholestep.cost.flops import Found, Kind, flops
-from wholestep.cost.traffic import traffic
 from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of
+from wholestep.ops.amounts import Amount, evaluate
+from wholestep.ops.call import Call, read_call
+from wholestep.ops.flops import Found, Kind, flops
+from wholestep.ops.traffic import traffic
 
 _FORMATS = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",

@@ -18,10 +18,10 @@ from typing import Literal
 
 import torch
 
-from wholestep.cost.amounts import Amount, is_known, largest
 from wholestep.cost.devices import Device
-from wholestep.cost.flops import TENSOR_KINDS
 from wholestep.cost.node_costs import NodeCost
+from wholestep.ops.amounts import Amount, is_known, largest
+from wholestep.ops.flops import TENSOR_KINDS
 
 Limit = Literal["compute", "memory", "nothing", "unknown"]
 

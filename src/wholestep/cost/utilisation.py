@@ -14,12 +14,12 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
-from wholestep.cost.amounts import is_known
 from wholestep.cost.devices import Device
-from wholestep.cost.flops import TENSOR_KINDS
 from wholestep.cost.node_costs import NodeCost
 from wholestep.cost.roofline import Fp32Units, computing_format
 from wholestep.errors import BadOption
+from wholestep.ops.amounts import is_known
+from wholestep.ops.flops import TENSOR_KINDS
 
 COUNTED = "matrix products, attention, convolutions"
 

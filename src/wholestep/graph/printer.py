@@ -146,7 +146,7 @@ def _preamble(graph: TrainingGraph, namespaces: Sequence[str]) -> str:
     modules = {"torch", *map(_function_module, called)}
     lines = [f"import {module}" for module in sorted(modules)]
     if "ws" in namespaces:
-        lines.append("import wholestep.kernels  # registers torch.ops.ws")
+        lines.append("import wholestep.ops  # registers torch.ops.ws")
     lines.append("")
     lines += [f"{namespace} = torch.ops.{namespace}" for namespace in namespaces]
     large = [node for node in graph.graph.find_nodes(op="get_attr") if _inline_constant(graph, node) is None]

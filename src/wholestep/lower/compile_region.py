@@ -3,7 +3,7 @@
 In goes a region's FX graph of core operators; out comes a function that takes a list of inputs, may empty it, and
 returns the outputs with exactly the strides of the trace (the other regions were traced with those). Three steps:
 
-1. retrace with Inductor's decompositions and the package's own (`kernels.DECOMPOSITIONS`: dropout becomes arithmetic
+1. retrace with Inductor's decompositions and the package's own (`ops.DECOMPOSITIONS`: dropout becomes arithmetic
    that fuses);
 2. the joint-graph passes that `compile_fx` runs for a graph without backward (constant folding, padded matrix
    products);
@@ -205,7 +205,7 @@ def _outputs(module: fx.GraphModule) -> list[fx.Node]:
 def _decompose(module: fx.GraphModule, values: list[Any], mode: FakeTensorMode) -> fx.GraphModule:
     from torch._inductor.decomposition import select_decomp_table
 
-    from wholestep.kernels import DECOMPOSITIONS, IN_ORDER
+    from wholestep.ops import DECOMPOSITIONS, IN_ORDER
 
     table = {**select_decomp_table(), **DECOMPOSITIONS}
     table |= {target: _first_of(ordered, table.get(target)) for target, ordered in IN_ORDER.items()}

@@ -4,7 +4,7 @@ In goes a TrainingGraph, whose updates leave as outputs. Out comes an FX graph o
 order, where
 
 - an optimizer node whose results are the new values of the very inputs it reads is replaced by its in-place twin
-  (`kernels.IN_PLACE`), so no second copy of parameters and optimizer state ever exists;
+  (`ops.IN_PLACE`), so no second copy of parameters and optimizer state ever exists;
 - every other update (buffers, statistics, accumulated gradients) is an `aten.copy_` right after the last reader of
   the old value;
 - a value that shares memory with a written input, and is returned or copied elsewhere, is cloned before the write (two
@@ -26,8 +26,8 @@ from torch import fx
 
 from wholestep.graph.copies import copy_node
 from wholestep.graph.training_graph import OutputKind, TrainingGraph, tensors_in
-from wholestep.kernels import IN_PLACE
 from wholestep.lower.aliases import alias_roots, may_alias
+from wholestep.ops import IN_PLACE
 
 aten = torch.ops.aten
 

@@ -16,7 +16,6 @@ from typing import Any
 from torch import fx
 
 from wholestep.graph.training_graph import TrainingGraph
-from wholestep.kernels import IN_PLACE
 from wholestep.lower.compile_region import Compiled, compile_region, forget_compiled, require_compiler
 from wholestep.lower.driver import Statement, build_driver
 from wholestep.lower.in_place import ImperativeGraph, write_state_in_place
@@ -26,6 +25,7 @@ from wholestep.lower.lift_numbers import lift_numbers
 from wholestep.lower.overlap import one_wait_for_all
 from wholestep.lower.regions import Piece, Region, split_regions
 from wholestep.lower.runner import Runner
+from wholestep.ops import IN_PLACE
 
 Progress = Callable[[str, int, int], None]
 

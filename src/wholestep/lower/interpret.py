@@ -15,10 +15,10 @@ from torch import fx
 
 from wholestep.graph.strides import is_dense_in, laid_out, memory_order
 from wholestep.graph.training_graph import TrainingGraph, module_of
-from wholestep.kernels import IN_ORDER
 from wholestep.lower.driver import Statement, build_driver
 from wholestep.lower.in_place import write_state_in_place
 from wholestep.lower.runner import Runner
+from wholestep.ops import IN_ORDER
 
 aten = torch.ops.aten
 

@@ -147,11 +147,11 @@ def _devices() -> list[str]:
 @functools.cache
 def _own_sources() -> str:
     """A hash of the operators' sources: decompositions are part of what was compiled."""
-    import wholestep.kernels
+    import wholestep.ops
     from wholestep.lower import compile_region
 
     digest = hashlib.sha256(Path(compile_region.__file__).read_bytes())
-    for path in sorted(Path(wholestep.kernels.__file__).parent.rglob("*.py")):
+    for path in sorted(Path(wholestep.ops.__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

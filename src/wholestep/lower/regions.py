@@ -28,8 +28,8 @@ from wholestep import compat
 from wholestep.graph.layers import Part, layers_of, part_of
 from wholestep.graph.training_graph import phase_of
 from wholestep.graph.views import is_cheap_view
-from wholestep.kernels import DECOMPOSITIONS, UNCOMPILED
 from wholestep.lower.in_place import ImperativeGraph, looks_at_sizes
+from wholestep.ops import DECOMPOSITIONS, UNCOMPILED
 
 aten = torch.ops.aten
 _COPIES = (aten.copy_.default, aten.fill_.Scalar)

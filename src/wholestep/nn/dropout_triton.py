@@ -1,7 +1,7 @@
 """ws::dropout as one Triton kernel, for eager CUDA: there the arithmetic of its mask would be some twenty launches.
 
 In: x (contiguous float32, float16 or bfloat16), p, a 0-d int64 key on the same device. Out: the bits of ws::dropout (see
-kernels/dropout.py and kernels/random_bits.py, which this follows line by line). Import only where Triton exists.
+ops/dropout.py and ops/random_bits.py, which this follows line by line). Import only where Triton exists.
 """
 
 # Kernel bodies are Triton's language, whose arguments carry no Python types.
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wholestep.kernels.random_bits import MULTIPLIERS, drop_threshold
+from wholestep.ops.random_bits import MULTIPLIERS, drop_threshold
 
 FIRST: tl.constexpr = tl.constexpr(MULTIPLIERS[0])
 SECOND: tl.constexpr = tl.constexpr(MULTIPLIERS[1])

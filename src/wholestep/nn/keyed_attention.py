@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from wholestep.kernels.attention import scaled_dot_product_attention as keyed
 from wholestep.nn.keyed_dropout import draw_key, keys_are_given
+from wholestep.ops.attention import scaled_dot_product_attention as keyed
 
 
 def scaled_dot_product_attention(

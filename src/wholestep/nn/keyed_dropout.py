@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import wholestep.kernels  # noqa: F401  registers ws::dropout
+import wholestep.ops  # noqa: F401  registers ws::dropout
 from wholestep import compat
 from wholestep.capture.modes import FunctionLevel
 from wholestep.errors import BadOption

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.cost.flops import flops
 from wholestep.graph.check import where
 from wholestep.graph.copies import copy_graph
 from wholestep.graph.liveness import UNDECLARED_VIEWS, tensor_bytes
 from wholestep.graph.strides import inverse, memory_order
 from wholestep.graph.training_graph import TrainingGraph, tensors_in
+from wholestep.ops.flops import flops
 from wholestep.passes.fx_edit import is_static, same_sizes, tensor_of
 from wholestep.passes.pipeline import compiler_pass
 

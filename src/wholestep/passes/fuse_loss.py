@@ -14,7 +14,7 @@ import operator
 import torch
 from torch import fx
 
-import wholestep.kernels  # noqa: F401  registers the operators named below
+import wholestep.ops  # noqa: F401  registers the operators named below
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.passes.pipeline import compiler_pass
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from wholestep.graph.training_graph import OutputKind, Role, TrainingGraph
-from wholestep.kernels import IN_PLACE
+from wholestep.ops import IN_PLACE
 from wholestep.passes.pipeline import compiler_pass
 
 aten, ws = torch.ops.aten, torch.ops.ws

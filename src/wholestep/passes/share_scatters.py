@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from wholestep.graph.training_graph import TrainingGraph
-from wholestep.kernels.scatter_shared import KNOWN
+from wholestep.ops.scatter_shared import KNOWN
 from wholestep.passes.fx_edit import Editor, is_static, tensor_of
 from wholestep.passes.pipeline import compiler_pass
 

@@ -28,7 +28,7 @@ from wholestep.graph.layers import part_borders
 from wholestep.graph.liveness import flat_numbers, storages
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import OutputKind, Role, TrainingGraph, module_of, tensors_in
-from wholestep.kernels import IN_PLACE
+from wholestep.ops import IN_PLACE
 from wholestep.passes.fx_edit import sweep
 from wholestep.passes.pipeline import compiler_pass
 

@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import fx
 
-from wholestep.cost.flops import flops
 from wholestep.graph.keys import operator_name
 from wholestep.graph.layers import parts_of
 from wholestep.graph.liveness import flat_numbers, storages
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.graph.views import is_cheap_view
+from wholestep.ops.flops import flops
 
 FUSABLE_KINDS = ("elementwise", "reduction", "movement")
 LIBRARY_CALLS = frozenset({

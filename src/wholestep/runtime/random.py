@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from wholestep.kernels.random_bits import base_key, site_keys
+from wholestep.ops.random_bits import base_key, site_keys
 
 
 def keys_for(seed: int, step: int, micro: int, count: int) -> torch.Tensor:

@@ -83,7 +83,7 @@ def test_a_result_that_is_made_after_the_peak_of_its_operator_is_none_of_it() ->
 
 
 def test_operators_that_others_stand_for_take_what_those_take() -> None:
-    """The gradient of `x[index]` is `index_put` in the graph, and a sum of rows when it runs (kernels/add_rows.py)."""
+    """The gradient of `x[index]` is `index_put` in the graph, and a sum of rows when it runs (ops/add_rows.py)."""
     model = nn.Linear(64, 64, bias=False)
     batch = {"index": torch.randint(64, (2, 4000))}
     loss = lambda model, b: model.weight[b["index"][0], b["index"][1]].sin().sum()  # noqa: E731

@@ -12,10 +12,10 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 import wholestep
-from wholestep.kernels import IN_PLACE, multi_tensor
 from wholestep.lower import compile_region, lower_inductor
 from wholestep.lower.footprint import scratch
 from wholestep.lower.footprint.regions import predict_compiled
+from wholestep.ops import IN_PLACE, multi_tensor
 
 MIB = 1 << 20
 CUDA = torch.device("cuda")

@@ -22,7 +22,7 @@ from wholestep.capture.front import traced as marks
 from wholestep.capture.front.assumed import assuming, follow_instruction
 from wholestep.capture.front.packed import pack_padded, pad_packed
 from wholestep.capture.front.sparse import make_coo
-from wholestep.kernels.ctc import ctc_loss
+from wholestep.ops.ctc import ctc_loss
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 

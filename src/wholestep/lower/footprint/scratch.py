@@ -21,13 +21,13 @@ from torch import fx
 from wholestep.graph.liveness import tensor_bytes
 from wholestep.graph.training_graph import TrainingGraph, tensors_in
 from wholestep.graph.views import is_cheap_view
-from wholestep.kernels import IN_PLACE, multi_tensor
 from wholestep.lower.footprint import cuda
 from wholestep.lower.footprint.events import Event, mark, record
 from wholestep.lower.footprint.owners import storage_of
 from wholestep.lower.in_place import write_state_in_place
 from wholestep.lower.interpret import statement_of
 from wholestep.lower.regions import describe_value
+from wholestep.ops import IN_PLACE, multi_tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

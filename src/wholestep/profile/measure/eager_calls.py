@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep.cost import Device, Fp32Units, NodeCost
-from wholestep.cost.call import Call as Read
-from wholestep.cost.flops import flops
 from wholestep.cost.node_costs import number_format
-from wholestep.cost.traffic import traffic
+from wholestep.ops.call import Call as Read
+from wholestep.ops.flops import flops
+from wholestep.ops.traffic import traffic
 from wholestep.profile.measure import kernels
 from wholestep.profile.measure.calls import Call, pattern, with_kernels
 from wholestep.profile.measure.timing import wait

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import fx
 
 from wholestep.cost import Device, Fp32Units, NodeCost, bound, cost_of
-from wholestep.cost.amounts import is_known, stored_bytes
 from wholestep.cost.roofline import peak_of
-from wholestep.cost.traffic import READS
 from wholestep.graph.training_graph import tensors_in
+from wholestep.ops.amounts import is_known, stored_bytes
+from wholestep.ops.traffic import READS
 
 FUSABLE = ("elementwise", "reduction", "movement")
 """Kinds that a compiler fuses with each other."""

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from wholestep.kernels import IN_PLACE
 from wholestep.lower.footprint.events import mark
 from wholestep.lower.footprint.owners import gradients_of, modules_of, storage_of, tensors_of
 from wholestep.lower.runner import Runner
+from wholestep.ops import IN_PLACE
 
 DRIVER = "<wholestep marked step>"
 """File name of the marked driver, in tracebacks."""

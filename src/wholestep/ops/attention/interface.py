@@ -1,0 +1,60 @@
+"""What an implementation of ws::attention is: its signature, its record, and the head reshaping that several share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wholestep.ops.attention.reference import compute_dtype
+
+Forward = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a choice may depend on. Strides are left out on purpose: forward and backward must choose alike, and a pass
+    in between may change the layout of a saved tensor."""
+
+    device: str
+    dtype: torch.dtype
+    q_shape: tuple[int, ...]
+    k_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
+    mask_dtype: torch.dtype | None
+    mask_shape: tuple[int, ...] | None
+    causal: bool
+    dropout: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """One way to compute attention."""
+
+    name: str
+    device_type: str  # "cpu", "cuda" or "any"
+    supports: Callable[[Signature], str | None]
+    forward: Callable[..., Forward]
+    backward: Callable[..., Grads]
+
+
+def last_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The kernels read rows: the last dimension must have stride 1."""
+    return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
+
+
+def expand_groups(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat each key head for its query heads, for kernels without grouped heads."""
+    repeat = q.shape[1] // k.shape[1]
+    if repeat == 1:
+        return k, v
+    return k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+
+
+def sum_groups(grad: Tensor, groups: int) -> Tensor:
+    """The transpose of `expand_groups`, summed in float32 (float64 for float64)."""
+    if grad.shape[1] == groups:
+        return grad
+    parts = grad.unflatten(1, (groups, -1))
+    return parts.sum(dim=2, dtype=compute_dtype(grad.dtype)).to(grad.dtype)

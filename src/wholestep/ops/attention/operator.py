@@ -1,0 +1,162 @@
+"""Registration of ws::attention and ws::attention_backward.
+
+In: q (B, H, T, D), k and v (B, G, S, D), mask, causal, scale, dropout_p, key. Out: (out in q's layout, logsumexp (B, H,
+T) contiguous in float32 or float64, seed, offset: 0-d int64). seed and offset carry the Philox state that a CUDA kernel
+drew from torch's generator to the backward; they are 0 on CPU and undefined on CUDA without dropout. The math
+implementation drops by `key` instead.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from wholestep.ops.attention.choice import choose
+from wholestep.ops.attention.reference import compute_dtype, empty_out
+
+LIBRARY = torch.library.Library("ws", "FRAGMENT")
+LIBRARY.define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale, float dropout_p, Tensor? key) "
+    "-> (Tensor out, Tensor logsumexp, Tensor seed, Tensor offset)"
+)
+LIBRARY.define(
+    "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor logsumexp, "
+    "Tensor seed, Tensor offset, bool causal, float scale, float dropout_p, Tensor? key) "
+    "-> (Tensor dq, Tensor dk, Tensor dv)"
+)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, key: Tensor | None) -> None:
+    """Refuse what no implementation could mean, with the values."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise ValueError(f"ws::attention takes (batch, heads, length, width) tensors; got {shapes}")
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"ws::attention: batch, key length, key heads and width must agree; got {shapes}")
+    if q.shape[1] % k.shape[1] != 0:
+        raise ValueError(f"ws::attention: query heads must be a multiple of key heads; got {shapes}")
+    if dropout_p > 0.0 and key is None:
+        raise ValueError("ws::attention: dropout_p > 0 needs a key (a 0-d int64 tensor)")
+
+
+def in_layout(t: Tensor, model: Tensor, make: Callable[[], Tensor]) -> Tensor:
+    """`t`, a fresh dense result, with exactly the strides of make(); copied only when its memory order differs.
+
+    A dense result with the strides of `model` needs no make(): an allocation there would raise the peak for nothing.
+    """
+    if t.stride() == model.stride() and t.shape == model.shape:
+        return t
+    like = make()
+    if all(s == w for s, w, n in zip(t.stride(), like.stride(), t.shape, strict=True) if n != 1):
+        return t.as_strided(like.shape, like.stride())
+    return like.copy_(t)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    key: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the chosen implementation and give its results the announced strides."""
+    check(q, k, v, dropout_p, key)
+    implementation = choose(q, k, v, mask, causal, dropout_p)
+    out, logsumexp, seed, offset = implementation.forward(q, k, v, mask, causal, scale, dropout_p, key)
+    if seed is None or offset is None:
+        # Without dropout nobody reads them: on CUDA leave them unwritten and save two launches.
+        make = torch.empty if q.is_cuda else torch.zeros
+        seed, offset = (make((), dtype=torch.int64, device=q.device) for _ in range(2))
+    return in_layout(out, q, lambda: empty_out(q, v)), logsumexp.contiguous(), seed, offset
+
+
+def attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    key: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward of the same implementation: `choose` reads nothing that differs between the two calls."""
+    implementation = choose(q, k, v, mask, causal, dropout_p)
+    grads = implementation.backward(
+        grad_out, q, k, v, mask, out, logsumexp, seed, offset, causal, scale, dropout_p, key
+    )
+    dq, dk, dv = (
+        in_layout(g, t, functools.partial(torch.empty_like, t)) for g, t in zip(grads, (q, k, v), strict=True)
+    )
+    return dq, dk, dv
+
+
+@torch.library.register_fake("ws::attention", lib=LIBRARY)
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    key: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check(q, k, v, dropout_p, key)
+    logsumexp = torch.empty(q.shape[:3], dtype=compute_dtype(q.dtype), device=q.device)
+    seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
+    return empty_out(q, v), logsumexp, seed, offset
+
+
+@torch.library.register_fake("ws::attention_backward", lib=LIBRARY)
+def _backward_fake(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
+    q, k, v, mask, causal, scale, dropout_p, key = inputs
+    if mask is not None and mask.requires_grad:
+        raise NotImplementedError(
+            "ws::attention gives no gradient to its mask. "
+            "Use wholestep.ops.attention.scaled_dot_product_attention, which "
+            "composes the softmax from differentiable operators when the mask requires one."
+        )
+    out, logsumexp, seed, offset = output
+    ctx.mark_non_differentiable(logsumexp, seed, offset)
+    ctx.save_for_backward(q, k, v, mask, out, logsumexp, seed, offset, key)
+    ctx.arguments = (causal, scale, dropout_p)
+
+
+def _autograd(
+    ctx: torch.autograd.function.FunctionCtx, grad_out: Tensor | None, *_: object
+) -> tuple[Tensor | None, ...]:
+    if grad_out is None:
+        return (None,) * 8
+    q, k, v, mask, out, logsumexp, seed, offset, key = ctx.saved_tensors
+    dq, dk, dv = torch.ops.ws.attention_backward(
+        grad_out, q, k, v, mask, out, logsumexp, seed, offset, *ctx.arguments, key
+    )
+    return dq, dk, dv, None, None, None, None, None
+
+
+def _no_second_derivative(ctx: torch.autograd.function.FunctionCtx, *_: object) -> tuple[Tensor | None, ...]:
+    raise NotImplementedError(
+        "The second derivative of ws::attention is not implemented (a gradient penalty or Hessian through attention). "
+        "Write that attention with plain operators: softmax(q @ k.mT * scale, -1) @ v."
+    )
+
+
+for _device in ("CPU", "CUDA"):
+    LIBRARY.impl("attention", attention, _device)
+    LIBRARY.impl("attention_backward", attention_backward, _device)
+torch.library.register_autograd("ws::attention", _autograd, setup_context=_setup_context, lib=LIBRARY)
+torch.library.register_autograd("ws::attention_backward", _no_second_derivative, lib=LIBRARY)

@@ -1,0 +1,147 @@
+"""Grouped products: forward, gradients and awkward groups against one product per group, and inside a captured step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.ops.interpreter import assert_equal_when_interpreted
+from torch import nn
+
+import wholestep
+from wholestep.ops import grouped_mm
+
+CASES = {
+    "several rows": [2, 5, 9],
+    "an empty group first, in the middle and last": [0, 4, 4, 9, 9],
+    "one group": [9],
+    "rows of no group": [3, 6],
+    "one row": [1],
+}
+
+
+def operands(ends: list[int], dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    source = torch.Generator().manual_seed(0)
+    rows = max(9, ends[-1])
+    x = torch.randn(rows, 4, generator=source, dtype=torch.float64).to(dtype).requires_grad_()
+    w = torch.randn(len(ends), 4, 3, generator=source, dtype=torch.float64).to(dtype).requires_grad_()
+    return x, w, torch.tensor(ends)
+
+
+def by_hand(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The same by autograd: every row with the matrix of its group, or with zeros."""
+    group = torch.searchsorted(ends, torch.arange(len(x)), right=True)
+    matrices = torch.cat([w, torch.zeros_like(w[:1])])[group]
+    return (x.unsqueeze(1) @ matrices).squeeze(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ends", CASES.values(), ids=CASES)
+def test_forward_and_gradients(ends: list[int], dtype: torch.dtype) -> None:
+    x, w, last = operands(ends, dtype)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
+    ours, theirs = torch.ops.ws.grouped_mm(x, w, last), by_hand(x, w, last)
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    weight = torch.linspace(-1, 1, ours.numel(), dtype=dtype).reshape(ours.shape)
+    for a, b in zip(
+        torch.autograd.grad((ours * weight).sum(), (x, w)), torch.autograd.grad((theirs * weight).sum(), (x, w))
+    ):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_the_operator_is_well_made() -> None:
+    torch.library.opcheck(torch.ops.ws.grouped_mm, operands([2, 2, 9]))
+    assert grouped_mm.reference(*operands([9])).shape == (9, 3)
+
+
+INTERPRETED = """
+import torch
+from wholestep.ops import grouped_mm, grouped_mm_triton as kernels
+
+kernels.ROWS = kernels.COLUMNS = 16
+kernels._depth = lambda x: 16
+for ends in ([2, 5, 9], [0, 4, 4, 9, 9], [9], [3, 6], [1], [0], [20, 20, 37]):
+    for transposed in (False, True):
+        torch.manual_seed(0)
+        x, w, grad = torch.randn(max(9, ends[-1]), 21), torch.randn(len(ends), 21, 18), torch.randn(max(9, ends[-1]), 18)
+        if transposed:
+            x, w = x.T.contiguous().T, w.transpose(1, 2).contiguous().transpose(1, 2)
+        last = torch.tensor(ends, dtype=torch.int32 if transposed else torch.int64)
+        grad_x, grad_w = grouped_mm.reference_backward(grad, x, w, last)
+        pairs = [(kernels.rows_product(x, w, last), grouped_mm.reference(x, w, last)),
+                 (kernels.rows_product(grad, w.transpose(1, 2), last), grad_x),
+                 (kernels.weights_product(grad, x, w, last), grad_w)]
+        for got, want in pairs:
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+            assert got.stride() == want.stride()
+torch.set_float32_matmul_precision("high")
+kernels.TILE = 16
+for operand in (torch.randn(37, 21), torch.randn(3, 18, 40).transpose(1, 2), torch.randn(21, 37).T):
+    for summed in (-1, -2):
+        ready = kernels._ready(operand, summed)
+        assert ready.shape == operand.shape and ready.stride(summed) == 1
+        assert (ready.view(torch.int32) & 0x1FFF == 0).all() and ((ready - operand).abs() <= operand.abs() * 2**-11).all()
+odd = torch.tensor([[float("inf"), -float("inf"), float("nan"), -0.0]])
+assert torch.equal(kernels._ready(odd, -1).view(torch.int32)[:, [0, 1, 3]], odd.view(torch.int32)[:, [0, 1, 3]])
+assert kernels._ready(odd, -1)[0, 2].isnan()
+print("equal")
+"""
+
+
+def test_triton_bodies_under_their_interpreter() -> None:
+    assert_equal_when_interpreted(INTERPRETED)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ends", [[700, 700, 1531], [0, 3, 2048], [128, 256, 1000]], ids=str)
+def test_cuda(ends: list[int], dtype: torch.dtype, precision: str) -> None:
+    """Against one product per group in float64: the error is that of torch's own products, up to the order of the sums."""
+    kept = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        source = torch.Generator("cuda").manual_seed(0)
+        x = torch.randn(2048, 200, generator=source, device="cuda", dtype=dtype)
+        w = torch.randn(3, 136, 200, generator=source, device="cuda", dtype=dtype).transpose(1, 2)
+        grad, last = (
+            torch.randn(2048, 136, generator=source, device="cuda", dtype=dtype),
+            torch.tensor(ends, device="cuda"),
+        )
+        ours = [torch.ops.ws.grouped_mm(x, w, last), *torch.ops.ws.grouped_mm_backward(grad, x, w, last)]
+        torchs = [grouped_mm.reference(x, w, last), *grouped_mm.reference_backward(grad, x, w, last)]
+        wide = [t.double() for t in (grad, x, w)]
+        exact = [grouped_mm.reference(*wide[1:], last), *grouped_mm.reference_backward(*wide, last)]
+    finally:
+        torch.set_float32_matmul_precision(kept)
+    for mine, theirs, truth in zip(ours, torchs, exact, strict=True):
+        error, torchs_error = ((found - truth).square().mean().sqrt() for found in (mine, theirs))
+        assert mine.stride() == theirs.stride() and error <= 3 * torchs_error + 1e-7 * truth.abs().max()
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.choose, self.weight = nn.Linear(4, 3), nn.Parameter(torch.randn(3, 4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        expert = self.choose(x).argmax(1)
+        order = expert.argsort(stable=True)
+        ends = torch.nn.functional.one_hot(expert, 3).sum(0).cumsum(0)
+        out = torch.ops.ws.grouped_mm(x[order], self.weight, ends)
+        return torch.zeros_like(out).index_copy(0, order, out)
+
+
+@pytest.mark.parametrize("backend", ["interpret", "inductor"])
+def test_three_steps_of_a_captured_mixture(backend: str) -> None:
+    torch.manual_seed(0)
+    model = Experts()
+    batches = [torch.randn(10, 4) for _ in range(3)]
+    report = wholestep.verify(
+        model,
+        lambda m, b: m(b).square().mean(),
+        torch.optim.AdamW(model.parameters(), 1e-2),
+        batches,
+        steps=3,
+        backend=backend,
+    )
+    assert report.ok and report.rung == "whole step", str(report)
