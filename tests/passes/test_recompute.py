@@ -14,10 +14,11 @@ import wholestep
 from wholestep.errors import BadOption
 from wholestep.graph.keys import value_keys
 from wholestep.graph.plan import Plan
-from wholestep.graph.segments import backward_segments, may_recompute
+from wholestep.graph.segments import backward_segments
 from wholestep.graph.training_graph import TrainingGraph, phase_of
 from wholestep.graph.views import is_cheap_view
 from wholestep.lower.footprint.predict import predict_profile
+from wholestep.ops.record import may_recompute
 from wholestep.passes.pipeline import Pipeline, default_pipeline
 from wholestep.passes.recompute import recompute
 

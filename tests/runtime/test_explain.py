@@ -10,7 +10,6 @@ import wholestep
 from wholestep.capture.dry import dry_capture
 from wholestep.errors import WholestepWarning
 from wholestep.graph.training_graph import TrainingGraph
-from wholestep.ops.unordered import COMPILED, UNORDERED
 from wholestep.runtime.explain import unordered
 
 
@@ -103,8 +102,3 @@ def test_what_is_not_captured_is_not_promised() -> None:
             step(torch.zeros(2, 8, dtype=torch.int64))
     assert step.rung == "eager"
     assert "repeats    not to the last bit for certain" in step.explain()
-
-
-def test_the_tables_name_operators_that_exist() -> None:
-    names = {name for table in (UNORDERED, COMPILED) for group in table.values() for name in group}
-    assert not [name for name in names if not hasattr(torch.ops.aten, name) and not hasattr(torch.ops.ws, name)]

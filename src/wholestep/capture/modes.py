@@ -28,6 +28,7 @@ from wholestep.capture.sites import Sites
 from wholestep.errors import CaptureRefused
 from wholestep.ops import recurrent
 from wholestep.ops.attention import scaled_dot_product_attention
+from wholestep.ops.record import arguments_of, record_of
 
 aten = torch.ops.aten
 ws = torch.ops.ws
@@ -293,13 +294,8 @@ class DispatchLevel(TorchDispatchMode):
 
 
 def _draws_nothing(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Attention kernels are tagged as random for their dropout; at probability 0 they draw nothing."""
-    name = str(func)
-    if "attention" not in name:
-        return False
-    names = [a.name for a in func._schema.arguments]
-    values = dict(zip(names, args, strict=False)) | kwargs
-    return values.get("dropout_p", 0.0) == 0.0
+    draws = record_of(func).draws
+    return draws is not None and not draws(arguments_of(func, args, kwargs))
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from wholestep.graph.layers import Part, layers_of, part_of
 from wholestep.graph.training_graph import phase_of
 from wholestep.graph.views import is_cheap_view
 from wholestep.lower.in_place import ImperativeGraph, looks_at_sizes
-from wholestep.ops import DECOMPOSITIONS, UNCOMPILED
+from wholestep.ops import record_of
 
 aten = torch.ops.aten
 _COPIES = (aten.copy_.default, aten.fill_.Scalar)
@@ -117,7 +117,7 @@ def _is_worth_compiling(body: list[fx.Node]) -> bool:
     if len(work) > MAX_UPDATE_OPERATIONS and all(phase_of(node) == "update" for node in work):
         return False
     # An operator with a decomposition is a dozen operators that want to be one kernel.
-    return len(work) >= MIN_REGION_OPERATIONS or any(node.target in DECOMPOSITIONS for node in work)
+    return len(work) >= MIN_REGION_OPERATIONS or any(record_of(node).decomposition for node in work)
 
 
 def _is_direct_number(number: int) -> bool:
@@ -202,7 +202,7 @@ def _is_direct(node: fx.Node) -> bool:
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
         return not _is_traceable(node.target)
-    return node.target in UNCOMPILED or (node.target.namespace == "ws" and phase_of(node) == "update")
+    return not record_of(node).compiled or (node.target.namespace == "ws" and phase_of(node) == "update")
 
 
 def _is_traceable(target: Any) -> bool:

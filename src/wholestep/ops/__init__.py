@@ -1,19 +1,14 @@
-"""Operators of the library namespace `ws`: importing this package registers them.
+"""One operator, one home: importing this package registers the operators of the library `ws` and says what is known of them.
 
-Out: `IN_PLACE` (functional update overload -> Python function that updates parameters and states in place), `DECOMPOSITIONS`
-(overload -> aten arithmetic that Inductor fuses), `IN_ORDER` (overload -> the same sum in an order that repeats itself) and
-`UNCOMPILED` (overloads that no compiler may see). Importing touches no GPU and does not import Triton.
+Out: `record_of` (record.py), and views over all records: `IN_PLACE` (functional update -> Python function that updates parameters
+and states in place), `DECOMPOSITIONS` (overload -> aten arithmetic that Inductor fuses), `IN_ORDER` (overload -> the same sum in
+an order that repeats itself). Importing touches no GPU and does not import Triton.
 """
-
-from collections.abc import Callable
-from typing import Any
-
-import torch
-from torch._ops import OpOverload
 
 from wholestep.ops import (
     adamw,
     add_rows,
+    aten,
     attention,
     clip,
     ctc,
@@ -21,6 +16,7 @@ from wholestep.ops import (
     dropout,
     grouped_mm,
     linear_cross_entropy,
+    linear_cross_entropy_record,
     packed_recurrent,
     random_bits,
     recurrent,
@@ -28,40 +24,16 @@ from wholestep.ops import (
     scatter_shared,
     sgd,
     sparse_mm,
+    traffic,
 )
-from wholestep.ops.attention import decomposition
+from wholestep.ops.record import overloads, record_of
 
-IN_PLACE: dict[OpOverload, Callable[..., None]] = {
-    torch.ops.ws.adamw.default: adamw.update_in_place,
-    torch.ops.ws.sgd.default: sgd.update_in_place,
-}
-
-DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
-    torch.ops.ws.attention.default: decomposition.attention,
-    torch.ops.ws.attention_backward.default: decomposition.attention_backward,
-    torch.ops.ws.dropout.default: dropout.reference,
-    torch.ops.ws.uniform.default: random_bits.uniform,
-    torch.ops.ws.normal.default: random_bits.normal,
-}
-
-IN_ORDER: dict[OpOverload, Callable[..., Any]] = {
-    torch.ops.aten.index_put.default: add_rows.index_put,
-    torch.ops.aten._unsafe_index_put.default: add_rows.index_put,
-    torch.ops.aten._unsafe_masked_index_put_accumulate.default: add_rows.masked_index_put,
-    torch.ops.aten.put.default: add_rows.put,
-}
-"""Called in place of the operator, compiled or not; it returns NotImplemented for calls that need no order (add_rows.py)."""
-
-UNCOMPILED: frozenset[OpOverload] = frozenset({
-    torch.ops.ws.recurrent.default, torch.ops.ws.recurrent_backward.default,
-    torch.ops.ws.grouped_mm.default, torch.ops.ws.grouped_mm_backward.default, torch.ops.ws.ctc.default,
-    torch.ops.ws.draw.default, torch.ops.ws.require.default, torch.ops.ws.sparse_mm.default,
-    torch.ops.ws.packed_recurrent.default, torch.ops.ws.packed_recurrent_backward.default,
-})  # fmt: skip
-"""The sizes of some results are known only to cuDNN, and Inductor would check them against the guess; or a value is read."""
+IN_PLACE = overloads("in_place")
+DECOMPOSITIONS = overloads("decomposition")
+IN_ORDER = overloads("in_order")
 
 __all__ = [
-    "DECOMPOSITIONS", "IN_ORDER", "IN_PLACE", "UNCOMPILED", "adamw", "add_rows", "attention", "clip", "ctc", "draw", "dropout",
-    "grouped_mm", "linear_cross_entropy", "packed_recurrent", "random_bits", "recurrent", "require", "scatter_shared", "sgd",
-    "sparse_mm",
+    "DECOMPOSITIONS", "IN_ORDER", "IN_PLACE", "adamw", "add_rows", "aten", "attention", "clip", "ctc", "draw", "dropout",
+    "grouped_mm", "linear_cross_entropy", "linear_cross_entropy_record", "packed_recurrent", "random_bits", "record_of",
+    "recurrent", "require", "scatter_shared", "sgd", "sparse_mm", "traffic",
 ]  # fmt: skip

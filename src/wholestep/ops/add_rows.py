@@ -12,13 +12,15 @@ after, and return NotImplemented where that one repeats itself: nothing is added
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from wholestep.graph.strides import inverse, laid_out, memory_order
+from wholestep.ops.amounts import numel
+from wholestep.ops.record import record
 
 LIBRARY = torch.library.Library("ws", "FRAGMENT")
 LIBRARY.define("add_rows(Tensor rows, Tensor index, Tensor values) -> Tensor")
@@ -92,3 +94,21 @@ def _one_index(places: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         place = torch.where(place < 0, place + size, place).long()
         row, valid = row * size + place, valid & (place >= 0) & (place < size)
     return torch.where(valid, row, math.prod(sizes))
+
+
+def _cases() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        yield torch.randn(4, 3).to(dtype), torch.tensor([0, 3, 3, 0, 3]), torch.randn(5, 3).to(dtype)
+        yield torch.randn(4, 1).to(dtype), torch.zeros(0, dtype=torch.int64), torch.randn(0, 1).to(dtype)
+
+
+record(
+    "ws::add_rows",
+    reference=reference,
+    cases=_cases,
+    kind="reduction",
+    flops=lambda call: numel(call.tensor("values")),
+)
+record("aten::index_put", "aten::_unsafe_index_put", in_order=index_put)
+record("aten::_unsafe_masked_index_put_accumulate", in_order=masked_index_put)
+record("aten::put", in_order=put)

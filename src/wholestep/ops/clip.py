@@ -8,8 +8,12 @@ update operators multiply by `scale` while they read the gradients, which saves 
 that of torch.nn.utils.clip_grad_norm_, bit for bit on CPU, without a host sync.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+
+from wholestep.ops.record import record
 
 LIBRARY = torch.library.Library("ws", "FRAGMENT")
 LIBRARY.define("clip(Tensor[] grads, Tensor max_norm, ScalarType? dtype=None) -> (Tensor norm, Tensor scale)")
@@ -55,3 +59,13 @@ def _fake(grads: list[Tensor], max_norm: Tensor, dtype: torch.dtype | None = Non
 
 for _device in ("CPU", "CUDA"):
     LIBRARY.impl("clip", reference, _device)
+
+
+def _cases() -> Iterator[tuple[list[Tensor], Tensor, torch.dtype | None]]:
+    grads = [torch.randn(3, 5), torch.randn(1), torch.randn(0, 2)]
+    for limit in (0.1, 100.0):
+        yield grads, torch.tensor(limit, dtype=torch.float64), None
+        yield [g.bfloat16() for g in grads], torch.tensor(limit, dtype=torch.float64), torch.float32
+
+
+record("ws::clip", reference=reference, cases=_cases)

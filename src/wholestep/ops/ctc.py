@@ -10,10 +10,16 @@ The lengths are read on the host, as torch's own operator reads them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from wholestep.ops.amounts import Amount
+from wholestep.ops.aten import reductions
+from wholestep.ops.call import Call
+from wholestep.ops.record import record
 
 LIBRARY = torch.library.Library("ws", "FRAGMENT")
 LIBRARY.define(
@@ -92,3 +98,34 @@ def ctc_loss(
 def as_lengths(lengths: Any) -> Tensor:
     """Lengths as a tensor; F.ctc_loss also takes a tuple of numbers."""
     return lengths if isinstance(lengths, Tensor) else torch.tensor(lengths, dtype=torch.int64)
+
+
+def _flops(call: Call) -> Amount:
+    return reductions.ctc(call) + reductions.ctc_backward(call)
+
+
+def _with_gradient(
+    log_probs: Tensor, targets: Tensor, frames: Tensor, lengths: Tensor, blank: int, zero_infinity: bool
+) -> tuple[Tensor, Tensor]:
+    """The reference, and what autograd makes of it."""
+    with torch.enable_grad():
+        given = log_probs.detach().requires_grad_()
+        losses = reference(given, targets, frames, lengths, blank, zero_infinity)
+        (gradient,) = torch.autograd.grad(losses.sum(), given)
+    return losses.detach(), gradient
+
+
+def _cases() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, int, bool]]:
+    log_probs, targets = torch.randn(6, 3, 5).log_softmax(-1), torch.randint(1, 5, (3, 4))
+    for lengths in ([2, 3, 1], [4, 0, 1]):
+        yield log_probs, targets, torch.tensor([6, 5, 4]), torch.tensor(lengths), 0, True
+
+
+record(
+    "ws::ctc",
+    reference=_with_gradient,
+    cases=_cases,
+    kind="reduction",
+    flops=_flops,
+    compiled=False,  # data tells the size of what it keeps
+)

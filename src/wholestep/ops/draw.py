@@ -10,8 +10,13 @@ The key is read on the host, so a draw waits for a GPU. Derivatives are torch's 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+
+from wholestep.ops.aten.elementwise import RANDOM_BITS, per_output_element
+from wholestep.ops.record import record
 
 aten = torch.ops.aten
 
@@ -37,3 +42,20 @@ def _fake(parameter: Tensor, other: Tensor | None, key: Tensor, kind: str) -> Te
 
 for _device in ("CPU", "CUDA"):
     LIBRARY.impl("draw", reference, _device)
+
+
+def _cases() -> Iterator[tuple[Tensor, Tensor | None, Tensor, str]]:
+    key = torch.tensor(5)
+    for parameter in (torch.rand(3, 4) + 0.5, torch.rand(1) + 1.0, torch.rand(0, 2)):
+        yield from ((parameter, None, key, kind) for kind in KINDS)
+    yield torch.full((4, 1), 10.0), torch.rand(1, 3), key, "binomial"
+
+
+record(
+    "ws::draw",
+    reference=reference,
+    cases=_cases,
+    kind="elementwise",
+    flops=per_output_element(4 * RANDOM_BITS),  # a few rounds of rejection
+    compiled=False,  # its key is read on the host
+)

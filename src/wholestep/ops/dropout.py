@@ -6,10 +6,14 @@ in Inductor, on CPU and CUDA. The backward is ws::dropout of the gradient with t
 any order of derivative works.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from wholestep.ops.aten.elementwise import RANDOM_BITS, per_output_element
 from wholestep.ops.random_bits import bits, drop_threshold
+from wholestep.ops.record import Precision, record
 
 LIBRARY = torch.library.Library("ws", "FRAGMENT")
 LIBRARY.define("dropout(Tensor x, float p, Tensor key) -> Tensor")
@@ -61,3 +65,24 @@ def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[T
 for _device in ("CPU", "CUDA"):
     LIBRARY.impl("dropout", launch, _device)
 torch.library.register_autograd("ws::dropout", _backward, setup_context=_setup_context, lib=LIBRARY)
+
+
+def _cases() -> Iterator[tuple[Tensor, float, Tensor]]:
+    key = torch.tensor(0x1234_5678_9ABC)
+    for shape in ((7, 5), (1,), (0, 3), (2, 3, 4, 5)):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            yield from ((torch.randn(shape).to(dtype), p, key) for p in (0.0, 0.3, 1.0))
+    yield torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), 0.5, key
+
+
+record(
+    "ws::dropout",
+    reference=reference,
+    cases=_cases,
+    kind="elementwise",
+    flops=per_output_element(RANDOM_BITS + 3),
+    precision=Precision("dropout", "follow"),
+    fuses=True,
+    any_layout=True,
+    decomposition=reference,
+)

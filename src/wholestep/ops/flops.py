@@ -2,7 +2,7 @@
 
 In: an fx node with `meta["val"]`. Out: how many FLOPs, of which kind, and by which rule it was found. In order:
 
-1. `formula`    the operator has a row in the table (aten/), by name;
+1. `formula`    the operator's record has one;
 2. `view`       its schema says that it hands back its input's memory, or it makes no tensor: 0;
 3. `pointwise`  torch tags it so: 1 per element of the output;
 4. `reduction`  torch tags it so: 1 per element of the first input;
@@ -19,12 +19,11 @@ from typing import Literal
 
 from torch import fx
 
-from wholestep.ops import aten
 from wholestep.ops.amounts import Amount, largest, numel
 from wholestep.ops.call import Call, elements, read_call
-from wholestep.ops.registry import KINDS, RULES, TENSOR_KINDS, Kind, Rule, flops_of, rule_of
+from wholestep.ops.record import KINDS, TENSOR_KINDS, Kind, record_of
 
-__all__ = ["KINDS", "RULES", "TENSOR_KINDS", "Flops", "Kind", "Rule", "aten", "defaulted", "flops", "flops_of"]
+__all__ = ["KINDS", "TENSOR_KINDS", "Flops", "Kind", "defaulted", "flops"]
 
 Found = Literal["formula", "view", "pointwise", "reduction", "default"]
 
@@ -44,11 +43,11 @@ class Flops:
 def flops(node: fx.Node | Call) -> Flops:
     """FLOPs of a `call_function` node."""
     call = node if isinstance(node, Call) else read_call(node)
-    rule = rule_of(call)
-    if rule is not None:
-        counted = rule.formula(call)
+    known = record_of(call)
+    if known.flops is not None and known.kind is not None:
+        counted = known.flops(call)
         executed, model = counted if isinstance(counted, tuple) else (counted, counted)
-        return Flops(rule.kind, executed, model, "formula")
+        return Flops(known.kind, executed, model, "formula")
     kind, count, found = _by_schema(call)
     return Flops(kind, count, count, found)
 

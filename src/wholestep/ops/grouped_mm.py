@@ -9,10 +9,14 @@ On a GPU one Triton kernel takes all groups (`grouped_mm_triton.py`); elsewhere 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from wholestep.ops.amounts import numel, product
 from wholestep.ops.multi_tensor import triton_reason
+from wholestep.ops.record import record
 
 
 def reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -88,3 +92,36 @@ def _differentiated(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> t
 
 
 _forward.register_autograd(_differentiated, setup_context=_keep)
+
+
+def _cases() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    for dtype in (torch.float32, torch.float64):
+        for ends in ([2, 2, 5], [0, 5, 5], [0, 0, 0]):  # groups without rows, first, last and all
+            yield (
+                torch.randn(ends[-1], 4).to(dtype),
+                torch.randn(3, 4, 6).to(dtype),
+                torch.tensor(ends, dtype=torch.int32),
+            )
+
+
+def _backward_cases() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    for x, w, ends in _cases():
+        yield torch.randn(x.shape[0], w.shape[2], dtype=x.dtype), x, w, ends
+
+
+record(
+    "ws::grouped_mm",
+    reference=reference,
+    cases=_cases,
+    kind="matmul",
+    flops=lambda call: 2 * numel(call.outputs[0]) * call.shape("x")[-1],
+    compiled=False,
+)
+record(
+    "ws::grouped_mm_backward",
+    reference=reference_backward,
+    cases=_backward_cases,
+    kind="matmul",
+    flops=lambda call: 4 * product(call.shape("grad")) * call.shape("x")[-1],
+    compiled=False,
+)

@@ -12,13 +12,14 @@ each weight's gradient in one product, where autograd adds up one per step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from wholestep.ops import recurrent
+from wholestep.ops.record import record
 
 GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
 MOST_WEIGHTS = recurrent.MOST_WEIGHTS
@@ -263,3 +264,31 @@ def _autograd(
 
 torch.library.register_autograd("ws::packed_recurrent", _autograd, setup_context=_setup_context, lib=LIBRARY)
 torch.library.register_autograd("ws::packed_recurrent_backward", recurrent._no_second_derivative, lib=LIBRARY)
+
+
+def _cases() -> Iterator[tuple[Any, ...]]:
+    for kind, gates in GATES.items():
+        for both in (False, True):
+            ways, sizes = 1 + both, torch.tensor([3, 2, 2, 1])
+            weights = [torch.randn(gates * 4, n) for _ in range(ways) for n in (5, 4)]
+            h = torch.randn(ways, 3, 4)
+            yield torch.randn(8, 5), sizes, h, torch.randn(ways, 3, 4) if kind == "lstm" else None, weights, kind, both
+
+
+record(
+    "ws::packed_recurrent",
+    reference=reference,  # the first results; the rest is kept for the backward
+    cases=_cases,
+    tolerance=1e-5,
+    kind="matmul",
+    flops=recurrent.products,
+    compiled=False,
+    unordered=frozenset({"cuda"}),
+)
+record(
+    "ws::packed_recurrent_backward",
+    kind="matmul",
+    flops=lambda call: 2 * recurrent.products(call),
+    compiled=False,
+    unordered=frozenset({"cuda"}),
+)

@@ -9,11 +9,14 @@ Legend: `lo`, `hi` are the two int32 halves of the key; `>>>` is the logical shi
 mask because int32 shifts keep the sign. All multiplications wrap modulo 2**32.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from wholestep.ops.aten.elementwise import RANDOM_BITS, per_output_element
+from wholestep.ops.record import record
 
 # Three odd multipliers as signed int32, the last from the golden ratio. Their quality is what
 # tests/ops/test_random_bits.py measures: bit balance, neighbours, other keys, permuted overlaps.
@@ -145,3 +148,26 @@ def _uniform_fake(size: Sequence[int], key: Tensor, dtype: torch.dtype) -> Tenso
 @torch.library.register_fake("ws::normal", lib=LIBRARY)
 def _normal_fake(size: Sequence[int], key: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(size, dtype=dtype, device=key.device)
+
+
+def _cases() -> Iterator[tuple[list[int], Tensor, torch.dtype]]:
+    for shape in ([], [0], [5], [3, 1, 7]):
+        yield from ((shape, torch.tensor(77), dtype) for dtype in UNIFORM_BITS)
+
+
+record(
+    "ws::uniform",
+    reference=uniform,
+    cases=_cases,
+    kind="elementwise",
+    flops=per_output_element(RANDOM_BITS + 3),
+    decomposition=uniform,
+)
+record(
+    "ws::normal",
+    reference=normal,
+    cases=_cases,
+    kind="elementwise",
+    flops=per_output_element(2 * (RANDOM_BITS + 3) + 5),
+    decomposition=normal,
+)

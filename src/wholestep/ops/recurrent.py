@@ -19,6 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wholestep.ops.amounts import Amount
+from wholestep.ops.call import Call
+from wholestep.ops.record import record
+
 KINDS = ("rnn_relu", "rnn_tanh", "lstm", "gru")
 """In cuDNN's order: the place is its number there."""
 _RESERVED = {"rnn_relu": 2, "rnn_tanh": 2, "lstm": 6, "gru": 5}
@@ -150,3 +154,23 @@ def _no_second_derivative(ctx: Any, *_: Any) -> tuple[Any, ...]:
 
 torch.library.register_autograd("ws::recurrent", _autograd, setup_context=_setup_context, lib=LIBRARY)
 torch.library.register_autograd("ws::recurrent_backward", _no_second_derivative, lib=LIBRARY)
+
+
+# ---- what is known of them -------------------------------------------------------------------------------------
+
+
+def products(call: Call) -> Amount:
+    """The products of all time steps; gates are left out, as torch does. Every way: 2 T B G H (I + H), backward twice that."""
+    *rows, _ = call.shape("x")
+    return 2 * math.prod(rows) * sum(w.shape[0] * w.shape[1] for w in call.tensors("weights") if w.dim() == 2)
+
+
+# sizes of what cuDNN keeps are known only to it, and a compiler would check them against the guess
+record("ws::recurrent", kind="matmul", flops=products, compiled=False, unordered=frozenset({"cuda"}))
+record(
+    "ws::recurrent_backward",
+    kind="matmul",
+    flops=lambda call: 2 * products(call),
+    compiled=False,
+    unordered=frozenset({"cuda"}),
+)

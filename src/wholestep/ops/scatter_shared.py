@@ -8,10 +8,14 @@ in a fixed order.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from wholestep.ops.amounts import numel
 from wholestep.ops.multi_tensor import triton_reason
+from wholestep.ops.record import record
 
 KNOWN = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
@@ -39,3 +43,18 @@ _operator = torch.library.custom_op(
 @_operator.register_fake
 def _(index: Tensor, src: Tensor, size: int) -> Tensor:
     return src.new_empty(*src.shape[:-1], size)
+
+
+def _cases() -> Iterator[tuple[Tensor, Tensor, int]]:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        yield torch.randint(0, 7, (3, 5)), torch.randn(2, 1, 3, 5).to(dtype), 7
+        yield torch.zeros(1, 1, dtype=torch.int64), torch.randn(2, 1, 1).to(dtype), 1
+
+
+record(
+    "ws::scatter_shared",
+    reference=reference,
+    cases=_cases,
+    kind="reduction",
+    flops=lambda call: numel(call.tensor("src")),
+)

@@ -11,10 +11,14 @@ A alone; eager PyTorch makes the whole product and picks from it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from wholestep.ops.amounts import numel
+from wholestep.ops.record import record
 
 LIBRARY = torch.library.Library("ws", "FRAGMENT")
 LIBRARY.define(
@@ -88,3 +92,23 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 torch.library.register_autograd("ws::sparse_mm", _backward, setup_context=_setup_context, lib=LIBRARY)
+
+
+def _cases() -> Iterator[tuple[Any, ...]]:
+    dense = torch.randn(3, 4) * (torch.rand(3, 4) < 0.5)
+    coo, csr = dense.to_sparse(), dense.to_sparse_csr()
+    for transposed in (False, True):
+        x = torch.randn(3 if transposed else 4, 5)
+        yield None, coo.indices().clone(), coo.values().clone(), x, 3, 4, True, transposed
+        yield csr.crow_indices().clone(), csr.col_indices().clone(), csr.values().clone(), x, 3, 4, True, transposed
+
+
+record(
+    "ws::sparse_mm",
+    reference=reference,
+    cases=_cases,
+    kind="matmul",
+    flops=lambda call: 2 * numel(call.tensor("values")) * call.shape("x")[1],
+    compiled=False,  # compilers know dense tensors only
+    unordered=frozenset({"cuda"}),
+)

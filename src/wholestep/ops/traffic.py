@@ -24,8 +24,8 @@ from torch import fx
 
 from wholestep.graph.training_graph import tensors_in
 from wholestep.ops.amounts import Amount, numel, shape, stored_bytes
-from wholestep.ops.aten.loss import chunk_reads, chunk_writes
 from wholestep.ops.call import Call, elements, read_call
+from wholestep.ops.record import record, record_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ _SHAPE_ONLY = (
     "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones",
     "new_full", "new_empty", "new_empty_strided", "fill", "zero", "copy", "bernoulli.p", "uniform", "normal", "exponential",
 )  # fmt: skip
-NOT_READ: dict[str, tuple[str, ...]] = {f"aten::{name}": ("self",) for name in _SHAPE_ONLY}
-"""Operator -> arguments whose content it does not look at."""
-UNWRITTEN = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
-"""Memory is taken, nothing is put there."""
+record(*(f"aten::{name}" for name in _SHAPE_ONLY), unread=("self",))
+record(
+    "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", writes=False
+)
 
 
 def _picked(table: str, *others: str) -> Callable[[Call], Amount]:
@@ -111,9 +111,8 @@ READS: dict[str, Callable[[Call], Amount]] = {
 """Operator -> bytes it reads, where that is not its inputs once."""
 
 
-CHUNKED = {
-    "ws::linear_cross_entropy", "ws::linear_cross_entropy_backward", "ws::linear_cross_entropy_and_gradients",
-}  # fmt: skip
+for _name, _read in READS.items():
+    record(_name, reads=_read)
 
 
 def traffic(node: fx.Node | Call) -> Traffic:
@@ -121,16 +120,17 @@ def traffic(node: fx.Node | Call) -> Traffic:
     call = node if isinstance(node, Call) else read_call(node)
     if call.is_view or call.name == "python::getitem" or not (call.inputs or call.outputs):
         return NOTHING
-    special = READS.get(call.name)
-    read = special(call) if special is not None else _stored(_read_tensors(call))
-    if call.name in CHUNKED:
-        read = read + chunk_reads(call)
-    return Traffic(read, 0 if call.name in UNWRITTEN else _stored(_written_tensors(call)) + _second_writes(call))
+    known = record_of(call)
+    read = known.reads(call) if known.reads is not None else _stored(_read_tensors(call, known.unread))
+    written = _stored(_written_tensors(call)) + _second_writes(call) if known.writes else 0
+    if known.passes_through is not None:
+        inside = known.passes_through(call)
+        read, written = read + inside[0], written + inside[1]
+    return Traffic(read, written)
 
 
-def _read_tensors(call: Call) -> list[torch.Tensor]:
-    skipped = (*NOT_READ.get(call.name, ()), *NOT_READ.get(f"{call.name}.{call.overload}", ()))
-    return [tensor for name, value in call.arguments.items() if name not in skipped for tensor in tensors_in(value)]
+def _read_tensors(call: Call, unread: tuple[str, ...]) -> list[torch.Tensor]:
+    return [tensor for name, value in call.arguments.items() if name not in unread for tensor in tensors_in(value)]
 
 
 def _written_tensors(call: Call) -> list[torch.Tensor]:
@@ -149,9 +149,7 @@ def _results(call: Call) -> tuple[Any, ...]:
 
 
 def _second_writes(call: Call) -> Amount:
-    """Rows that are added to after the whole table was filled with zeros; what a chunked operator writes for itself."""
-    if call.name in CHUNKED:
-        return chunk_writes(call)
+    """Rows that are added to after the whole table was filled with zeros."""
     if call.name != "aten::embedding_dense_backward":
         return 0
     return elements([call.tensor("grad_output", "grad")]) * call.outputs[0].element_size()

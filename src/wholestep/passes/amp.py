@@ -2,7 +2,7 @@
 
 In: a graph captured in float32, without autocast. Out: the same graph with matrix products, convolutions and attention - and
 their backward - in bf16 or fp16, and with everything that sums many terms or leaves the range of a narrow type in float32 (the
-table is `precision_rules.py`). Why a pass, where autocast exists: autocast sees one operator at a time and never the backward. A
+table is `ops/aten/precision.py`). Why a pass, where autocast exists: autocast sees one operator at a time and never the backward. A
 pass casts each value once, casts a weight again in the backward instead of keeping its copy, lets sums read narrow and
 accumulate wide, and takes a precision per module.
 
@@ -28,9 +28,10 @@ from torch import fx
 from wholestep.errors import BadOption, WholestepWarning
 from wholestep.graph.check import where
 from wholestep.graph.training_graph import Role, TrainingGraph, module_of, phase_of
+from wholestep.ops.aten.precision import precision_of
+from wholestep.ops.record import Precision, Rule
 from wholestep.passes.fx_edit import sweep, tensor_of
 from wholestep.passes.pipeline import compiler_pass
-from wholestep.passes.precision_rules import Entry, Rule, entry_of
 
 aten = torch.ops.aten
 
@@ -116,7 +117,7 @@ class _Rewrite:
         if node.target is operator.getitem:
             node.meta["val"] = node.args[0].meta["val"][node.args[1]]  # type: ignore[union-attr,index]
             return
-        entry = entry_of(node)
+        entry = precision_of(node)
         rule, low = entry.rule, self._precision_of(module_of(node))
         if rule == "low" and low is torch.float32:
             rule = "wide"
@@ -130,7 +131,7 @@ class _Rewrite:
             self._apply(node, entry, "keep", low)
             self._propagate(node, changed=True)
 
-    def _apply(self, node: fx.Node, entry: Entry, rule: Rule, low: torch.dtype) -> None:
+    def _apply(self, node: fx.Node, entry: Precision, rule: Rule, low: torch.dtype) -> None:
         """Bring the arguments of a node to the types of its rule."""
         if rule == "given":
             return

@@ -26,6 +26,7 @@ from wholestep.graph.liveness import UNDECLARED_VIEWS, tensor_bytes
 from wholestep.graph.strides import inverse, memory_order
 from wholestep.graph.training_graph import TrainingGraph, tensors_in
 from wholestep.ops.flops import flops
+from wholestep.ops.record import record_of
 from wholestep.passes.fx_edit import is_static, same_sizes, tensor_of
 from wholestep.passes.pipeline import compiler_pass
 
@@ -36,8 +37,6 @@ _SLOTS: dict[Any, tuple[int, ...]] = {aten.convolution.default: (0, 1), aten.con
 """Convolution -> the arguments that are to be channels-last, the weight last."""
 
 # fmt: off
-_ELEMENTWISE = frozenset(("aten::fill", "aten::_to_copy", "aten::clone", "aten::cat", "ws::dropout"))
-"""Work element by element, like all that torch tags as pointwise."""
 _UNLIKE = frozenset(("aten::log_sigmoid_forward", "aten::log_sigmoid_backward", "aten::as_strided"))
 """Tagged so, but their results lie in memory otherwise than announced; and a view that picks elements by their place in memory."""
 _TWO_LAYOUTS = frozenset((
@@ -389,7 +388,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    return _name(node) in _ELEMENTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return record_of(node).any_layout or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _follows(node: fx.Node) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of, tensors_in
-from wholestep.passes.precision_rules import entry_of
+from wholestep.ops.aten.precision import precision_of
 
 NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _SILENT = frozenset(("other", "made", "update", "cast"))
@@ -39,7 +39,7 @@ def precision_audit(graph: TrainingGraph) -> list[PrecisionRow]:
     for node in graph.operations():
         dtype = _computes_in(node)
         if dtype is not None:
-            counts[entry_of(node).family, dtype, phase_of(node), _pattern(module_of(node))] += 1
+            counts[precision_of(node).family, dtype, phase_of(node), _pattern(module_of(node))] += 1
     order = {"forward": 0, "backward": 1, "update": 2}
     rows = [PrecisionRow(*key, count) for key, count in counts.items()]
     return sorted(rows, key=lambda r: (r.family in _SILENT, r.family, r.dtype, order[r.phase], r.module))
@@ -73,13 +73,13 @@ def _computes_in(node: fx.Node) -> str | None:
         return None
     made = _floating(node)
     read = [d for source in node.all_input_nodes for d in _floating(source)]
-    if entry_of(node).family == "cast":
+    if precision_of(node).family == "cast":
         return f"{NAMES.get(read[0], read[0])} -> {NAMES.get(made[0], made[0])}" if read and made else None
     # an operator that reads several types computes in the widest of those its first arguments have: weights and statistics differ
     types = read or made
     if not types:
         return None
-    widest = max(types, key=lambda d: d.itemsize) if entry_of(node).positions is None else types[0]
+    widest = max(types, key=lambda d: d.itemsize) if precision_of(node).positions is None else types[0]
     return NAMES.get(widest, str(widest).removeprefix("torch."))
 
 

@@ -20,9 +20,10 @@ from wholestep.errors import BadOption
 from wholestep.graph.keys import split_key, value_keys
 from wholestep.graph.layers import layers_of
 from wholestep.graph.plan import Plan
-from wholestep.graph.segments import backward_segments, may_recompute
+from wholestep.graph.segments import backward_segments
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.graph.views import is_cheap_view
+from wholestep.ops.record import may_recompute
 from wholestep.passes.fx_edit import sweep
 from wholestep.passes.pipeline import compiler_pass
 

@@ -14,19 +14,14 @@ from typing import Any
 
 from torch import fx
 
-from wholestep.graph.keys import operator_name
 from wholestep.graph.layers import parts_of
 from wholestep.graph.liveness import flat_numbers, storages
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.graph.views import is_cheap_view
 from wholestep.ops.flops import flops
+from wholestep.ops.record import record_of
 
 FUSABLE_KINDS = ("elementwise", "reduction", "movement")
-LIBRARY_CALLS = frozenset({
-    "embedding_dense_backward", "index_put", "_unsafe_index_put", "scatter_add", "index_add", "sort", "topk", "cumsum",
-    "max_pool2d_with_indices_backward", "_ctc_loss", "_ctc_loss_backward", "ctc", "ctc_backward", "unique2", "nonzero",
-})  # fmt: skip
-"""Operators of those kinds that are called as they are, with their operands and results in memory."""
 MOST_READS, MOST_OPERATIONS = 4, 30
 """Inductor's limits for what it computes again in each of several readers."""
 
@@ -45,10 +40,10 @@ class Work:
 
 def is_fusable(node: fx.Node) -> bool:
     """Whether Inductor generates code for it, rather than calling a library."""
-    if operator_name(node) in LIBRARY_CALLS:
-        return False
-    name = getattr(getattr(node.target, "_schema", None), "name", "")
-    return flops(node).kind in FUSABLE_KINDS and (not name.startswith("ws::") or name == "ws::dropout")
+    known = record_of(node)
+    if known.fuses is not None:
+        return known.fuses
+    return flops(node).kind in FUSABLE_KINDS and not known.name.startswith("ws::")
 
 
 def written_out(graph: TrainingGraph) -> tuple[list[Work], dict[fx.Node, Any]]:

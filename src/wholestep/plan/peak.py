@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.graph.keys import operator_name
 from wholestep.graph.liveness import donated, flat_numbers, tensor_bytes, with_tensors
 from wholestep.graph.training_graph import OutputKind, Role, TrainingGraph, phase_of
+from wholestep.ops.call import read_call
+from wholestep.ops.record import record_of
 from wholestep.plan.fusion import Work, written_out
 
 ROUNDING = 512
@@ -133,30 +134,9 @@ def _written_over(
 
 
 def _scratch(node: fx.Node) -> int:
-    """What a library call takes for itself while it runs, by operator."""
-    name = operator_name(node)
-    if name == "attention_backward":
-        queries = node.args[1].meta["val"]  # type: ignore[union-attr]
-        return (
-            4 * queries.numel() if queries.dtype in (torch.bfloat16, torch.float16) else 0
-        )  # its gradient, summed in fp32
-    if name.startswith("linear_cross_entropy"):
-        return _loss_scratch(node, gradients=name != "linear_cross_entropy")
-    return 0
-
-
-def _loss_scratch(node: fx.Node, *, gradients: bool) -> int:
-    """One chunk of logits, the weight filled up to whole rows, and the float32 sum of its gradient over chunks."""
-    named = dict(zip([a.name for a in node.target._schema.arguments], node.args))  # type: ignore[union-attr]
-    x, weight = (named[key].meta["val"] for key in ("x", "weight"))
-    classes, width = weight.shape
-    padded = -(-classes * x.element_size() // 128) * 128 // x.element_size()
-    found = min(int(named["chunk"]), x.shape[0]) * padded * x.element_size()
-    if padded != classes:
-        found += padded * width * weight.element_size()
-    if gradients and x.shape[0] > int(named["chunk"]) and weight.element_size() < 4:
-        found += 4 * padded * width
-    return found
+    """What a library call takes for itself while it runs."""
+    scratch = record_of(node).scratch
+    return 0 if scratch is None else scratch(read_call(node))
 
 
 def _lasting(graph: TrainingGraph) -> dict[str, int]:

@@ -22,10 +22,11 @@ from torch import fx
 from wholestep.graph.keys import value_keys
 from wholestep.graph.layers import layers_of, parts_of
 from wholestep.graph.liveness import flat_numbers, tensor_bytes, with_tensors
-from wholestep.graph.segments import backward_segments, may_recompute
+from wholestep.graph.segments import backward_segments
 from wholestep.graph.training_graph import TrainingGraph, phase_of
 from wholestep.graph.views import is_cheap_view
 from wholestep.ops.flops import flops
+from wholestep.ops.record import may_recompute
 from wholestep.plan.fusion import is_fusable
 from wholestep.plan.peak import Timeline
 from wholestep.plan.seconds import Clock

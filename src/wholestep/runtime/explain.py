@@ -9,7 +9,7 @@ from wholestep.capture.ladder import COMPILED, EAGER
 from wholestep.graph.keys import operator_name
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Role, TrainingGraph, module_of, phase_of
-from wholestep.ops.unordered import is_unordered
+from wholestep.ops.record import is_unordered
 from wholestep.passes.precision_audit import summary
 
 if TYPE_CHECKING:

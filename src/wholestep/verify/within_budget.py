@@ -28,12 +28,13 @@ from torch import fx
 from wholestep.capture.cache import was_checked
 from wholestep.errors import WholestepWarning
 from wholestep.graph.bytes import show_bytes
-from wholestep.graph.keys import operator_name
 from wholestep.graph.liveness import tensor_bytes
 from wholestep.graph.training_graph import Role, TrainingGraph, phase_of, tensors_in
 from wholestep.graph.views import is_cheap_view
 from wholestep.lower import give_back
 from wholestep.lower.footprint.predict import predict_profile
+from wholestep.ops.call import read_call
+from wholestep.ops.record import record_of
 from wholestep.plan.budget import Budget, limit_now
 from wholestep.plan.host import available_bytes
 from wholestep.plan.rebatch import at_traced_sizes, rebatched, sized_by_data
@@ -79,7 +80,7 @@ class Decision:
 def needs_of(graph: TrainingGraph, share: float = 1.0) -> Needs:
     """What eager takes for the step that was captured as `graph`, on a share of its rows; a ValueError where sizes are symbolic."""
     # not by the rows that a loss is said to have there: their shape may be that of a weight, which does not shrink
-    logits = int(share * max([_logits(node) for node in graph.operations() if _is_chunked_loss(node)], default=0))
+    logits = int(share * max(map(_logits, graph.operations()), default=0))
     most = saved = 0
     for node in (graph if share == 1.0 else rebatched(graph, share)).operations():
         if phase_of(node) == "update" or is_cheap_view(node) or node.target is operator.getitem:
@@ -150,13 +151,9 @@ def _inputs(graph: TrainingGraph, *roles: Role) -> int:
     )
 
 
-def _is_chunked_loss(node: fx.Node) -> bool:
-    return operator_name(node).startswith("linear_cross_entropy")
-
-
 def _logits(node: fx.Node) -> int:
-    named = dict(zip([a.name for a in node.target._schema.arguments], node.args))  # type: ignore[union-attr]
-    return named["x"].meta["val"].shape[0] * named["weight"].meta["val"].shape[0]  # type: ignore[union-attr]
+    spares = record_of(node).spares
+    return 0 if spares is None else spares(read_call(node))
 
 
 # ---- carrying it out ----

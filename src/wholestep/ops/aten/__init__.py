@@ -1,25 +1,19 @@
-"""FLOP formulas by family of operators; importing this package fills the table of `wholestep.ops.registry`."""
+"""What is known of torch's own operators, by family; importing this package says it (`wholestep.ops.record`)."""
 
 from wholestep.ops.aten import (
     attention,
     convolution,
     elementwise,
-    loss,
+    lowering,
     matmul,
     movement,
     optimizers,
-    recurrent,
+    precision,
     reductions,
+    unordered,
 )
 
 __all__ = [
-    "attention",
-    "convolution",
-    "elementwise",
-    "loss",
-    "matmul",
-    "movement",
-    "optimizers",
-    "recurrent",
-    "reductions",
-]
+    "attention", "convolution", "elementwise", "lowering", "matmul", "movement", "optimizers", "precision", "reductions",
+    "unordered",
+]  # fmt: skip

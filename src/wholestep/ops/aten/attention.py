@@ -9,9 +9,12 @@ values and saves nothing: all pairs count.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from wholestep.ops.amounts import Amount, product, size, smallest
 from wholestep.ops.call import Call
-from wholestep.ops.registry import flops_of
+from wholestep.ops.record import flops_of, record
 
 SCALED = "aten::_scaled_dot_product_"
 
@@ -48,7 +51,6 @@ def _backward(sizes: tuple[Amount, Amount, Amount]) -> tuple[Amount, Amount]:
 
 
 @flops_of(
-    "ws::attention", "ws::biased_attention",
     SCALED + "flash_attention", SCALED + "flash_attention_for_cpu", SCALED + "efficient_attention",
     SCALED + "cudnn_attention", SCALED + "fused_attention_overrideable", SCALED + "attention_math",
     "aten::scaled_dot_product_attention",
@@ -59,7 +61,6 @@ def attention(call: Call) -> Amount:
 
 
 @flops_of(
-    "ws::attention_backward", "ws::biased_attention_backward",
     SCALED + "flash_attention_backward", SCALED + "flash_attention_for_cpu_backward",
     SCALED + "efficient_attention_backward", SCALED + "cudnn_attention_backward",
     SCALED + "fused_attention_overrideable_backward",
@@ -84,3 +85,19 @@ def attention_heads_last_backward(call: Call) -> tuple[Amount, Amount]:
 
 def _is_causal(call: Call) -> bool:
     return bool(call.get("is_causal", False)) or bool(call.get("custom_mask_type", 0))
+
+
+def drops(arguments: Mapping[str, Any]) -> bool:
+    """Whether a call draws random numbers: attention's kernels are tagged as random for their dropout."""
+    return arguments.get("dropout_p", 0.0) != 0.0
+
+
+record(
+    *(SCALED + name for name in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention",
+                                 "fused_attention_overrideable", "attention_math")),
+    "aten::scaled_dot_product_attention", "aten::_flash_attention_forward", "aten::_efficient_attention_forward",
+    *(SCALED + name + "_backward" for name in ("flash_attention", "flash_attention_for_cpu", "efficient_attention",
+                                               "cudnn_attention", "fused_attention_overrideable")),
+    "aten::_flash_attention_backward", "aten::_efficient_attention_backward",
+    draws=drops,
+)  # fmt: skip

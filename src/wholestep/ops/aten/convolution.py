@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from wholestep.ops.amounts import Amount, product, shape
 from wholestep.ops.call import Call
-from wholestep.ops.registry import flops_of
+from wholestep.ops.record import flops_of
 
 
 def convolved(

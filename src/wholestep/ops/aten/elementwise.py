@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from wholestep.ops.amounts import Amount, numel
 from wholestep.ops.call import Call, elements
-from wholestep.ops.registry import Formula, flops_of
+from wholestep.ops.record import Formula, flops_of
 
 RANDOM_BITS = 20
 """Integer instructions behind one random number: `ws::dropout` hashes an index with three multiplications."""
@@ -42,15 +42,14 @@ PER_ELEMENT = {
     "_assert_tensor_metadata": 0,
 }
 # fmt: on
-OWN = {"ws::dropout": RANDOM_BITS + 3, "ws::uniform": RANDOM_BITS + 3, "ws::normal": 2 * (RANDOM_BITS + 3) + 5}
 
 
 def per_output_element(work: int) -> Formula:
     return lambda call: work * numel(call.outputs[0])
 
 
-for _name, _work in {f"aten::{name}": work for name, work in PER_ELEMENT.items()}.items() | OWN.items():
-    flops_of(_name, kind="elementwise")(per_output_element(_work))
+for _name, _work in PER_ELEMENT.items():
+    flops_of(f"aten::{_name}", kind="elementwise")(per_output_element(_work))
 
 
 @flops_of("aten::pow", kind="elementwise")

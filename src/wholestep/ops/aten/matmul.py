@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from wholestep.ops.amounts import Amount, numel, product
 from wholestep.ops.call import Call
-from wholestep.ops.registry import flops_of
+from wholestep.ops.record import flops_of
 
 
 @flops_of("aten::mm", "aten::_int_mm", "aten::_scaled_mm", "aten::_scaled_mm_v2", kind="matmul")
@@ -65,16 +65,6 @@ def grouped_matrices(call: Call) -> Amount:
     left, right = call.shape("self"), call.shape("mat2")
     groups = left[0] if len(left) == len(right) == 3 else 1
     return 2 * groups * left[-2] * left[-1] * right[-1]
-
-
-@flops_of("ws::grouped_mm", kind="matmul")
-def rows_by_their_matrix(call: Call) -> Amount:
-    return 2 * numel(call.outputs[0]) * call.shape("x")[-1]
-
-
-@flops_of("ws::grouped_mm_backward", kind="matmul")
-def rows_by_their_matrix_backward(call: Call) -> Amount:
-    return 4 * product(call.shape("grad")) * call.shape("x")[-1]
 
 
 # ---- recurrent layers as one operator: every weight matrix multiplies the vector of every time step of every row ----

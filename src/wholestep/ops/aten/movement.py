@@ -5,7 +5,7 @@ Views need no row: their schemas say that they are views, and they move nothing 
 
 from __future__ import annotations
 
-from wholestep.ops.registry import flops_of
+from wholestep.ops.record import flops_of
 
 # fmt: off
 MOVEMENT = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from wholestep.ops.amounts import Amount
 from wholestep.ops.call import Call, elements
-from wholestep.ops.registry import flops_of
+from wholestep.ops.record import flops_of
 
 ADAM = 14
 """Decay 1; first moment, a lerp, 3; second moment 4; denominator: sqrt, divide, add eps 3; divide, times step size, subtract 3."""

@@ -10,7 +10,7 @@ import sympy
 
 from wholestep.ops.amounts import Amount, is_known, numel, product, size
 from wholestep.ops.call import Call, window
-from wholestep.ops.registry import Formula, flops_of
+from wholestep.ops.record import Formula, flops_of
 
 # fmt: off
 _ONCE = (
@@ -81,11 +81,6 @@ def ctc_backward(call: Call) -> Amount:
     """The same recursion backwards, the sum of both, and one exp and subtraction per probability."""
     time, rows = call.shape("log_probs")[:2]
     return 10 * time * rows * (2 * _target_length(call) + 1) + 3 * numel(call.tensor("log_probs"))
-
-
-@flops_of("ws::ctc", kind="reduction")
-def ctc_with_its_gradient(call: Call) -> Amount:
-    return ctc(call) + ctc_backward(call)
 
 
 def _target_length(call: Call) -> Amount:

@@ -12,12 +12,17 @@ program holds a whole square of scores (`biased_triton.py`); elsewhere it is the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from wholestep.ops.aten import attention as costs
 from wholestep.ops.attention import reference
 from wholestep.ops.attention.operator import in_layout
 from wholestep.ops.multi_tensor import triton_reason
+from wholestep.ops.record import Precision, record
 
 LONGEST, WIDEST = 128, 128
 TILE_BYTES = 16 << 10
@@ -113,3 +118,50 @@ def _differentiated(
 
 
 _forward.register_autograd(_differentiated, setup_context=_keep)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return reference.forward(q, k, v, spread(bias, q.shape[0]), False, scale, 0.0, None)
+
+
+def _plain_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, bias: Tensor, logsumexp: Tensor, scale: float
+) -> tuple[Tensor, ...]:
+    """By autograd, through softmax written out."""
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in (q, k, v, bias)]
+        scores = leaves[0] @ leaves[1].mT * scale + spread(leaves[3], q.shape[0])
+        return torch.autograd.grad(scores.softmax(-1) @ leaves[2], leaves, grad)
+
+
+def _cases() -> Iterator[tuple[Any, ...]]:
+    for windows, queries, keys in ((1, 5, 5), (2, 3, 7), (4, 1, 1)):
+        q, (k, v) = torch.randn(4, 2, queries, 8), torch.randn(2, 4, 2, keys, 8).unbind()
+        yield q, k, v, torch.randn(windows, 2, queries, keys), 0.3
+
+
+def _backward_cases() -> Iterator[tuple[Any, ...]]:
+    for q, k, v, bias, scale in _cases():
+        out, logsumexp = _plain(q, k, v, bias, scale)
+        yield torch.randn_like(out), q, k, v, out, bias, logsumexp, scale
+
+
+# the bias, fourth and sixth, is added to scores that are float32
+record(
+    "ws::biased_attention",
+    reference=_plain,
+    cases=_cases,
+    tolerance=1e-5,
+    kind="attention",
+    flops=costs.attention,
+    precision=Precision("attention", "low", 3),
+)
+record(
+    "ws::biased_attention_backward",
+    reference=_plain_backward,
+    cases=_backward_cases,
+    tolerance=1e-5,
+    kind="attention",
+    flops=costs.attention_backward,
+    precision=Precision("attention", "low", 5),
+)

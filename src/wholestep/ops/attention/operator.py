@@ -7,13 +7,18 @@ implementation drops by `key` instead.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from wholestep.ops.aten import attention as costs
+from wholestep.ops.attention import decomposition, reference
 from wholestep.ops.attention.choice import choose
 from wholestep.ops.attention.reference import compute_dtype, empty_out
+from wholestep.ops.call import Call
+from wholestep.ops.record import Precision, record
 
 LIBRARY = torch.library.Library("ws", "FRAGMENT")
 LIBRARY.define(
@@ -160,3 +165,74 @@ for _device in ("CPU", "CUDA"):
     LIBRARY.impl("attention_backward", attention_backward, _device)
 torch.library.register_autograd("ws::attention", _autograd, setup_context=_setup_context, lib=LIBRARY)
 torch.library.register_autograd("ws::attention_backward", _no_second_derivative, lib=LIBRARY)
+
+
+def _gradient_in_float32(call: Call) -> int:
+    """The gradient of narrow queries is summed in float32."""
+    queries = call.tensor("q")
+    return 4 * queries.numel() if queries.dtype in (torch.bfloat16, torch.float16) else 0
+
+
+def _plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    key: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    nothing = torch.zeros((), dtype=torch.int64)
+    return *reference.forward(q, k, v, mask, causal, scale, dropout_p, key), nothing, nothing
+
+
+def _plain_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, logsumexp: Tensor, seed: Tensor,
+    offset: Tensor, causal: bool, scale: float, dropout_p: float, key: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return reference.backward(grad_out, q, k, v, mask, out, logsumexp, causal, scale, dropout_p, key)
+
+
+def _cases() -> Iterator[tuple[Any, ...]]:
+    for heads, groups, queries, keys in ((2, 2, 5, 5), (4, 2, 3, 7), (1, 1, 1, 1)):
+        q, (k, v) = torch.randn(2, heads, queries, 8), torch.randn(2, 2, groups, keys, 8).unbind()
+        mask = torch.rand(2, 1, queries, keys) < 0.5
+        mask[..., 0] = True
+        yield q, k, v, None, False, 0.3, 0.0, None
+        yield q, k, v, None, True, 0.3, 0.0, None
+        yield q.double(), k.double(), v.double(), mask, False, 0.3, 0.0, None
+        hidden = mask.clone()
+        hidden[0, :, 0] = False  # a row that sees no key: what kernels of torch note of it is theirs
+        yield q, k, v, hidden, False, 0.3, 0.25, torch.tensor(99)
+
+
+def _backward_cases() -> Iterator[tuple[Any, ...]]:
+    for q, k, v, mask, *rest in _cases():
+        out, logsumexp, seed, offset = torch.ops.ws.attention(q, k, v, mask, *rest)
+        yield torch.randn_like(out), q, k, v, mask, out, logsumexp, seed, offset, *rest
+
+
+record(
+    "ws::attention",
+    reference=_plain,
+    cases=_cases,
+    tolerance=1e-5,
+    kind="attention",
+    flops=costs.attention,
+    precision=Precision("attention", "low", 4),  # q, k, v and mask
+    draws=costs.drops,  # on a GPU dropout draws from torch's own generator
+    decomposition=decomposition.attention,
+)
+record(
+    "ws::attention_backward",
+    reference=_plain_backward,
+    cases=_backward_cases,
+    tolerance=1e-5,
+    kind="attention",
+    flops=costs.attention_backward,
+    precision=Precision("attention", "low", 6),  # not the logsumexp behind them, float32 by definition
+    scratch=_gradient_in_float32,
+    decomposition=decomposition.attention_backward,
+    unordered=frozenset({"cuda"}),
+)
