@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "wholestep"
 MAX_LINES = 800
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|farm)/")
 NOT_OURS = {".git", ".venv", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", "build"}
@@ -75,3 +76,17 @@ def test_no_machine_path_is_mentioned() -> None:
 def test_a_machine_path_would_be_seen(folder: str) -> None:
     assert MACHINE_PATH.search(f'open("/{folder}/data.bin")')
     assert not MACHINE_PATH.search(f"https://example.org/{folder}/x") and not MACHINE_PATH.search(f"a/{folder}/b")
+
+
+def test_operators_are_named_where_they_are_made_or_rewritten() -> None:
+    """What is known of an operator is asked of its record; only capture makes them, passes rewrite them, `nn` offers them."""
+    named = re.compile(r"ops\.ws\.\w|\bws\.[a-z]\w*\.default|[\"']ws::\w")
+    folders = {"ops", "capture", "passes", "nn"}
+    found = [
+        f"{path.relative_to(PACKAGE)}:{number}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.relative_to(PACKAGE).parts[0] not in folders
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if named.search(line) and not line.lstrip().startswith(("#", '"""'))
+    ]
+    assert not found

@@ -27,7 +27,7 @@ from torch import fx
 from wholestep.graph.copies import copy_node
 from wholestep.graph.training_graph import OutputKind, TrainingGraph, tensors_in
 from wholestep.lower.aliases import alias_roots, may_alias
-from wholestep.ops import IN_PLACE
+from wholestep.ops import IN_PLACE, record_of
 
 aten = torch.ops.aten
 
@@ -108,7 +108,7 @@ def _needed_nodes(training: TrainingGraph, wanted: Iterable[Any]) -> list[fx.Nod
 def looks_at_sizes(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Nodes that look at a fact about sizes (`ws::require`), and those that compute what it looks at from sizes."""
     seen: set[fx.Node] = set()
-    ways = [node for node in nodes if node.target is torch.ops.ws.require.default]
+    ways = [node for node in nodes if record_of(node).guards]
     while ways:
         node = ways.pop()
         if node not in seen:

@@ -82,6 +82,8 @@ class Operator:
     """Whether it works element by element in whatever order these lie in memory, though torch does not tag it so."""
     compiled: bool = True
     """Whether a compiler may see it."""
+    guards: bool = False
+    """Whether it ends a step in which a fact does not hold, and has to run before whatever rests on that fact."""
     decomposition: Callable[..., Any] | None = None
     """aten arithmetic that a compiler fuses."""
     in_place: Callable[..., None] | None = None
@@ -94,6 +96,7 @@ class Operator:
     """The same for what a compiler makes of it."""
 
 
+_NOTHING = Operator(name="")
 FACTS: dict[str, dict[str, Any]] = {}
 """Name -> what was said of it."""
 _found: dict[Any, Operator] = {}

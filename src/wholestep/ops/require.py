@@ -41,4 +41,5 @@ record(
     kind="movement",
     flops=lambda call: 0,
     compiled=False,  # a compiler takes the fact for granted
+    guards=True,
 )

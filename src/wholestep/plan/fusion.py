@@ -43,7 +43,7 @@ def is_fusable(node: fx.Node) -> bool:
     known = record_of(node)
     if known.fuses is not None:
         return known.fuses
-    return flops(node).kind in FUSABLE_KINDS and not known.name.startswith("ws::")
+    return flops(node).kind in FUSABLE_KINDS and getattr(node.target, "namespace", "") != "ws"
 
 
 def written_out(graph: TrainingGraph) -> tuple[list[Work], dict[fx.Node, Any]]:
