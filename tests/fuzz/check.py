@@ -36,7 +36,7 @@ from wholestep.graph.check import check as check_graph
 from wholestep.graph.copies import copy_graph
 from wholestep.graph.keys import value_keys
 from wholestep.graph.plan import Plan
-from wholestep.graph.training_graph import Input, OutputKind, Role, TrainingGraph
+from wholestep.graph.training_graph import Input, OutputKind, Role, Target, TrainingGraph
 from wholestep.lower import lower_interpret
 from wholestep.passes.pipeline import TABLE, Pass, Pipeline, compiler_pass
 from wholestep.runtime.variant import Variant
@@ -283,9 +283,9 @@ def passes_for(case: Case) -> dict[str, Pass]:
 
 def _as_for_a_gpu(one: Pass, graph: TrainingGraph) -> TrainingGraph:
     """What a pass does for GPUs only is right on any device."""
-    graph.for_gpu = True
+    graph.target = Target("cuda")
     graph = one(graph)
-    graph.for_gpu = False
+    graph.target = Target()
     return graph
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import wholestep
 from wholestep.capture.dry import dry_capture
 from wholestep.capture.subject import Subject
-from wholestep.graph.training_graph import TrainingGraph
+from wholestep.graph.training_graph import Target, TrainingGraph
 from wholestep.ops import recurrent
 from wholestep.ops.flops import flops
 
@@ -97,7 +97,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with torch.library._scoped_library("ws", "IMPL") as library:
         library.impl("recurrent", _forward, "CPU")
         library.impl("recurrent_backward", _backward, "CPU")
-        monkeypatch.setattr(Subject, "on_gpu", property(lambda self: True))
+        monkeypatch.setattr(Subject, "target", Target("cuda"))
         yield
 
 
@@ -123,7 +123,7 @@ def test_a_step_with_whole_layers_is_the_unrolled_one(
     found, step = trained(one, x, backend="interpret")
     assert step.rung == "whole step" and not any("unrolled" in note for note in step.notes)
     assert operators(step.graph).count("ws.recurrent.default") == layers
-    monkeypatch.setattr(Subject, "on_gpu", property(lambda self: False))
+    monkeypatch.setattr(Subject, "target", Target("cpu"))
     expected, unrolled = trained(two, x, backend="interpret")
     assert any("unrolled" in note for note in unrolled.notes)
     assert found == pytest.approx(expected, rel=1e-5)

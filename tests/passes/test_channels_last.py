@@ -25,7 +25,7 @@ from wholestep.graph.check import check
 from wholestep.graph.copies import copy_graph
 from wholestep.graph.liveness import peak_bytes
 from wholestep.graph.plan import Plan
-from wholestep.graph.training_graph import OutputKind, TrainingGraph, tensors_in
+from wholestep.graph.training_graph import OutputKind, Target, TrainingGraph, tensors_in
 from wholestep.lower import lower_inductor, lower_interpret
 from wholestep.lower.interpret import statement_of
 from wholestep.passes.channels_last import channels_last
@@ -465,7 +465,7 @@ def test_on_the_cpu_and_without_convolutions_the_graph_is_left_alone() -> None:
 
 def on_a_gpu(graph: TrainingGraph) -> TrainingGraph:
     """The graph as if captured there."""
-    graph.for_gpu = True
+    graph.target = Target("cuda")
     return graph
 
 
@@ -480,7 +480,7 @@ def test_a_capture_without_a_gpu_is_laid_out_as_one_there(device: str, used: boo
         model, lambda m, x: m(x).square().mean(), optimizer, torch.randn(4, 128, 12, 12), device=device
     )
     told = default_pipeline().run_on(capture)
-    assert capture.graph.for_gpu is used
+    assert capture.graph.target.is_gpu is used
     assert any("4 convolutions channels-last" in line for line in told) is used
     turned = [node for node in capture.graph.operations() if node.target is torch.ops.aten.convolution.default]
     assert all(node.meta["val"].is_contiguous(memory_format=torch.channels_last) is used for node in turned) and turned

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.passes.small_graphs import operators, rewritten, traced
 
+from wholestep.graph.training_graph import Target
 from wholestep.passes.fold_constants import fold_constants
 
 X = torch.randn(4, 6)
@@ -71,7 +72,7 @@ ON_A_GPU: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[str]]] = 
 def test_numbers_on_the_host_of_a_gpu(name: str) -> None:
     function, expected = ON_A_GPU[name]
     graph = traced(lambda x: (x.sum(), function(x)), X)
-    graph.for_gpu = True
+    graph.target = Target("cuda")
     if name == "drawn":
         assert "bernoulli" in operators(fold_constants(graph))
     else:

@@ -152,7 +152,7 @@ def capture_key(subject: Subject, reading: Reading, finished_by: str | None = No
         finished_by,
         (subject.precision, subject.accumulate, subject.clip_norm is None, subject.nonfinite, subject.chunked_loss),
         (torch.is_autocast_enabled(subject.device.type), torch.get_autocast_dtype(subject.device.type)),
-        (torch.get_default_dtype(), subject.on_gpu, torch.backends.cudnn.enabled, str(subject.device)),
+        (torch.get_default_dtype(), subject.target, torch.backends.cudnn.enabled, str(subject.device)),
     ):
         digest.update(repr(part).encode())
         digest.update(b"\0")

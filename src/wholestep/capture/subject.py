@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from wholestep.capture import optimizers
 from wholestep.capture.loss_scale import LossScale
 from wholestep.errors import BadLoss, BadOption, NotBuiltYet, UnsupportedModel, UnsupportedOptimizer
+from wholestep.graph.training_graph import Target
 
 NONFINITE = ("allow", "skip")
 """What becomes of an update whose gradients are not finite: it is made, as torch does, or left out."""
@@ -90,9 +91,9 @@ class Subject:
             self.device = torch.device("cpu")  # of the stand-ins; autograd cannot take fake CUDA tensors everywhere
 
     @property
-    def on_gpu(self) -> bool:
-        """Whether the step is captured for a GPU, here or elsewhere."""
-        return (self.dry or self.device.type) == "cuda"
+    def target(self) -> Target:
+        """What the step is captured for, here or elsewhere."""
+        return Target(self.dry or self.device.type)
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:

@@ -145,7 +145,7 @@ def _trace(tracer: Tracer) -> tuple[TrainingGraph, tuple[torch.Tensor, ...]]:
     inputs = order + [Input(Role.CONSTANT, f"constant{first + i}") for i in range(len(constants))]
     fakes = fakes + [compat.to_fake(tracer.mode, c) for c in constants]
     graph = functional(recorded, fakes, inputs, meanings, tracer.mode, num_sites=drawn)
-    graph.for_gpu = tracer.subject.on_gpu
+    graph.target = tracer.subject.target
     if tracer.subject.nonfinite == "skip":
         keep_buffers(graph)
     if tracer.holds is not None:

@@ -85,7 +85,7 @@ def run_loss(
     with (
         swapped,
         calls.recorded(annotate=tracing),
-        keyed(sites, on_gpu=subject.on_gpu, chunked=chunked) as modes,
+        keyed(sites, on_gpu=subject.target.is_gpu, chunked=chunked) as modes,
         autocast_for(subject),
     ):
         loss, aux = check_loss(subject.loss_fn(subject.model, batch))
@@ -222,7 +222,7 @@ class Tracer:
             if self.subject.dry == "cuda" and self.subject.precision != "fp32"
             else contextlib.nullcontext()
         )
-        with dry, keyed(sites, on_gpu=self.subject.on_gpu, chunked=chunked) as modes:
+        with dry, keyed(sites, on_gpu=self.subject.target.is_gpu, chunked=chunked) as modes:
             found = reading.graph.run(args, numbers, self.paths, self.subject.device)
         return Forward(
             found.loss,

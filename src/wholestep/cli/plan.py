@@ -15,7 +15,7 @@ from wholestep.disk import read_json
 from wholestep.errors import BadOption, NotBuiltYet
 
 if TYPE_CHECKING:
-    from wholestep.cost.target import Target
+    from wholestep.cost.target import Card
     from wholestep.report.pictures.frontier_staircase import Peer
     from wholestep.train.fit import Fit
 
@@ -92,7 +92,7 @@ def command(
     raise typer.Exit(0 if fit.fits else 1)
 
 
-def budget_of(memory: str | None, target: Target) -> int:
+def budget_of(memory: str | None, target: Card) -> int:
     """The budget in bytes of the card: at most what it has."""
     from wholestep.graph.bytes import parse_bytes, show_bytes
 

@@ -1,6 +1,6 @@
 """The card a plan is made for, from what is typed: a name of the table, an amount of memory, or `this`.
 
-In: `h200`, `24GiB`, `this`. Out: a Target: the device, and what its times are worth. A card of which only the memory is known
+In: `h200`, `24GiB`, `this`. Out: a Card: the device, and what its times are worth. A card of which only the memory is known
 has no speed: it takes the H200's ratios, and its times are shown relative to its fastest plan.
 """
 
@@ -19,7 +19,7 @@ _RATIOS_OF = "h200"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Target:
+class Card:
     """A device, and how far its predicted times can be trusted."""
 
     device: Device
@@ -31,22 +31,22 @@ class Target:
         return not self.device.name.startswith("cpu")
 
 
-def find_target(text: str) -> Target:
+def find_target(text: str) -> Card:
     """The target of that name; an error that names the nearest for anything else."""
     name = text.strip()
     if name.lower() in ("this", "cpu"):
         from wholestep.cost.measure import measure_device, this_device
 
         device = this_device() if name.lower() == "this" else measure_device("cpu")
-        return Target(device, "calibrated" if device.name in CALIBRATED else "not calibrated")
+        return Card(device, "calibrated" if device.name in CALIBRATED else "not calibrated")
     if re.match(r"[\d.]", name):
         amount = parse_bytes(name)
         title = f"a card of {show_bytes(amount)}"
-        return Target(dataclasses.replace(DEVICES[_RATIOS_OF], name=name, title=title, memory_bytes=amount), "relative")
+        return Card(dataclasses.replace(DEVICES[_RATIOS_OF], name=name, title=title, memory_bytes=amount), "relative")
     try:
         device = find_device(name)
     except BadOption as error:
         raise BadOption(
             f"--{error.what.replace('no device is called', 'device')} is not known", hint=error.hint
         ) from None
-    return Target(device, "calibrated" if device.name in CALIBRATED else "not calibrated")
+    return Card(device, "calibrated" if device.name in CALIBRATED else "not calibrated")

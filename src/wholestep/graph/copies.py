@@ -74,5 +74,5 @@ def _assembled(
         {p: names[n] for p, n in graph.boundaries.items()},
         graph.made_by,
         graph.seconds,
-        graph.for_gpu,
+        graph.target,
     )

@@ -31,10 +31,10 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from wholestep import compat
-from wholestep.graph.training_graph import Input, Output, OutputKind, Role, TrainingGraph
+from wholestep.graph.training_graph import Input, Output, OutputKind, Role, Target, TrainingGraph
 
 FORMAT = "wholestep.graph"
-VERSION = 2
+VERSION = 3
 MAX_CONSTANT_BYTES = 1 << 20
 """Constants burned into a graph are scalars and small tables; a larger one means that a weight slipped in."""
 
@@ -57,7 +57,7 @@ def dumps(graph: TrainingGraph) -> bytes:
     body["boundaries"] = list(graph.boundaries.items())
     body["made_by"] = graph.made_by
     body["seconds"] = graph.seconds
-    body["for_gpu"] = graph.for_gpu
+    body["target"] = graph.target.device
     return _pack("training_graph", body)
 
 
@@ -72,7 +72,7 @@ def loads(data: bytes, fake_mode: FakeTensorMode | None = None) -> TrainingGraph
         boundaries=dict(body["boundaries"]),
         made_by=body["made_by"],
         seconds=body["seconds"],
-        for_gpu=body["for_gpu"],
+        target=Target(body["target"]),
     )
 
 

@@ -69,6 +69,18 @@ class Output:
     target: int | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """What a graph is made for. Not to be read off its tensors: those of a dry capture are said to be on a CPU all the same."""
+
+    device: str = "cpu"
+    """Of torch's kinds: cpu, cuda."""
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device == "cuda"
+
+
 @dataclasses.dataclass(slots=True)
 class TrainingGraph:
     """A functional FX graph plus the meaning of its inputs and outputs."""
@@ -85,8 +97,7 @@ class TrainingGraph:
     """Module path (`path#2` for its second call) -> name of the node that is its output; in execution order."""
     made_by: str = "capture"
     seconds: float = 0.0
-    for_gpu: bool = False
-    """Whether it was captured for a GPU; in a dry capture its tensors are said to be on a CPU all the same."""
+    target: Target = Target()
     notes: list[str] = dataclasses.field(default_factory=list)
     """What the pass at work wants the user to know; the pipeline takes them."""
 

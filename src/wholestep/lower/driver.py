@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep.lower.streams import InOrder, Streams
+
 _serial = itertools.count()
 
 CUTS = (16, 4)
@@ -45,6 +47,17 @@ class Statement:
     unpack: bool = False
     boxed: bool = False
     comment: str = ""
+    stream: str = ""
+    """Where it runs; "" is the main stream."""
+    after: tuple[str, ...] = ()
+    """Events that it waits for."""
+    leaves: str = ""
+    """The event that says it is done."""
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether it says anything about streams."""
+        return bool(self.stream or self.after or self.leaves)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,12 +101,14 @@ def build_driver(
     constants: dict[fx.Node, Any],
     *,
     consume: bool = False,
+    streams: Streams | None = None,
 ) -> Driver:
     """The function that unpacks `inputs`, makes every call in order and returns the results.
 
-    With `consume` it empties the list it is given, so that its inputs die at their last use too.
+    With `consume` it empties the list it is given, so that its inputs die at their last use too. `streams` carries out what
+    statements say about theirs; without one everything runs in the order of the text, and that order is checked.
     """
-    scope = _Scope()
+    scope, streams = _Scope(), InOrder() if streams is None else streams
     for node, thing in constants.items():
         scope.names[node] = scope.constant(thing, "constant")
     last = _last_uses(statements)
@@ -113,7 +128,14 @@ def build_driver(
         read = _nodes_in((statement.args, statement.kwargs))
         dying = [scope.value(node) for node in read if last[node] == index and node not in kept]
         bound = [node if node in used else None for node in statement.results]
-        lines.extend(_render(statement, bound, dying, scope))
+        rendered = _render(statement, bound, dying, scope)
+        lines.extend(
+            _on_its_stream(statement, rendered, scope.constant(streams, "streams"))
+            if statement.is_ordered
+            else rendered
+        )
+    if any(statement.is_ordered for statement in statements):
+        lines.append(f"    {scope.constant(streams, 'streams')}.join()")
     lines.append(f"    return ({''.join(_literal(value, scope) + ', ' for value in results)})")
     source = "\n".join(lines) + "\n"
     return Driver(_execute(source, scope), source)
@@ -149,6 +171,16 @@ def _render(statement: Statement, bound: list[fx.Node | None], dying: list[str],
     if statement.boxed:
         return [f"    args = [{', '.join(arguments)}]", *delete, f"    {left}{function}(args){comment}"]
     return [f"    {left}{function}({', '.join(arguments)}){comment}", *delete]
+
+
+def _on_its_stream(statement: Statement, lines: list[str], streams: str) -> list[str]:
+    """A call on its stream, between what it waits for and what waits for it."""
+    where = repr(statement.stream)
+    waits = [f"    {streams}.wait({where}, {event!r})" for event in statement.after]
+    leaves = [f"    {streams}.leave({where}, {statement.leaves!r})"] if statement.leaves else []
+    if statement.stream:
+        lines = [f"    with {streams}.on({where}):", *(f"    {line}" for line in lines)]
+    return [*waits, *lines, *leaves]
 
 
 def _literal(value: Any, scope: _Scope) -> str:

@@ -33,7 +33,7 @@ _CHOICES = {
 @compiler_pass(numerics="bitwise")
 def bound_counts(graph: TrainingGraph) -> TrainingGraph:
     """bincount(x, None, n) => sum(x == [0 .. n-1]) where x < n for certain."""
-    if not graph.for_gpu:
+    if not graph.target.is_gpu:
         return graph
     editor = Editor(graph)
     for node in list(graph.operations()):

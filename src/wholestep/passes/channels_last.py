@@ -87,7 +87,7 @@ def channels_last(graph: TrainingGraph, *, force: bool = False) -> TrainingGraph
     found = [node for node in graph.operations() if _convolves_images(node)]
     if not found or not has_static_sizes(graph):
         return graph
-    chosen = [node for node in found if force or (graph.for_gpu and _gains(node))]
+    chosen = [node for node in found if force or (graph.target.is_gpu and _gains(node))]
     if not chosen or not (force or _matters(graph, chosen)):
         return graph
     try:

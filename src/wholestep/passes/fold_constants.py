@@ -52,9 +52,9 @@ def fold_constants(graph: TrainingGraph) -> TrainingGraph:
     edit = Editor(graph)
     known: dict[fx.Node, torch.Tensor] = {}
     for node in list(graph.operations()):
-        if graph.for_gpu:
+        if graph.target.is_gpu:
             _take_number(edit, node, known)
-        value = _computed(node, known, on_host=graph.for_gpu)
+        value = _computed(node, known, on_host=graph.target.is_gpu)
         if value is None:
             continue
         known[node] = value

@@ -32,7 +32,9 @@ def patch_products(graph: TrainingGraph, *, force: bool = False) -> TrainingGrap
     Args:
         force: on every device and in every precision; otherwise on a GPU, where tensor cores take both.
     """
-    names = {n.name for n in graph.operations() if _cuts_patches(n) and (force or (graph.for_gpu and _is_narrow(n)))}
+    names = {
+        n.name for n in graph.operations() if _cuts_patches(n) and (force or (graph.target.is_gpu and _is_narrow(n)))
+    }
     if not names or not has_static_sizes(graph):
         return graph
     copy = copy_graph(graph)

@@ -25,7 +25,7 @@ _LEAST_SHARED = 8
 @compiler_pass(numerics="rounding")
 def share_scatters(graph: TrainingGraph, *, least_shared: int = _LEAST_SHARED) -> TrainingGraph:
     """scatter_add(zeros, -1, expand(index), src) => scatter_shared(index, src, size)."""
-    if not graph.for_gpu:
+    if not graph.target.is_gpu:
         return graph
     editor = Editor(graph)
     for node in list(graph.operations()):

@@ -17,7 +17,7 @@ from wholestep.capture.dry import capture_dry
 from wholestep.capture.trace import Capture
 from wholestep.compiler import compiler_for
 from wholestep.cost.devices import DEVICES, Device
-from wholestep.cost.target import Target
+from wholestep.cost.target import Card
 from wholestep.errors import BadOption
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
@@ -49,7 +49,7 @@ class Question:
     batch: int | None = None
     seq: int | None = None
     precision: str | None = None
-    target: Target
+    target: Card
     budget_bytes: int
     """Of the card."""
 
@@ -218,7 +218,7 @@ def plans_of(
     return frontier(graph, device, passes.carry_out, targets=targets, near=near)
 
 
-def on_the_card(peak_bytes: int, target: Target) -> int:
+def on_the_card(peak_bytes: int, target: Card) -> int:
     """What `nvidia-smi` would show for a peak; a CPU has no context and no allocator of ours."""
     return card_bytes(peak_bytes) if target.is_gpu else peak_bytes
 
