@@ -1,9 +1,9 @@
 """Streams of a step: where calls run beside the main stream, and what they wait for.
 
-In: names. A statement of the driver may say on which stream it runs, which events it waits for and which one it leaves behind; the
-generated function speaks to a `Streams`. Out: on a GPU streams and events of torch's, joined with the main stream when the step ends (a
-recording of the step is then whole, and the next step finds everything done); elsewhere `InOrder`, which runs everything as it is
-written and checks what a GPU would not: that every event that is waited for was left behind before.
+In: names. A statement of the driver may say on which stream it runs, which events it waits for and which one it leaves behind;
+the generated function speaks to a `Streams`. Out: on a GPU streams and events of torch's, joined with the main stream when the step
+ends (a recording of the step is then whole, and the next step finds everything done); elsewhere `InOrder`, which runs everything
+as it is written and checks what a GPU would not: that every event that is waited for was left behind before.
 """
 
 from __future__ import annotations
