@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from wholestep.graph.check import check
+from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
 from wholestep.graph.printer import dump as dump_graph
 from wholestep.graph.training_graph import TrainingGraph
@@ -117,14 +118,17 @@ class PassReport:
     nodes_before: int
     nodes_after: int
     seconds: float
-    notes: tuple[str, ...] = ()
+    said: tuple[str, ...] = ()
     """What the pass itself has to say."""
 
     @property
-    def lines(self) -> list[str]:
-        """What is worth telling: a changed number of nodes, and the pass's own notes."""
-        changed = [str(self)] if self.nodes_before != self.nodes_after else []
-        return changed + [f"pass {self.name}: {note}" for note in self.notes]
+    def told(self) -> list[Note]:
+        """What is worth telling: a changed number of nodes, and what the pass itself has to say."""
+        own = [Note("pass", f"pass {self.name}: {said}", {"pass": self.name, "said": said}) for said in self.said]
+        if self.nodes_before == self.nodes_after:
+            return own
+        nodes = {"before": self.nodes_before, "after": self.nodes_after}
+        return [Note("pass", str(self), {"pass": self.name, **nodes}), *own]
 
     @property
     def effect(self) -> str:
@@ -205,10 +209,10 @@ class Pipeline:
 
     # ---- running ----
 
-    def run(self, graph: TrainingGraph, *, dump: str | None = None, first: int = 1) -> tuple[TrainingGraph, list[str]]:
-        """All passes in order; the rewritten graph and one line per pass that changed something."""
+    def run(self, graph: TrainingGraph, *, dump: str | None = None, first: int = 1) -> tuple[TrainingGraph, list[Note]]:
+        """All passes in order; the rewritten graph and a note per pass that changed something."""
         graph, reports = self.run_reporting(graph, dump=dump, first=first)
-        return graph, [line for report in reports for line in report.lines]
+        return graph, [note for report in reports for note in report.told]
 
     def run_reporting(
         self, graph: TrainingGraph, *, dump: str | None = None, first: int = 1
@@ -223,30 +227,30 @@ class Pipeline:
             graph = one(graph)
             graph.made_by, graph.seconds = name_of(one), time.perf_counter() - began
             check(graph)
-            notes = tuple(graph.notes)
+            said = tuple(graph.notes)
             graph.notes.clear()
-            reports.append(PassReport(name_of(one), before, len(graph.graph.nodes), graph.seconds, notes))
+            reports.append(PassReport(name_of(one), before, len(graph.graph.nodes), graph.seconds, said))
             if dump is not None:
                 dump_graph(graph, dump, name_of(one), number, reports[-1].effect)
         return graph, reports
 
-    def prepare(self, capture: Capture, *, dump: str | None = None) -> list[str]:
-        """Rewrite a capture's graph by the passes that need no plan; the lines to report."""
+    def prepare(self, capture: Capture, *, dump: str | None = None) -> list[Note]:
+        """Rewrite a capture's graph by the passes that need no plan; what to report."""
         return self.run_on(capture, dump=dump)
 
-    def carry_out_on(self, prepared: Capture, plan: Plan, *, dump: str | None = None) -> list[str]:
+    def carry_out_on(self, prepared: Capture, plan: Plan, *, dump: str | None = None) -> list[Note]:
         """The same by those that carry a plan out."""
         closed = Pipeline([_closed_over(one, plan) for one in self.apply])
         return closed.run_on(prepared, dump=dump, first=len(self.passes) + 1)
 
-    def run_on(self, capture: Capture, *, dump: str | None = None, first: int = 1) -> list[str]:
-        """Rewrite a capture's graph in place, and its update's graph by the passes that know of it; the lines to report."""
-        capture.graph, lines = self.run(capture.graph, dump=dump, first=first)
+    def run_on(self, capture: Capture, *, dump: str | None = None, first: int = 1) -> list[Note]:
+        """Rewrite a capture's graph in place, and its update's graph by the passes that know of it; what to report."""
+        capture.graph, notes = self.run(capture.graph, dump=dump, first=first)
         of_updates = [one for one in self.passes if getattr(one, "for_updates", False)]
         if capture.update is not None and of_updates:
             capture.update, more = Pipeline(of_updates).run(capture.update)
-            lines += more
-        return lines
+            notes += more
+        return notes
 
 
 def _closed_over(one: ApplyPass, plan: Plan) -> Pass:

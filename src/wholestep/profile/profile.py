@@ -177,7 +177,7 @@ class _Session:
         if step.graph is None:
             reasons = "; ".join(str(fall) for fall in step.falls)
             self.notes.append(f"nothing was captured, so what the step computes is counted while it runs: {reasons}")
-        self.notes += [note for note in step.notes if note.startswith("memory: ")]
+        self.notes += [note for note in step.notes if note.kind == "memory"]
         if ours:
             return step, step
         subject = self.subject

@@ -30,6 +30,7 @@ from wholestep.errors import WholestepWarning
 from wholestep.graph.bytes import show_bytes
 from wholestep.graph.keys import operator_name
 from wholestep.graph.liveness import tensor_bytes
+from wholestep.graph.notes import check_note
 from wholestep.graph.training_graph import Role, TrainingGraph, phase_of, tensors_in
 from wholestep.graph.views import is_cheap_view
 from wholestep.lower import give_back
@@ -257,14 +258,12 @@ class _Checked:
                 count = fewer(count, whole)
         except NotComparable as refused:
             return f"{why}, and a few rows cannot stand for all: {refused}"
-        run.step._note(
-            f"check: reduced: the first step was compared with eager PyTorch on {count} of {whole} rows, which is what "
-            f"memory={self.budget.said} leaves room for ({why})"
-        )
+        text = f"the first step was compared with eager PyTorch on {count} of {whole} rows, which is what"
+        run.step._note(check_note("reduced", f"{text} memory={self.budget.said} leaves room for ({why})"))
         return None
 
     def _left_out(self, run: Any, reason: str) -> None:
         text = f"the first step is not compared with eager PyTorch within memory={self.budget.said}: {reason}"
-        run.step._note(f"check: left out: {text}")
+        run.step._note(check_note("left out", text))
         hint = "wholestep.verify(...) compares without a budget, check='off' asks for no comparison"
         warnings.warn(f"{text}; {hint}", WholestepWarning, stacklevel=2)
