@@ -27,14 +27,12 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from wholestep import compat
 from wholestep.graph.layers import Part, layers_of, part_of
 from wholestep.graph.training_graph import phase_of
-from wholestep.graph.views import is_cheap_view
+from wholestep.graph.views import is_cheap_view, is_partial_view
 from wholestep.lower.in_place import ImperativeGraph, looks_at_sizes
 from wholestep.ops import DECOMPOSITIONS, UNCOMPILED
 
 aten = torch.ops.aten
 _COPIES = (aten.copy_.default, aten.fill_.Scalar)
-# Views that keep only part of their base: passing them on may let the rest of an intermediate die.
-_PARTIAL_VIEWS = ("aten::slice", "aten::select", "aten::split", "aten::as_strided", "aten::diagonal", "aten::unbind")
 
 # Updates written out as arithmetic are hundreds of kernels, some per parameter: minutes to compile, little to fuse.
 MAX_UPDATE_OPERATIONS = 32
@@ -249,7 +247,7 @@ def _base_is_whole(view: fx.Node) -> bool:
     base = view
     partial = False
     while is_cheap_view(base):
-        partial = partial or base.target._schema.name in _PARTIAL_VIEWS  # type: ignore[union-attr]
+        partial = partial or is_partial_view(base)
         base = base.all_input_nodes[0]
     return not partial or base.op in ("placeholder", "get_attr")
 

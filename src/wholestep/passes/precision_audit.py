@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of, tensors_in
+from wholestep.graph.views import shares_memory
 from wholestep.passes.precision_rules import entry_of
 
 NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -69,7 +70,7 @@ def summary(graph: TrainingGraph) -> str | None:
 def _computes_in(node: fx.Node) -> str | None:
     """The type an operator computes in; None for views, and for what touches no floating-point value."""
     schema = getattr(node.target, "_schema", None)
-    if schema is None or schema.name == "aten::_unsafe_view" or any(r.alias_info is not None for r in schema.returns):
+    if schema is None or shares_memory(node.target):
         return None
     made = _floating(node)
     read = [d for source in node.all_input_nodes for d in _floating(source)]

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.graph.liveness import UNDECLARED_VIEWS
 from wholestep.graph.training_graph import TrainingGraph, phase_of, tensors_in
+from wholestep.graph.views import shares_memory
 from wholestep.passes.fx_edit import Editor, is_static, layer_of
 from wholestep.passes.pipeline import compiler_pass
 
@@ -65,7 +65,7 @@ def _may_be_shared(node: fx.Node) -> bool:
 
 def _free(earlier: fx.Node, later: fx.Node, position: dict[fx.Node, int]) -> bool:
     """Whether reading `earlier` in place of `later` keeps no memory longer than it was kept before."""
-    if _is_view(earlier) or all(_small(t) for t in tensors_in(earlier.meta.get("val"))):
+    if shares_memory(earlier.target) or all(_small(t) for t in tensors_in(earlier.meta.get("val"))):
         return True
     return _read_from(earlier, position[later], position)
 
@@ -75,16 +75,7 @@ def _read_from(node: fx.Node, start: int, position: dict[fx.Node, int]) -> bool:
     users = list(node.users)
     if any(position[user] >= start for user in users):
         return True
-    return any(user.op == "call_function" and _is_view(user) and _read_from(user, start, position) for user in users)
-
-
-def _is_view(node: fx.Node) -> bool:
-    if node.target is operator.getitem:
-        return True
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return False
-    return schema.name in UNDECLARED_VIEWS or any(result.alias_info is not None for result in schema.returns)
+    return any(shares_memory(user.target) and _read_from(user, start, position) for user in users)
 
 
 def _small(tensor: torch.Tensor) -> bool:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import operator
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +31,7 @@ from wholestep.graph.keys import operator_name
 from wholestep.graph.liveness import tensor_bytes
 from wholestep.graph.notes import check_note
 from wholestep.graph.training_graph import Role, TrainingGraph, phase_of, tensors_in
-from wholestep.graph.views import is_cheap_view
+from wholestep.graph.views import is_cheap_view_or_entry
 from wholestep.lower import give_back
 from wholestep.lower.footprint.predict import predict_profile
 from wholestep.plan.budget import Budget, limit_now
@@ -83,7 +82,7 @@ def needs_of(graph: TrainingGraph, share: float = 1.0) -> Needs:
     logits = int(share * max([_logits(node) for node in graph.operations() if _is_chunked_loss(node)], default=0))
     most = saved = 0
     for node in (graph if share == 1.0 else rebatched(graph, share)).operations():
-        if phase_of(node) == "update" or is_cheap_view(node) or node.target is operator.getitem:
+        if phase_of(node) == "update" or is_cheap_view_or_entry(node):
             continue
         saved += _bytes(node) if phase_of(node) == "forward" else 0
         most = max(most, _bytes(node) + sum(_bytes(entry) for entry in node.all_input_nodes))

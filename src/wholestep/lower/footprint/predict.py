@@ -10,7 +10,6 @@ that Inductor generated for a region (`regions.py`).
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -20,7 +19,7 @@ from torch import fx
 
 from wholestep.graph.liveness import storages, tensor_bytes
 from wholestep.graph.training_graph import Role, TrainingGraph, module_of, phase_of, tensors_in
-from wholestep.graph.views import is_cheap_view
+from wholestep.graph.views import is_cheap_view_or_entry
 from wholestep.lower.footprint.blocks import (
     OTHER,
     PHASES,
@@ -77,7 +76,7 @@ def predict_profile(
     if scratch is None:
         notes = ["without what operators take for themselves while they run"]
     else:
-        notes = unmeasured([call for call in calls if not _is_view(call.made[0])])
+        notes = unmeasured([call for call in calls if not is_cheap_view_or_entry(call.made[0])])
     return profile_of_calls(graph, imperative, calls, rounding=rounding, notes=notes)
 
 
@@ -231,10 +230,6 @@ def _stretches(marks: Sequence[tuple[str, int]], end: int) -> list[Phase]:
         found.append(Phase(name, start if found else 0, end))
     assert all(phase.name in PHASES for phase in found)
     return found
-
-
-def _is_view(node: fx.Node) -> bool:
-    return node.target is operator.getitem or is_cheap_view(node)
 
 
 def _writes(node: fx.Node) -> bool:

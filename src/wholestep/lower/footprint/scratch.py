@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import fx
 
 from wholestep.graph.liveness import tensor_bytes
 from wholestep.graph.training_graph import TrainingGraph, tensors_in
-from wholestep.graph.views import is_cheap_view
+from wholestep.graph.views import is_cheap_view_or_entry
 from wholestep.lower.footprint import cuda
 from wholestep.lower.footprint.events import Event, mark, record
 from wholestep.lower.footprint.owners import storage_of
@@ -63,7 +62,7 @@ def measure_scratch(graph: TrainingGraph) -> dict[str, Scratch]:
     nodes: dict[str, list[str]] = {}
     distinct: list[fx.Node] = []
     for node in write_state_in_place(graph).graph.nodes:
-        if node.op != "call_function" or node.target is operator.getitem or is_cheap_view(node):
+        if node.op != "call_function" or is_cheap_view_or_entry(node):
             continue
         key = repr((str(node.target), _described(node)))
         if key not in nodes:
