@@ -15,7 +15,6 @@ Three rules keep regions equal and cheap:
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import operator
 from collections.abc import Iterable
 from typing import Any, TypeAlias
@@ -25,6 +24,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from wholestep import compat
+from wholestep.graph.equality import equality_hash
 from wholestep.graph.layers import Part, layers_of, part_of
 from wholestep.graph.training_graph import phase_of
 from wholestep.graph.views import is_cheap_view, is_partial_view
@@ -270,7 +270,8 @@ def _build(
     reads = list(dict.fromkeys(entry for node in body for entry in node.all_input_nodes if entry not in inside))
     if symbols:
         reads = _with_symbols(reads, body, symbols)
-    return Region(title, tuple(body), tuple(reads), tuple(defines), imperative.owner, _signature(reads, body, defines))
+    signature = equality_hash(reads, body, defines)
+    return Region(title, tuple(body), tuple(reads), tuple(defines), imperative.owner, signature)
 
 
 def _with_symbols(reads: list[fx.Node], body: list[fx.Node], symbols: dict[Any, fx.Node]) -> list[fx.Node]:
@@ -305,26 +306,3 @@ def _title(body: list[fx.Node], layers: dict[fx.Node, str]) -> str:
     if any(node in layers for node in body) and len(phases) == 1:
         return f"layer {phases[0]}"
     return " and ".join(phases) or "forward"
-
-
-def _signature(reads: list[fx.Node], body: list[fx.Node], defines: list[fx.Node]) -> str:
-    """A hash over everything that decides the compiled code, and nothing else: no names, no provenance."""
-    numbers = {node: f"%{index}" for index, node in enumerate([*reads, *body])}
-    digest = hashlib.sha256()
-    for node in reads:
-        digest.update(repr(describe_value(node.meta.get("val"))).encode())
-    for node in body:
-        args = fx.map_arg((node.args, node.kwargs), numbers.__getitem__)
-        digest.update(repr((str(node.target), args, describe_value(node.meta.get("val")))).encode())
-    digest.update(repr([numbers[node] for node in defines]).encode())
-    return digest.hexdigest()
-
-
-def describe_value(value: Any) -> Any:
-    """Shape, strides, dtype and device of a tensor, in plain text; lists entry by entry."""
-    if isinstance(value, torch.Tensor):
-        shape, strides = tuple(map(str, value.shape)), tuple(map(str, value.stride()))
-        return shape, strides, str(value.dtype), str(value.device)
-    if isinstance(value, list | tuple):
-        return tuple(describe_value(entry) for entry in value)
-    return str(value)

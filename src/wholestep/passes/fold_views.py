@@ -160,8 +160,8 @@ def _part_of_more(source: Any) -> bool:
     """Whether the value looks at a larger one: a copy of it lets the larger one die, and must stay."""
     size = tensor_of(source)
     while isinstance(source, fx.Node) and (source.target in _VIEWS or source.target is operator.getitem):
-        # not shares_memory: copies of what is cut by `unsafe_split`, the gates of recurrent cells, have always gone
-        if source.target is operator.getitem and not declares_view(source.args[0].target):  # type: ignore[union-attr]
+        # not `shares_memory`: copies of parts that `unsafe_split` makes (gates of recurrent cells) go, and always went
+        if source.target is operator.getitem and not declares_view(getattr(source.args[0], "target", None)):
             return False
         source = source.args[0]
         whole = tensor_of(source)

@@ -12,6 +12,7 @@ from collections import Counter
 import torch
 from torch import fx
 
+from wholestep.graph.layers import layer_pattern, without_calls
 from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of, tensors_in
 from wholestep.graph.views import shares_memory
 from wholestep.passes.precision_rules import entry_of
@@ -40,7 +41,9 @@ def precision_audit(graph: TrainingGraph) -> list[PrecisionRow]:
     for node in graph.operations():
         dtype = _computes_in(node)
         if dtype is not None:
-            counts[entry_of(node).family, dtype, phase_of(node), _pattern(module_of(node))] += 1
+            counts[
+                entry_of(node).family, dtype, phase_of(node), layer_pattern(without_calls(module_of(node) or ""))
+            ] += 1
     order = {"forward": 0, "backward": 1, "update": 2}
     rows = [PrecisionRow(*key, count) for key, count in counts.items()]
     return sorted(rows, key=lambda r: (r.family in _SILENT, r.family, r.dtype, order[r.phase], r.module))
@@ -86,8 +89,3 @@ def _computes_in(node: fx.Node) -> str | None:
 
 def _floating(node: fx.Node) -> list[torch.dtype]:
     return [t.dtype for t in tensors_in(node.meta.get("val")) if t.is_floating_point()]
-
-
-def _pattern(path: str | None) -> str:
-    parts = (path or "").split(".")
-    return ".".join("*" if part.partition("#")[0].isdigit() else part.partition("#")[0] for part in parts)

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep.graph.layers import numbered_module
 from wholestep.graph.training_graph import TrainingGraph, phase_of, tensors_in
 from wholestep.graph.views import shares_memory
-from wholestep.passes.fx_edit import Editor, is_static, layer_of
+from wholestep.passes.fx_edit import Editor, is_static
 from wholestep.passes.pipeline import compiler_pass
 
 SMALL_ELEMENTS = 256
@@ -45,7 +46,7 @@ def share_equal(graph: TrainingGraph) -> TrainingGraph:
             continue
         if earlier is node:
             continue
-        if layer_of(earlier) in (None, layer_of(node)) and _free(earlier, node, position):
+        if numbered_module(earlier) in (None, numbered_module(node)) and _free(earlier, node, position):
             edit.replace(node, earlier)
         else:
             seen[key] = node

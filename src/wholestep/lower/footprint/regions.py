@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep.graph.equality import describe_call
 from wholestep.graph.training_graph import TrainingGraph, tensors_in
 from wholestep.lower.compile_region import Compiled
 from wholestep.lower.footprint.blocks import MemoryProfile
@@ -21,7 +22,7 @@ from wholestep.lower.footprint.predict import Call, last_uses, profile_of_calls,
 from wholestep.lower.footprint.scratch import Scratch, measure_calls, prepare_node, stand_in
 from wholestep.lower.in_place import ImperativeGraph
 from wholestep.lower.inductor import compile_together, imperative_form
-from wholestep.lower.regions import Piece, Region, describe_value, split_regions
+from wholestep.lower.regions import Piece, Region, split_regions
 
 
 def predict_compiled(
@@ -73,8 +74,7 @@ def _measure(
             function = compiled[piece.signature].function
             prepare.setdefault(key, lambda f=function, piece=piece, dies=dies: _prepare_region(f, piece, dies))  # type: ignore[misc]
         else:
-            arguments = fx.map_arg((piece.args, piece.kwargs), lambda entry: describe_value(entry.meta.get("val")))
-            key = (str(piece.target), repr(arguments))
+            key = describe_call(piece)
             prepare.setdefault(key, lambda piece=piece: prepare_node(piece))  # type: ignore[misc]
         keys.append(key)
     devices = [tensor.device for node in imperative.placeholders for tensor in tensors_in(node.meta.get("val"))]

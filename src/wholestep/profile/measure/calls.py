@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from wholestep.cost import Device, Fp32Units, cost_of
+from wholestep.graph.layers import layer_pattern
 from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of
 from wholestep.graph.views import is_cheap_view
 from wholestep.lower.in_place import ImperativeGraph, write_state_in_place
@@ -80,7 +81,7 @@ def _of_piece(piece: Piece, imperative: ImperativeGraph, device: Device, fp32: F
     cost = cost_of(origin)
     name, module = cost.operator.rsplit("::", 1)[-1], module_of(piece) or ""
     work = work_of_cost(cost, device, fp32)
-    return Call(name, cost.kind, phase_of(piece), module, work, f"{name}|{phase_of(piece)}|{pattern(module)}")
+    return Call(name, cost.kind, phase_of(piece), module, work, f"{name}|{phase_of(piece)}|{layer_pattern(module)}")
 
 
 def common_path(paths: Sequence[str]) -> str:
@@ -91,11 +92,6 @@ def common_path(paths: Sequence[str]) -> str:
         same = next((i for i, (a, b) in enumerate(zip(shared, parts)) if a != b), min(len(shared), len(parts)))
         shared = shared[:same]
     return ".".join(shared)
-
-
-def pattern(path: str) -> str:
-    """`blocks.*.fc` of `blocks.3.fc`."""
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
 # ---- a lowered step, timed ----

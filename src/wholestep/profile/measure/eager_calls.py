@@ -20,11 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep.cost import Device, Fp32Units, NodeCost
 from wholestep.cost.node_costs import number_format
+from wholestep.graph.layers import layer_pattern
 from wholestep.ops.call import Call as Read
 from wholestep.ops.flops import flops
 from wholestep.ops.traffic import traffic
 from wholestep.profile.measure import kernels
-from wholestep.profile.measure.calls import Call, pattern, with_kernels
+from wholestep.profile.measure.calls import Call, with_kernels
 from wholestep.profile.measure.timing import wait
 from wholestep.profile.measure.work import work_of_cost
 
@@ -94,7 +95,7 @@ class _Operators(TorchDispatchMode):
                 found.found,
             )  # fmt: skip
             work = work_of_cost(cost, self.device, self.fp32)
-        return Call(short, kind, phase, module, work, f"{short}|{phase}|{pattern(module)}")
+        return Call(short, kind, phase, module, work, f"{short}|{phase}|{layer_pattern(module)}")
 
 
 @contextlib.contextmanager

@@ -12,7 +12,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
-from wholestep.profile.measure.calls import UNATTRIBUTED, Call, pattern
+from wholestep.graph.layers import layer_pattern
+from wholestep.profile.measure.calls import UNATTRIBUTED, Call
 from wholestep.profile.measure.work import sum_of
 
 
@@ -92,7 +93,7 @@ def _row(group: list[Call], step_seconds: float) -> Row:
 
 
 def _module(group: list[Call]) -> str:
-    paths = sorted({pattern(call.module) for call in group})
+    paths = sorted({layer_pattern(call.module) for call in group})
     return paths[0] if len(paths) == 1 else ", ".join(paths[:2]) + (", ..." if len(paths) > 2 else "")
 
 
