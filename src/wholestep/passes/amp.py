@@ -211,6 +211,7 @@ class _Rewrite:
         phase = phase_of(user) if _origin(value) in self.recast else None
         if (value, dtype, phase) not in self.casts:
             if value.op == "call_function" and value.target in WHOLE_VIEWS:
+                # in front of the view, to the value it looks at: the next reader of that value shares the cast
                 source = self._cast(value.args[0], dtype, user, owner)
                 made = self._insert(value.target, (source, *value.args[1:]), dict(value.kwargs), user)
             else:

@@ -31,7 +31,7 @@ ApplyPass = Callable[[TrainingGraph, Plan], TrainingGraph]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class PassRow:
     """One line of the table: the pass called `name`, found in the file of that name."""
 
     name: str
@@ -48,38 +48,38 @@ class Row:
 
 
 # fmt: off
-TABLE: tuple[Row, ...] = (
-    Row("recognise_masks", "prepare", "attention with a computed mask becomes attention that knows it is causal or unmasked",
+TABLE: tuple[PassRow, ...] = (
+    PassRow("recognise_masks", "prepare", "attention with a computed mask becomes attention that knows it is causal or unmasked",
         "first: it makes whole mask computations dead"),
-    Row("fuse_loss", "prepare", "a chunked loss and its gradients in one go",
+    PassRow("fuse_loss", "prepare", "a chunked loss and its gradients in one go",
         "before the folds, which would have to keep forward and backward of the loss alike"),
-    Row("fold_constants", "prepare", "operators that read no input and give one number become `full`",
+    PassRow("fold_constants", "prepare", "operators that read no input and give one number become `full`",
         "before the folds that look for plain numbers"),
-    Row("fold_views", "prepare", "chains of views shorten; clones, `x * 1`, dropouts of nothing go",
+    PassRow("fold_views", "prepare", "chains of views shorten; clones, `x * 1`, dropouts of nothing go",
         "before fold_casts: a view between two casts hides that they cancel"),
-    Row("fold_casts", "prepare", "casts that cancel exactly go; a parameter is cast once per phase",
+    PassRow("fold_casts", "prepare", "casts that cancel exactly go; a parameter is cast once per phase",
         "before share_equal: a shorter chain is more often equal to another"),
-    Row("share_equal", "prepare", "equal values are computed once, where no lifetime grows",
+    PassRow("share_equal", "prepare", "equal values are computed once, where no lifetime grows",
         "after all folds: equal values are then written in equal ways"),
-    Row("bound_counts", "prepare", "counts of chosen places become sums that wait for no host, on a GPU",
+    PassRow("bound_counts", "prepare", "counts of chosen places become sums that wait for no host, on a GPU",
         "after the folds, so that fewer views lie between a choice and its count"),
-    Row("share_scatters", "prepare", "gradients of gathers by a shared index become products, on a GPU",
+    PassRow("share_scatters", "prepare", "gradients of gathers by a shared index become products, on a GPU",
         "after the folds, which leave one expansion of an index and plain zeros"),
-    Row("share_bias", "prepare", "a bias that repeats along the batch (shifted windows) is given to attention once",
+    PassRow("share_bias", "prepare", "a bias that repeats along the batch (shifted windows) is given to attention once",
         "after the folds, which leave few views between a mask and its expansion"),
-    Row("lean_gradients", "prepare", "gradients wait as narrow as they were made",
+    PassRow("lean_gradients", "prepare", "gradients wait as narrow as they were made",
         "before gradients are weighed: it halves them"),
-    Row("patch_products", "prepare", "a convolution of patches that do not overlap is a product, in the order of tokens",
+    PassRow("patch_products", "prepare", "a convolution of patches that do not overlap is a product, in the order of tokens",
         "before channels_last, for which there is nothing to turn in a product"),
-    Row("channels_last", "prepare", "convolutions and what stands between them in the memory order that tensor cores want",
+    PassRow("channels_last", "prepare", "convolutions and what stands between them in the memory order that tensor cores want",
         "after lean_gradients and the folds, which look for casts that keep the layout"),
-    Row("order_for_peak", "prepare", "cheap nodes to where less is alive",
+    PassRow("order_for_peak", "prepare", "cheap nodes to where less is alive",
         "after lean_gradients, whose narrow values it keeps waiting instead of wide ones"),
-    Row("remove_dead", "prepare", "what nobody reads",
+    PassRow("remove_dead", "prepare", "what nobody reads",
         "last: what the others left unread goes, so that the planner sees only what runs"),
-    Row("recompute", "apply", "what the plan does not keep is made again in the backward",
+    PassRow("recompute", "apply", "what the plan does not keep is made again in the backward",
         "first of those that follow a plan: after it nothing may merge equal values"),
-    Row("update_early", "apply", "each layer updated right behind its backward",
+    PassRow("update_early", "apply", "each layer updated right behind its backward",
         "after recompute, which reads parameters once more before they are replaced"),
 )
 # fmt: on

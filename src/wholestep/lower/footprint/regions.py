@@ -18,7 +18,7 @@ from wholestep.graph.equality import describe_call
 from wholestep.graph.training_graph import TrainingGraph, tensors_in
 from wholestep.lower.compile_region import Compiled
 from wholestep.lower.footprint.blocks import MemoryProfile
-from wholestep.lower.footprint.predict import Call, last_uses, profile_of_calls, unmeasured
+from wholestep.lower.footprint.predict import CallFootprint, last_uses, profile_of_calls, unmeasured
 from wholestep.lower.footprint.scratch import Scratch, measure_calls, prepare_node, stand_in
 from wholestep.lower.in_place import ImperativeGraph
 from wholestep.lower.inductor import compile_together, imperative_form
@@ -48,13 +48,13 @@ def predict_compiled(
     return profile_of_calls(graph, imperative, calls, rounding=rounding, notes=unmeasured(calls))
 
 
-def _call(piece: Piece, scratch: Scratch | None = None) -> Call:
+def _call(piece: Piece, scratch: Scratch | None = None) -> CallFootprint:
     if isinstance(piece, Region):
-        return Call(piece.reads, piece.defines, piece.body, boxed=True, scratch=scratch)
-    return Call(tuple(piece.all_input_nodes), (piece,), (piece,), scratch=scratch)
+        return CallFootprint(piece.reads, piece.defines, piece.body, boxed=True, scratch=scratch)
+    return CallFootprint(tuple(piece.all_input_nodes), (piece,), (piece,), scratch=scratch)
 
 
-def _dying(call: Call, index: int, last: dict[fx.Node, int]) -> tuple[bool, ...]:
+def _dying(call: CallFootprint, index: int, last: dict[fx.Node, int]) -> tuple[bool, ...]:
     return tuple(last.get(node) == index for node in call.reads)
 
 
