@@ -1,9 +1,7 @@
-"""Which parts of a graph are the same: runs of nodes in; keys, canonical inputs and outputs, families of layers out.
+"""Which parts of a graph are the same: runs of nodes in; keys, canonical inputs and outputs, groups of equal runs out.
 
-Twenty-four equal layers should print once and compile once. Two runs of nodes are equal when they do the same
-operations on the same kinds of values in the same order; the names of nodes, and which tensors they read, do not
-matter. What a run reads from outside is numbered by first use, so equal runs are one function called with different
-arguments.
+Twenty-four equal layers should print once. What a run reads from outside is numbered by first use, so equal runs
+(`equality.py`) are one function called with different arguments.
 """
 
 from __future__ import annotations
