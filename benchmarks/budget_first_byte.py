@@ -185,7 +185,7 @@ def child(row: dict[str, Any]) -> dict[str, Any]:
         watch.phase("steps")
     losses += [float(_loss(loss)) for loss in kept]
     found |= {"step_ms": statistics.median(times[-TIMED:]), "losses": [losses[0], losses[-1]], "seconds": step.seconds}
-    found |= watch.facts() | {"check": check_of(step), "notes": [n for n in step.notes if not n.startswith("pass ")]}
+    found |= watch.facts() | {"check": check_of(step), "notes": [n for n in step.notes if n.kind != "pass"]}
     plan = step.plan
     found |= {"again": len(plan.recompute), "predicted_bytes": plan.predicted_bytes} if plan is not None else {}
     found |= {"rung": step.rung, "cuda_graph": step.regions.get("cuda_graph", {}).get("reason")}
@@ -198,10 +198,10 @@ def _loss(made: Any) -> Any:
 
 def check_of(step: Any) -> str:
     """What became of the comparison of the first step with eager PyTorch: whole, reduced, left out (or not told)."""
-    told = [note.removeprefix("check: ").partition(":")[0] for note in step.notes if note.startswith("check: ")]
-    if any("was not checked" in note for note in step.notes):
+    done = [note.data["done"] for note in step.notes if note.kind == "check"]
+    if "left out" in done:
         return "left out"
-    return "+".join(told) or "whole"
+    return "+".join(done) or "whole"
 
 
 # ---- in the parent ----

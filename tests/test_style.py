@@ -90,3 +90,90 @@ def test_operators_are_named_where_they_are_made_or_rewritten() -> None:
         if named.search(line) and not line.lstrip().startswith(("#", '"""'))
     ]
     assert not found
+
+
+# ---- notes are data ----
+
+READS_TEXT = {
+    "startswith",
+    "endswith",
+    "removeprefix",
+    "removesuffix",
+    "split",
+    "partition",
+    "find",
+    "index",
+    "count",
+    "replace",
+}
+REGEXES = {"match", "search", "fullmatch", "split", "findall", "finditer", "sub"}
+
+
+def notes_read_as_text(source: str) -> list[int]:
+    """Lines that look into a note's text: at an entry of something called `notes`, or at what is called `note`."""
+    tree = ast.parse(source)
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.comprehension)]
+    entries = {"note"} | {n.target.id for n in loops if _is_called(n.iter, "notes") and isinstance(n.target, ast.Name)}
+
+    def is_note(node: ast.AST) -> bool:
+        if isinstance(node, ast.Call) and _is_called(node.func, "str"):
+            return bool(node.args) and is_note(node.args[0])
+        if isinstance(node, ast.Subscript):
+            return _is_called(node.value, "notes") or is_note(node.value)
+        return any(_is_called(node, name) for name in entries)
+
+    def reads(node: ast.AST) -> bool:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            by_method = node.func.attr in READS_TEXT and is_note(node.func.value)
+            return by_method or (node.func.attr in REGEXES and any(map(is_note, node.args)))
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            among = any(isinstance(op, ast.In | ast.NotIn) for op in node.ops) and _is_called(sides[-1], "notes")
+            text = any(isinstance(side, ast.Constant | ast.JoinedStr) for side in sides)
+            return text and (among or any(map(is_note, sides)))
+        return isinstance(node, ast.Subscript) and is_note(node.value)
+
+    return sorted({node.lineno for node in ast.walk(tree) if reads(node)})  # type: ignore[attr-defined]
+
+
+def _is_called(node: ast.AST, name: str) -> bool:
+    return getattr(node, "id", None) == name or getattr(node, "attr", None) == name
+
+
+def test_no_code_decides_by_the_text_of_a_note() -> None:
+    """`kind` and `data` are for code; the text is for people and may be worded anew."""
+    folders = (ROOT / "src", ROOT / "benchmarks")
+    paths = [path for path in PYTHON_FILES if any(path.is_relative_to(folder) for folder in folders)]
+    found = {path.relative_to(ROOT): notes_read_as_text(path.read_text(encoding="utf-8")) for path in paths}
+    assert not [f"{path}:{line}" for path, lines in found.items() for line in lines]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '[n for n in step.notes if n.startswith("memory: ")]',
+        'any("symbolic" in text for text in step.notes)',
+        'note.removeprefix("check: ")',
+        'step.notes[0].split(":")',
+        're.match("pass", str(note))',
+        '"nothing was captured" in report.notes',
+        'note == "pass"',
+        "note[:5]",
+    ],
+)
+def test_reading_a_note_as_text_would_be_seen(line: str) -> None:
+    assert notes_read_as_text(line) == [1]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '[n for n in step.notes if n.kind == "memory"]',
+        "note in self.notes",
+        'note.data["done"]',
+        "step.notes[:2]",
+        'f"{note}"',
+    ],
+)
+def test_what_is_no_reading_of_a_note(line: str) -> None:
+    assert not notes_read_as_text(line)

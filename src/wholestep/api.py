@@ -12,6 +12,7 @@ from wholestep import compat
 from wholestep.capture import optimizers
 from wholestep.compiler import Compiler, compiler_for
 from wholestep.errors import BadBatch, WholestepWarning
+from wholestep.graph.notes import check_note
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.options import Options
@@ -127,9 +128,8 @@ def _where_it_fits(check: Callable[..., Any]) -> Callable[..., Any]:
 
     def checked(run: OneStep, variant: Any, *rest: Any, **options: Any) -> Any:
         if variant.subject.device.type == "cpu" and not fits_beside(variant.capture.graph):
-            run.step._note(
-                "check: left out: the first step was not checked against eager: that would not fit into memory"
-            )
+            text = "the first step was not checked against eager: that would not fit into memory"
+            run.step._note(check_note("left out", text))
             return None
         return check(run, variant, *rest, **options)
 

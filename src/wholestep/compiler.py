@@ -31,6 +31,7 @@ from wholestep.capture.reading import Reading
 from wholestep.capture.subject import Subject, make_subject
 from wholestep.capture.trace import Capture
 from wholestep.errors import BadOption, CaptureRefused, CompilerMissing, WholestepWarning
+from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
 from wholestep.graph.printer import dump_source
 from wholestep.graph.training_graph import OutputKind, Role, TrainingGraph
@@ -124,7 +125,7 @@ class Compiler:
         made.plan = self.plan(made)
         self.apply(made, made.plan)
 
-    def plan_for(self, captured: Capture) -> tuple[Plan, list[str]]:
+    def plan_for(self, captured: Capture) -> tuple[Plan, list[Note]]:
         """The plan that a captured step would get, and what was said on the way; the capture stays as it is."""
         if self.options.plan is not None:
             return self.options.plan, []

@@ -246,6 +246,13 @@ def test_a_cached_step_trains_as_the_captured_one(folder: Path) -> None:
     assert results[0][:3] == results[1][:3] and [r[3] for r in results] == [False, True]
 
 
+def test_notes_come_back_with_what_they_tell_code(folder: Path) -> None:
+    steps = [compile_cached() for _ in range(2)]
+    assert [step._latest.capture.from_cache for step in steps] == [False, True]
+    captured, cached = ([(note, note.kind, dict(note.data)) for note in step.notes] for step in steps)
+    assert captured == cached and "pass" in [kind for _, kind, _ in captured]
+
+
 def test_a_tensor_that_the_loss_reaches_is_an_input_of_the_cached_graph(folder: Path) -> None:
     """The graph from the disk is given the tensor of now, not the one it was traced with."""
     for weights, found in ((torch.ones(3), False), (torch.tensor([1.0, 0.2, 3.0]), True)):

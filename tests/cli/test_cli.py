@@ -25,11 +25,11 @@ def test_verify_compares_and_prints_json(call: Call) -> None:
 
 
 def test_verify_tells_a_difference_by_its_exit_code(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    from wholestep.verify.report import Report, Row
+    from wholestep.verify.report import Report, TensorRow
 
     monkeypatch.setattr(
         "wholestep.api.verify",
-        lambda *a, **k: Report("whole step", "interpret", [Row("0", "loss", "loss", 1.0, 0.1, False)]),
+        lambda *a, **k: Report("whole step", "interpret", [TensorRow("0", "loss", "loss", 1.0, 0.1, False)]),
     )
     done = call("verify", "own_training:setup")
     assert done.code == 1 and "DIFFERS" in done.out

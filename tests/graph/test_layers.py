@@ -6,7 +6,16 @@ import operator
 
 from torch import fx
 
-from wholestep.graph.layers import MIN_LAYER_OPERATIONS, layers_of, part_borders
+from wholestep.graph.layers import (
+    MIN_LAYER_OPERATIONS,
+    is_number,
+    layer_pattern,
+    layers_of,
+    numbered_module,
+    numbered_prefixes,
+    part_borders,
+    without_calls,
+)
 
 
 def nodes_for(paths: list[tuple[str, int, str]]) -> list[fx.Node]:
@@ -72,3 +81,12 @@ def test_borders_are_the_first_nodes_of_parts():
             del node.meta["custom"]["module"]
     places = [nodes.index(node) for node in part_borders(nodes)]
     assert places == [2, 2 + big, 2 + 2 * big, 4 + 2 * big, 7 + 2 * big, 9 + 2 * big]
+
+
+def test_numbers_in_paths():
+    assert numbered_prefixes("encoder.layer.3.mlp.0") == ("encoder.layer.3", "encoder.layer.3.mlp.0")
+    assert numbered_prefixes("h.3#2.mlp") == ("h.3#2",) and numbered_prefixes(None) == numbered_prefixes("") == ()
+    (inside, outside) = nodes_for([("encoder.layer.3#2.mlp.0", 1, "forward"), ("head", 1, "forward")])
+    assert numbered_module(inside) == "encoder.layer.3#2" and numbered_module(outside) is None
+    assert is_number("3") and is_number("3#2") and not is_number("h3") and not is_number("")
+    assert without_calls("h.3#2.mlp#4") == "h.3.mlp" and layer_pattern("h.3.mlp.0.act") == "h.*.mlp.*.act"

@@ -11,13 +11,11 @@ from tests.graph import toy_graphs
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from wholestep.graph.layers import LayerFamily, layer_families, repeated_layers
 from wholestep.graph.structure import (
-    LayerFamily,
     equal_runs,
     escaping_values,
     external_inputs,
-    layer_families,
-    repeated_layers,
     structural_key,
 )
 from wholestep.graph.training_graph import module_of, phase_of

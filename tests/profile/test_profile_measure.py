@@ -10,8 +10,9 @@ from torch import nn
 
 import wholestep
 from wholestep.cost import DEVICES, Fp32Units, node_costs
+from wholestep.graph.layers import layer_pattern
 from wholestep.profile.measure import timing
-from wholestep.profile.measure.calls import Call, calls_of_graph, common_path, pattern, with_kernels
+from wholestep.profile.measure.calls import TimedCall, calls_of_graph, common_path, with_kernels
 from wholestep.profile.measure.kernels import PREFIX, Activity, Kernel, busy_seconds, by_call
 from wholestep.profile.measure.rows import by_module, by_phase, fitted, median_calls, rows_of, waterfall
 from wholestep.profile.measure.work import Work, sum_of
@@ -20,9 +21,9 @@ WORK = Work(1e6, 1e3, 2e-4, 4e-4)
 H100, FP32 = DEVICES["h100"], Fp32Units()
 
 
-def call(name: str = "mm", seconds: float = 1e-3, work: Work | None = WORK, **more: str) -> Call:
+def call(name: str = "mm", seconds: float = 1e-3, work: Work | None = WORK, **more: str) -> TimedCall:
     facts = {"kind": "matmul", "phase": "forward", "module": "blocks.0"} | more
-    return Call(name, facts["kind"], facts["phase"], facts["module"], work, name, seconds)
+    return TimedCall(name, facts["kind"], facts["phase"], facts["module"], work, name, seconds)
 
 
 # ---- kernels ----
@@ -109,7 +110,7 @@ def test_medians_and_scaling() -> None:
 
 
 def test_paths() -> None:
-    assert pattern("blocks.3.fc") == "blocks.*.fc" and pattern("") == ""
+    assert layer_pattern("blocks.3.fc") == "blocks.*.fc" and layer_pattern("") == ""
     assert (
         common_path(["a.b.c", "a.b.d"]) == "a.b"
         and common_path(["a.b", "a"]) == "a"

@@ -28,6 +28,7 @@ from wholestep.capture.reading import Reading
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
 from wholestep.disk import cache_folder, read_bytes, write_atomically
+from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
 from wholestep.graph.serialise import dumps, loads
 from wholestep.graph.training_graph import Role
@@ -97,7 +98,7 @@ def _store(path: Path, capture: Capture) -> None:
         "aux_names": capture.aux_names,
         "num_sites": capture.num_sites,
         "plans": [dataclasses.asdict(p) for p in capture.plans],
-        "notes": capture.notes,
+        "notes": [note.to_json() for note in capture.notes],
         "used": capture.used,
         "assumed": capture.assumed,
         "facts": capture.facts,
@@ -126,11 +127,12 @@ def _load(path: Path, reading: Reading) -> Capture | None:
             for p in facts["plans"]
         )  # fmt: skip
         plan = None if facts["plan"] is None else Plan.from_json(facts["plan"])
+        notes = [Note.from_json(stored) for stored in facts["notes"]]
     except (ValueError, KeyError, TypeError):  # written by another version, or torn: traced anew
         return None
     return Capture(
         graph, update, tuple(facts["aux_names"]), facts["num_sites"], plans, tuple(reading.tensors(Role.CONSTANT)),
-        list(facts["notes"]), tuple(facts["used"]), fake_mode=mode, from_cache=True, plan=plan, assumed=tuple(facts["assumed"]),
+        notes, tuple(facts["used"]), fake_mode=mode, from_cache=True, plan=plan, assumed=tuple(facts["assumed"]),
         facts=tuple(facts["facts"]),
     )  # fmt: skip
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from wholestep import compat
 from wholestep.capture.row_operations import Rows, follow_rows
 from wholestep.errors import CaptureRefused
+from wholestep.graph.notes import Note
 from wholestep.ops.linear_cross_entropy import chunk_rows
 
 WHOLE_LOGITS_BYTES = 256 * 2**20
@@ -71,7 +72,7 @@ class ChunkedLoss:
 
     def __init__(self, wish: bool | None, whole_bytes: int) -> None:
         self.wish, self.whole_bytes = wish, whole_bytes
-        self.notes: list[str] = []
+        self.notes: list[Note] = []
         # by id: every Logits holds its tensors, so an id stays theirs; all go when the run ends, and they hold no data
         self._known: dict[int, Logits] = {}
         self._used: set[int] = set()
@@ -139,7 +140,7 @@ class ChunkedLoss:
             if chunks > 1
             else f"1 chunk ({size} of logits)"
         )
-        self.notes.append(f"loss: linear + cross-entropy in {told}")
+        self.notes.append(Note("capture", f"loss: linear + cross-entropy in {told}"))
 
 
 def _followed(source: Logits, func: Callable, args: tuple, kwargs: dict, result: Tensor) -> Logits | None:

@@ -22,6 +22,7 @@ from wholestep.capture.gpu_autocast import gpu_autocast
 from wholestep.capture.optimizers import needs_closure
 from wholestep.capture.subject import Subject
 from wholestep.errors import BadLoss, CaptureRefused, UnsupportedModel, UnsupportedOptimizer
+from wholestep.graph.notes import Note
 
 _WRAPPERS = {
     "DistributedDataParallel": "its gradient all-reduce runs in hooks that a captured step would lose",
@@ -123,10 +124,10 @@ def _refuse_post_accumulate_hooks(subject: Subject) -> None:
             )
 
 
-def notes_on(subject: Subject) -> list[str]:
+def notes_on(subject: Subject) -> list[Note]:
     """What is unusual about the modules and deserves a line in the report."""
     liger = [p for p, m in subject.root.named_modules() if type(m).__module__.startswith("liger_kernel")]
-    return [f"Liger modules kept as they are: {_some(liger)}"] if liger else []
+    return [Note("capture", f"Liger modules kept as they are: {_some(liger)}")] if liger else []
 
 
 def _some(names: list[str]) -> str:

@@ -27,6 +27,7 @@ from wholestep.capture.subject import Subject
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT, HOLDS, Tracer
 from wholestep.errors import BadOption, CaptureRefused
 from wholestep.graph.copies import copy_graph
+from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Input, Output, Role, TrainingGraph
 
@@ -46,7 +47,7 @@ class Capture:
     plans: tuple[UpdatePlan, ...]
     constants: tuple[torch.Tensor, ...]
     """The live tensors behind the CONSTANT inputs: those that a call brings, then those of the graph itself."""
-    notes: list[str]
+    notes: list[Note]
     used: tuple[str, ...] = ()
     """The parameters that get a gradient."""
     symbols: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -98,7 +99,8 @@ def capture(
     num_sites = sum(1 for entry in graph.inputs if entry.role is Role.KEY)
     if reading is not None:
         if reading.graph.checkpoints:
-            tracer.notes.append("activation checkpointing set aside: the whole step is planned by Wholestep")
+            aside = "activation checkpointing set aside: the whole step is planned by Wholestep"
+            tracer.notes.append(Note("capture", aside))
         constants = (*reading.tensors(Role.CONSTANT), *constants)
     return Capture(
         graph, update, tracer.aux_names, num_sites, tuple(tracer.plans), constants, tracer.notes, tuple(tracer.used),

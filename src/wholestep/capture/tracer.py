@@ -27,6 +27,7 @@ from wholestep.capture.reading import Reading
 from wholestep.capture.sites import Sites
 from wholestep.capture.subject import Subject
 from wholestep.errors import BadLoss, CaptureRefused
+from wholestep.graph.notes import Note
 from wholestep.graph.training_graph import Input, Output, OutputKind, Role
 from wholestep.ops import multi_tensor
 
@@ -59,7 +60,7 @@ class Forward:
     """Buffers that were replaced, by name."""
     unrolled: bool = False
     """Whether a recurrent layer ran, which tracing turns into one copy of the cell per time step."""
-    losses: list[str] = dataclasses.field(default_factory=list)
+    losses: list[Note] = dataclasses.field(default_factory=list)
     """One line per loss that is computed in chunks."""
     assumed: list[Assumed] = dataclasses.field(default_factory=list)
 
@@ -135,7 +136,7 @@ class Tracer:
         self.whole_logits_bytes = whole_logits_bytes
         self.mode = compat.new_fake_mode()
         self.symbols: dict[str, Any] = {}
-        self.notes: list[str] = []
+        self.notes: list[Note] = []
         self.captured_update = subject.optimizer is not None and optimizers.supported(subject.optimizer) is None
         self.assumed: list[Assumed] = []
         self.facts: list[Assumed] = []
@@ -283,10 +284,12 @@ class Tracer:
 
     def _note_run(self, run: Forward) -> None:
         if run.unrolled:
-            self.notes.append("a recurrent layer is unrolled over its time steps: the graph grows with the sequence")
+            unrolled = "a recurrent layer is unrolled over its time steps: the graph grows with the sequence"
+            self.notes.append(Note("capture", unrolled))
         self.notes += run.losses
         if self.subject.chunked_loss and not run.losses:
-            self.notes.append("chunked_loss=True: no cross-entropy over the output of a linear layer was recognised")
+            missing = "chunked_loss=True: no cross-entropy over the output of a linear layer was recognised"
+            self.notes.append(Note("capture", missing))
 
     def _objective(self, run: Forward, accumulate: int) -> torch.Tensor:
         if accumulate == 1:

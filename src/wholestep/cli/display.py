@@ -88,7 +88,7 @@ class Lines(Quiet):
         what = f"{step.rung}, {len(list(graph.operations()))} operations" if graph is not None else step.rung
         self.say(f"compiled in {duration(seconds)}: {what}")
         for note in step.notes:
-            if note.startswith("memory: "):  # what a budget came to
+            if note.kind == "memory":
                 self.say(note)
 
     def started(self, *, at: int, steps: int, unit: str) -> None:

@@ -1,8 +1,8 @@
 """When values die and how many bytes are alive: a TrainingGraph in, last uses and a peak out.
 
 Views share the storage of what they look at, so a storage lives until the last use of any of its aliases. Aliases are
-read from the operators' schemas (`Tensor(a) self -> Tensor(a)`; a table holds the few views whose schemas do not say),
-not from the storages of the fake tensors: passes and the cache make new fake tensors, schemas stay true.
+read from the operators (`views.py`), not from the storages of the fake tensors: passes and the cache make new fake
+tensors, schemas stay true.
 
 This is a model, not a measurement. It follows the order of the graph one node at a time, knows nothing of fusion (which
 never materialises most pointwise values), of workspaces inside operators, or of the rounding of an allocator.
@@ -18,16 +18,7 @@ import torch
 from torch import fx
 
 from wholestep.graph.training_graph import OutputKind, TrainingGraph, phase_of
-
-# Operators that hand back their input's memory although their schemas promise a new tensor. By name, because the
-# collectives are registered only where torch.distributed is built in.
-UNDECLARED_VIEWS = {
-    "aten::_unsafe_view",
-    "aten::unsafe_split",
-    "aten::unsafe_split_with_sizes",
-    "aten::unsafe_chunk",
-    "_c10d_functional::wait_tensor",
-}
+from wholestep.graph.views import declares_view, shares_memory
 
 Storages = Any
 """A storage number, None for what is no tensor, or a list of these: the shape of a node's `meta["val"]`."""
@@ -132,12 +123,11 @@ def _held_by_others(found: dict[fx.Node, Storages]) -> set[int]:
 def _viewed_storage(node: fx.Node, found: dict[fx.Node, Storages]) -> int | None:
     """The storage that the results of a view operator share, or None when it makes its own."""
     schema = getattr(node.target, "_schema", None)
-    if schema is not None and schema.name in UNDECLARED_VIEWS:
+    if schema is None or schema.is_mutable or not shares_memory(node.target):
+        return None
+    if not declares_view(node.target):
         viewed = found[node.args[0]]
         return viewed if isinstance(viewed, int) else None
-    # The alias set of a list of views (`split`) is empty in the schema object; that it exists is what tells.
-    if schema is None or schema.is_mutable or not any(entry.alias_info for entry in schema.returns):
-        return None
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is None:
             continue

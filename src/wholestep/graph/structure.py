@@ -1,39 +1,19 @@
-"""Which parts of a graph are the same: runs of nodes in; keys, canonical inputs and outputs, families of layers out.
+"""Which parts of a graph are the same: runs of nodes in; keys, canonical inputs and outputs, groups of equal runs out.
 
-Twenty-four equal layers should print once and compile once. Two runs of nodes are equal when they do the same
-operations on the same kinds of values in the same order; the names of nodes, and which tensors they read, do not
-matter. What a run reads from outside is numbered by first use, so equal runs are one function called with different
-arguments.
+Twenty-four equal layers should print once. What a run reads from outside is numbered by first use, so equal runs
+(`equality.py`) are one function called with different arguments.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-import torch
 from torch import fx
 
-from wholestep.graph.serialise import target_name
+from wholestep.graph.equality import equality_hash
+from wholestep.graph.layers import LayerFamily, layer_families, repeated_layers
 from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LayerFamily:
-    """Modules of one list: `transformer.h` with the indices 0..11."""
-
-    prefix: str
-    indices: tuple[int, ...]
-
-    def layer_of(self, module: str | None) -> int | None:
-        """The index of the layer that holds `module`, or None when it is outside the family."""
-        start = f"{self.prefix}." if self.prefix else ""
-        if module is None or not module.startswith(start):
-            return None
-        head = module[len(start) :].partition(".")[0].partition("#")[0]
-        return int(head) if head.isdecimal() and int(head) in self.indices else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,33 +55,11 @@ def escaping_values(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def structural_key(nodes: Sequence[fx.Node]) -> str:
-    """A hash that equal runs share.
+    """A hash that equal runs share, whoever reads their results: compare `escaping_values` by position where that matters.
 
-    It covers the operations, their arguments (values of the run by position, values from outside by ordinal), numbers,
-    and the shape, strides, type and device of every value read or made. It does not cover who reads the results:
-    compare `escaping_values` by position where that matters. A get_attr node counts by the name of its attribute; leave
-    it out of the run to make its tensor an input.
+    Leave a get_attr node out of the run to make its tensor an input.
     """
-    external = external_inputs(nodes)
-    places: dict[fx.Node, str] = {node: f"in{ordinal}" for ordinal, node in enumerate(external)}
-    places.update({node: f"at{position}" for position, node in enumerate(nodes)})
-    digest = hashlib.sha256()
-    for node in external:
-        digest.update(f"{_value_facts(node.meta.get('val'))};".encode())
-    for node in nodes:
-        arguments = _describe((node.args, dict(node.kwargs)), places)
-        facts = _value_facts(node.meta.get("val"))
-        digest.update(f"{node.op} {target_name(node.target)} {arguments} {facts};".encode())
-    return digest.hexdigest()
-
-
-def repeated_layers(graph: TrainingGraph) -> list[LayerFamily]:
-    """The outermost lists of modules, from the module paths of the nodes, in the order in which they appear.
-
-    Indices need not be equal layers: a Sequential of unlike modules is a family too, and `structural_key` tells them
-    apart. A list of which only one index occurs is no family, and the search goes on below it.
-    """
-    return layer_families(module_of(node) for node in graph.operations())
+    return equality_hash(external_inputs(nodes), nodes)
 
 
 def equal_runs(graph: TrainingGraph, *, min_nodes: int = 4) -> list[EqualRuns]:
@@ -123,21 +81,6 @@ def equal_runs(graph: TrainingGraph, *, min_nodes: int = 4) -> list[EqualRuns]:
         members = tuple(run.nodes for run in runs)
         found.append(EqualRuns(runs[0].family, runs[0].phase, layers, members, tuple(sorted(returned))))
     return found
-
-
-def layer_families(modules: Iterable[str | None], below: str | None = None) -> list[LayerFamily]:
-    """The outermost families among module paths; with `below`, only lists inside that path (`stages.0`)."""
-    numbered = {module: _numbered_prefixes(module, below) for module in modules if module is not None}
-    indices: dict[str, set[int]] = {}
-    for prefixes in numbered.values():
-        for prefix, index in prefixes:
-            indices.setdefault(prefix, set()).add(index)
-    chosen: dict[str, None] = {}
-    for prefixes in numbered.values():
-        outermost = next((prefix for prefix, _ in prefixes if len(indices[prefix]) > 1), None)
-        if outermost is not None:
-            chosen[outermost] = None
-    return [LayerFamily(prefix, tuple(sorted(indices[prefix]))) for prefix in chosen]
 
 
 def _group_runs(
@@ -196,33 +139,3 @@ def _label(node: fx.Node, families: Sequence[LayerFamily]) -> tuple[LayerFamily,
         if layer is not None:
             return family, layer, phase_of(node)
     return None
-
-
-def _numbered_prefixes(module: str, below: str | None) -> list[tuple[str, int]]:
-    """`a.3.b.1.c` -> [("a", 3), ("a.3.b", 1)]; of these, the ones whose list lies below the given path."""
-    parts = [part.partition("#")[0] for part in module.split(".")]
-    found = [(".".join(parts[:i]), int(part)) for i, part in enumerate(parts) if part.isdecimal()]
-    return [(prefix, index) for prefix, index in found if below is None or f"{prefix}.".startswith(f"{below}.")]
-
-
-def _describe(value: Any, places: Mapping[fx.Node, str]) -> str:
-    if isinstance(value, fx.Node):
-        return places[value]
-    if isinstance(value, list | tuple):
-        # fx turns lists into its own list type, hence one bracket for both kinds of sequence.
-        return "[" + ",".join(_describe(entry, places) for entry in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_describe(entry, places)}" for key, entry in sorted(value.items())) + "}"
-    if isinstance(value, slice):
-        return "slice" + _describe((value.start, value.stop, value.step), places)
-    # The type keeps 1, 1.0 and True apart; repr of a float is exact.
-    return f"{type(value).__name__}:{value!r}"
-
-
-def _value_facts(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{tuple(value.shape)}{value.stride()}{value.dtype}{value.device}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(_value_facts, value)) + "]"
-    # A whole number known while tracing is a constant of the graph; a symbolic one prints as its symbol.
-    return f"{type(value).__name__}:{value}"

@@ -26,7 +26,8 @@ from torch import fx
 
 from wholestep.graph.copies import copy_node
 from wholestep.graph.training_graph import OutputKind, TrainingGraph, tensors_in
-from wholestep.lower.aliases import alias_roots, may_alias
+from wholestep.graph.views import shares_memory
+from wholestep.lower.aliases import alias_roots
 from wholestep.ops import IN_PLACE, record_of
 
 aten = torch.ops.aten
@@ -181,7 +182,7 @@ def _analyse(training: TrainingGraph, order: list[fx.Node], returned: list[Any],
 def _lives_in_state(value: fx.Node, renamed: dict[fx.Node, fx.Node]) -> bool:
     """Whether the value is the result of an in-place update, or a view of one."""
     while value not in renamed:
-        if value.op != "call_function" or not may_alias(value.target) or not value.all_input_nodes:
+        if value.op != "call_function" or not shares_memory(value.target) or not value.all_input_nodes:
             return False
         value = value.all_input_nodes[0]
     return True

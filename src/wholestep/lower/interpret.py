@@ -48,7 +48,7 @@ def lower_interpret(graph: TrainingGraph, *, watch: Sequence[str] = ()) -> Runne
     return Runner(driver.function, len(graph.inputs), facts)
 
 
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
+_AS_RESHAPE = (aten.view.default, aten._unsafe_view.default)
 """Called as `reshape`, which copies where it must: a real kernel may return other strides than tracing was told (torch's batch
 norm does so on the CPU for a transposed input)."""
 
@@ -57,7 +57,7 @@ def statement_of(node: fx.Node, *, exactly: bool = False) -> Statement:
     """The call that a node stands for; `exactly` with the strides of the trace, for a reader that was compiled for them."""
     if not callable(node.target):
         raise TypeError(f"node {node.name} calls {node.target!r}, which is no function")
-    function = aten.reshape.default if node.target in _VIEWS else _in_order(node.target)
+    function = aten.reshape.default if node.target in _AS_RESHAPE else _in_order(node.target)
     if exactly:
         function = _with_strides(function, node.meta.get("val"))
     return Statement(function, node.args, node.kwargs, (node,), comment=module_of(node) or "")

@@ -15,7 +15,6 @@ Three rules keep regions equal and cheap:
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import operator
 from collections.abc import Iterable
 from typing import Any, TypeAlias
@@ -25,16 +24,15 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from wholestep import compat
+from wholestep.graph.equality import equality_hash
 from wholestep.graph.layers import Part, layers_of, part_of
 from wholestep.graph.training_graph import phase_of
-from wholestep.graph.views import is_cheap_view
+from wholestep.graph.views import is_cheap_view, is_partial_view
 from wholestep.lower.in_place import ImperativeGraph, looks_at_sizes
 from wholestep.ops import record_of
 
 aten = torch.ops.aten
 _COPIES = (aten.copy_.default, aten.fill_.Scalar)
-# Views that keep only part of their base: passing them on may let the rest of an intermediate die.
-_PARTIAL_VIEWS = ("aten::slice", "aten::select", "aten::split", "aten::as_strided", "aten::diagonal", "aten::unbind")
 
 # Updates written out as arithmetic are hundreds of kernels, some per parameter: minutes to compile, little to fuse.
 MAX_UPDATE_OPERATIONS = 32
@@ -249,7 +247,7 @@ def _base_is_whole(view: fx.Node) -> bool:
     base = view
     partial = False
     while is_cheap_view(base):
-        partial = partial or base.target._schema.name in _PARTIAL_VIEWS  # type: ignore[union-attr]
+        partial = partial or is_partial_view(base)
         base = base.all_input_nodes[0]
     return not partial or base.op in ("placeholder", "get_attr")
 
@@ -272,7 +270,8 @@ def _build(
     reads = list(dict.fromkeys(entry for node in body for entry in node.all_input_nodes if entry not in inside))
     if symbols:
         reads = _with_symbols(reads, body, symbols)
-    return Region(title, tuple(body), tuple(reads), tuple(defines), imperative.owner, _signature(reads, body, defines))
+    signature = equality_hash(reads, body, defines)
+    return Region(title, tuple(body), tuple(reads), tuple(defines), imperative.owner, signature)
 
 
 def _with_symbols(reads: list[fx.Node], body: list[fx.Node], symbols: dict[Any, fx.Node]) -> list[fx.Node]:
@@ -307,26 +306,3 @@ def _title(body: list[fx.Node], layers: dict[fx.Node, str]) -> str:
     if any(node in layers for node in body) and len(phases) == 1:
         return f"layer {phases[0]}"
     return " and ".join(phases) or "forward"
-
-
-def _signature(reads: list[fx.Node], body: list[fx.Node], defines: list[fx.Node]) -> str:
-    """A hash over everything that decides the compiled code, and nothing else: no names, no provenance."""
-    numbers = {node: f"%{index}" for index, node in enumerate([*reads, *body])}
-    digest = hashlib.sha256()
-    for node in reads:
-        digest.update(repr(describe_value(node.meta.get("val"))).encode())
-    for node in body:
-        args = fx.map_arg((node.args, node.kwargs), numbers.__getitem__)
-        digest.update(repr((str(node.target), args, describe_value(node.meta.get("val")))).encode())
-    digest.update(repr([numbers[node] for node in defines]).encode())
-    return digest.hexdigest()
-
-
-def describe_value(value: Any) -> Any:
-    """Shape, strides, dtype and device of a tensor, in plain text; lists entry by entry."""
-    if isinstance(value, torch.Tensor):
-        shape, strides = tuple(map(str, value.shape)), tuple(map(str, value.stride()))
-        return shape, strides, str(value.dtype), str(value.device)
-    if isinstance(value, list | tuple):
-        return tuple(describe_value(entry) for entry in value)
-    return str(value)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.graph.liveness import UNDECLARED_VIEWS
 from wholestep.graph.training_graph import tensors_in
+from wholestep.graph.views import UNDECLARED_VIEWS
 from wholestep.ops.amounts import Amount, numel, product, shape
 
 

@@ -28,6 +28,7 @@ from torch import fx
 from wholestep.errors import BadOption, WholestepWarning
 from wholestep.graph.check import where
 from wholestep.graph.training_graph import Role, TrainingGraph, module_of, phase_of
+from wholestep.graph.views import WHOLE_VIEWS
 from wholestep.ops.aten.precision import precision_of
 from wholestep.ops.record import Precision, Rule
 from wholestep.passes.fx_edit import sweep, tensor_of
@@ -38,11 +39,6 @@ aten = torch.ops.aten
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 _SOFTMAX_BACKWARD = (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
-# A cast goes in front of these, to the value they look at: the next reader of that value shares it.
-_VIEWS = frozenset((
-    aten.view.default, aten._unsafe_view.default, aten.permute.default, aten.transpose.int, aten.t.default,
-    aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
-))  # fmt: skip
 
 
 @compiler_pass(numerics="rounding")
@@ -215,7 +211,8 @@ class _Rewrite:
             return value
         phase = phase_of(user) if _origin(value) in self.recast else None
         if (value, dtype, phase) not in self.casts:
-            if value.op == "call_function" and value.target in _VIEWS:
+            if value.op == "call_function" and value.target in WHOLE_VIEWS:
+                # in front of the view, to the value it looks at: the next reader of that value shares the cast
                 source = self._cast(value.args[0], dtype, user, owner)
                 made = self._insert(value.target, (source, *value.args[1:]), dict(value.kwargs), user)
             else:
@@ -273,6 +270,6 @@ def _fits(path: str, pattern: str) -> bool:
 
 def _origin(node: fx.Node) -> fx.Node:
     """What a chain of views looks at."""
-    while node.op == "call_function" and node.target in _VIEWS and isinstance(node.args[0], fx.Node):
+    while node.op == "call_function" and node.target in WHOLE_VIEWS and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node

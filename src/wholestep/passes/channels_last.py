@@ -22,9 +22,10 @@ from torch import fx
 
 from wholestep.graph.check import where
 from wholestep.graph.copies import copy_graph
-from wholestep.graph.liveness import UNDECLARED_VIEWS, tensor_bytes
+from wholestep.graph.liveness import tensor_bytes
 from wholestep.graph.strides import inverse, memory_order
 from wholestep.graph.training_graph import TrainingGraph, tensors_in
+from wholestep.graph.views import shares_memory
 from wholestep.ops.flops import flops
 from wholestep.ops.record import record_of
 from wholestep.passes.fx_edit import is_static, same_sizes, tensor_of
@@ -52,7 +53,7 @@ _TWO_LAYOUTS = frozenset((
     "aten::mish_backward", "aten::_prelu_kernel", "aten::_prelu_kernel_backward",
 ))
 """Their kernels know two layouts, and want gradients and saved values in the same; some do not look whether they are."""
-_ANY_STRIDES = UNDECLARED_VIEWS | frozenset((
+_ANY_STRIDES = frozenset((
     "aten::constant_pad_nd", "aten::_unsafe_index", "aten::_unsafe_index_put", "aten::slice_backward", "aten::select_backward",
     "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::empty_like", "aten::new_zeros", "aten::new_full",
     "aten::new_ones", "aten::new_empty", "aten::mean", "aten::sum", "aten::amax", "aten::any", "aten::mm", "aten::addmm",
@@ -397,8 +398,7 @@ def _follows(node: fx.Node) -> bool:
         return True
     if _looks_at_memory(node) or node.target in _SLOTS:  # a convolution that was not chosen
         return False
-    is_view = any(result.alias_info is not None for result in node.target._schema.returns)
-    return is_view or _is_elementwise(node) or _name(node) in _TWO_LAYOUTS | _ANY_STRIDES
+    return shares_memory(node.target) or _is_elementwise(node) or _name(node) in _TWO_LAYOUTS | _ANY_STRIDES
 
 
 def _looks_at_memory(node: fx.Node) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from wholestep.graph.training_graph import TrainingGraph
+from wholestep.graph.views import WHOLE_VIEWS
 from wholestep.passes.fx_edit import Editor, is_static, tensor_of
 from wholestep.passes.pipeline import compiler_pass
 
@@ -32,9 +33,7 @@ _SOURCES = {aten.full.default, aten.ones.default, aten.zeros.default, aten.scala
 _LIKE = {aten.ones_like.default, aten.zeros_like.default, aten.full_like.default, aten.new_ones.default,
          aten.new_zeros.default, aten.new_full.default}
 """They read the shape of their argument and never its values."""
-_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim,
-          aten.squeeze.dims, aten.permute.default, aten.transpose.int, aten.t.default, aten.slice.Tensor,
-          aten.select.int}
+_VIEWS = WHOLE_VIEWS | {aten.slice.Tensor, aten.select.int}
 _EXACT = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.rsub.Scalar,
           aten.add.Scalar, aten.sub.Scalar, aten.mul.Scalar, aten.div.Scalar,
           aten.eq.Tensor, aten.eq.Scalar, aten.ne.Tensor, aten.ne.Scalar, aten.lt.Tensor, aten.lt.Scalar,

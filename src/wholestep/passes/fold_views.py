@@ -20,19 +20,14 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from wholestep import compat
 from wholestep.graph.training_graph import TrainingGraph
+from wholestep.graph.views import WHOLE_VIEWS, declares_view
 from wholestep.passes.fx_edit import Editor, is_static, same_kind, same_sizes, tensor_of
 from wholestep.passes.pipeline import compiler_pass
 
 aten = torch.ops.aten
 ws = torch.ops.ws
 
-# fmt: off
-_VIEWS = frozenset((
-    aten.view.default, aten._unsafe_view.default, aten.permute.default, aten.transpose.int, aten.t.default,
-    aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.slice.Tensor,
-    aten.alias.default, aten.detach.default,
-))
-# fmt: on
+_VIEWS = WHOLE_VIEWS | {aten.slice.Tensor, aten.alias.default, aten.detach.default}
 _LONGEST_CHAIN = 8
 
 
@@ -165,7 +160,8 @@ def _part_of_more(source: Any) -> bool:
     """Whether the value looks at a larger one: a copy of it lets the larger one die, and must stay."""
     size = tensor_of(source)
     while isinstance(source, fx.Node) and (source.target in _VIEWS or source.target is operator.getitem):
-        if source.target is operator.getitem and not _is_split(source.args[0]):
+        # not `shares_memory`: copies of parts that `unsafe_split` makes (gates of recurrent cells) go, and always went
+        if source.target is operator.getitem and not declares_view(getattr(source.args[0], "target", None)):
             return False
         source = source.args[0]
         whole = tensor_of(source)
@@ -174,8 +170,3 @@ def _part_of_more(source: Any) -> bool:
         if whole is None:
             return True
     return False
-
-
-def _is_split(node: Any) -> bool:
-    schema = getattr(getattr(node, "target", None), "_schema", None)
-    return schema is not None and any(result.alias_info is not None for result in schema.returns)

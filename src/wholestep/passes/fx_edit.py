@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of
+from wholestep.graph.training_graph import TrainingGraph, phase_of
 
 aten = torch.ops.aten
 
@@ -100,13 +100,6 @@ def same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def same_phase(a: fx.Node, b: fx.Node) -> bool:
     return phase_of(a) == phase_of(b)
-
-
-def layer_of(node: fx.Node) -> str | None:
-    """The path up to the first number in it (`encoder.layer.3`), or None for a node outside all numbered modules."""
-    parts = (module_of(node) or "").split(".")
-    number = next((i for i, part in enumerate(parts) if part.partition("#")[0].isdigit()), None)
-    return None if number is None else ".".join(parts[: number + 1])
 
 
 def _written(size: Any) -> Any:

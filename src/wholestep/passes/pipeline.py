@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from wholestep.graph.check import check
+from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
 from wholestep.graph.printer import dump as dump_graph
 from wholestep.graph.training_graph import TrainingGraph
@@ -30,7 +31,7 @@ ApplyPass = Callable[[TrainingGraph, Plan], TrainingGraph]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class PassRow:
     """One line of the table: the pass called `name`, found in the file of that name."""
 
     name: str
@@ -47,38 +48,38 @@ class Row:
 
 
 # fmt: off
-TABLE: tuple[Row, ...] = (
-    Row("recognise_masks", "prepare", "attention with a computed mask becomes attention that knows it is causal or unmasked",
+TABLE: tuple[PassRow, ...] = (
+    PassRow("recognise_masks", "prepare", "attention with a computed mask becomes attention that knows it is causal or unmasked",
         "first: it makes whole mask computations dead"),
-    Row("fuse_loss", "prepare", "a chunked loss and its gradients in one go",
+    PassRow("fuse_loss", "prepare", "a chunked loss and its gradients in one go",
         "before the folds, which would have to keep forward and backward of the loss alike"),
-    Row("fold_constants", "prepare", "operators that read no input and give one number become `full`",
+    PassRow("fold_constants", "prepare", "operators that read no input and give one number become `full`",
         "before the folds that look for plain numbers"),
-    Row("fold_views", "prepare", "chains of views shorten; clones, `x * 1`, dropouts of nothing go",
+    PassRow("fold_views", "prepare", "chains of views shorten; clones, `x * 1`, dropouts of nothing go",
         "before fold_casts: a view between two casts hides that they cancel"),
-    Row("fold_casts", "prepare", "casts that cancel exactly go; a parameter is cast once per phase",
+    PassRow("fold_casts", "prepare", "casts that cancel exactly go; a parameter is cast once per phase",
         "before share_equal: a shorter chain is more often equal to another"),
-    Row("share_equal", "prepare", "equal values are computed once, where no lifetime grows",
+    PassRow("share_equal", "prepare", "equal values are computed once, where no lifetime grows",
         "after all folds: equal values are then written in equal ways"),
-    Row("bound_counts", "prepare", "counts of chosen places become sums that wait for no host, on a GPU",
+    PassRow("bound_counts", "prepare", "counts of chosen places become sums that wait for no host, on a GPU",
         "after the folds, so that fewer views lie between a choice and its count"),
-    Row("share_scatters", "prepare", "gradients of gathers by a shared index become products, on a GPU",
+    PassRow("share_scatters", "prepare", "gradients of gathers by a shared index become products, on a GPU",
         "after the folds, which leave one expansion of an index and plain zeros"),
-    Row("share_bias", "prepare", "a bias that repeats along the batch (shifted windows) is given to attention once",
+    PassRow("share_bias", "prepare", "a bias that repeats along the batch (shifted windows) is given to attention once",
         "after the folds, which leave few views between a mask and its expansion"),
-    Row("lean_gradients", "prepare", "gradients wait as narrow as they were made",
+    PassRow("lean_gradients", "prepare", "gradients wait as narrow as they were made",
         "before gradients are weighed: it halves them"),
-    Row("patch_products", "prepare", "a convolution of patches that do not overlap is a product, in the order of tokens",
+    PassRow("patch_products", "prepare", "a convolution of patches that do not overlap is a product, in the order of tokens",
         "before channels_last, for which there is nothing to turn in a product"),
-    Row("channels_last", "prepare", "convolutions and what stands between them in the memory order that tensor cores want",
+    PassRow("channels_last", "prepare", "convolutions and what stands between them in the memory order that tensor cores want",
         "after lean_gradients and the folds, which look for casts that keep the layout"),
-    Row("order_for_peak", "prepare", "cheap nodes to where less is alive",
+    PassRow("order_for_peak", "prepare", "cheap nodes to where less is alive",
         "after lean_gradients, whose narrow values it keeps waiting instead of wide ones"),
-    Row("remove_dead", "prepare", "what nobody reads",
+    PassRow("remove_dead", "prepare", "what nobody reads",
         "last: what the others left unread goes, so that the planner sees only what runs"),
-    Row("recompute", "apply", "what the plan does not keep is made again in the backward",
+    PassRow("recompute", "apply", "what the plan does not keep is made again in the backward",
         "first of those that follow a plan: after it nothing may merge equal values"),
-    Row("update_early", "apply", "each layer updated right behind its backward",
+    PassRow("update_early", "apply", "each layer updated right behind its backward",
         "after recompute, which reads parameters once more before they are replaced"),
 )
 # fmt: on
@@ -117,14 +118,17 @@ class PassReport:
     nodes_before: int
     nodes_after: int
     seconds: float
-    notes: tuple[str, ...] = ()
+    said: tuple[str, ...] = ()
     """What the pass itself has to say."""
 
     @property
-    def lines(self) -> list[str]:
-        """What is worth telling: a changed number of nodes, and the pass's own notes."""
-        changed = [str(self)] if self.nodes_before != self.nodes_after else []
-        return changed + [f"pass {self.name}: {note}" for note in self.notes]
+    def told(self) -> list[Note]:
+        """What is worth telling: a changed number of nodes, and what the pass itself has to say."""
+        own = [Note("pass", f"pass {self.name}: {said}", {"pass": self.name, "said": said}) for said in self.said]
+        if self.nodes_before == self.nodes_after:
+            return own
+        nodes = {"before": self.nodes_before, "after": self.nodes_after}
+        return [Note("pass", str(self), {"pass": self.name, **nodes}), *own]
 
     @property
     def effect(self) -> str:
@@ -205,10 +209,10 @@ class Pipeline:
 
     # ---- running ----
 
-    def run(self, graph: TrainingGraph, *, dump: str | None = None, first: int = 1) -> tuple[TrainingGraph, list[str]]:
-        """All passes in order; the rewritten graph and one line per pass that changed something."""
+    def run(self, graph: TrainingGraph, *, dump: str | None = None, first: int = 1) -> tuple[TrainingGraph, list[Note]]:
+        """All passes in order; the rewritten graph and a note per pass that changed something."""
         graph, reports = self.run_reporting(graph, dump=dump, first=first)
-        return graph, [line for report in reports for line in report.lines]
+        return graph, [note for report in reports for note in report.told]
 
     def run_reporting(
         self, graph: TrainingGraph, *, dump: str | None = None, first: int = 1
@@ -223,30 +227,30 @@ class Pipeline:
             graph = one(graph)
             graph.made_by, graph.seconds = name_of(one), time.perf_counter() - began
             check(graph)
-            notes = tuple(graph.notes)
+            said = tuple(graph.notes)
             graph.notes.clear()
-            reports.append(PassReport(name_of(one), before, len(graph.graph.nodes), graph.seconds, notes))
+            reports.append(PassReport(name_of(one), before, len(graph.graph.nodes), graph.seconds, said))
             if dump is not None:
                 dump_graph(graph, dump, name_of(one), number, reports[-1].effect)
         return graph, reports
 
-    def prepare(self, capture: Capture, *, dump: str | None = None) -> list[str]:
-        """Rewrite a capture's graph by the passes that need no plan; the lines to report."""
+    def prepare(self, capture: Capture, *, dump: str | None = None) -> list[Note]:
+        """Rewrite a capture's graph by the passes that need no plan; what to report."""
         return self.run_on(capture, dump=dump)
 
-    def carry_out_on(self, prepared: Capture, plan: Plan, *, dump: str | None = None) -> list[str]:
+    def carry_out_on(self, prepared: Capture, plan: Plan, *, dump: str | None = None) -> list[Note]:
         """The same by those that carry a plan out."""
         closed = Pipeline([_closed_over(one, plan) for one in self.apply])
         return closed.run_on(prepared, dump=dump, first=len(self.passes) + 1)
 
-    def run_on(self, capture: Capture, *, dump: str | None = None, first: int = 1) -> list[str]:
-        """Rewrite a capture's graph in place, and its update's graph by the passes that know of it; the lines to report."""
-        capture.graph, lines = self.run(capture.graph, dump=dump, first=first)
+    def run_on(self, capture: Capture, *, dump: str | None = None, first: int = 1) -> list[Note]:
+        """Rewrite a capture's graph in place, and its update's graph by the passes that know of it; what to report."""
+        capture.graph, notes = self.run(capture.graph, dump=dump, first=first)
         of_updates = [one for one in self.passes if getattr(one, "for_updates", False)]
         if capture.update is not None and of_updates:
             capture.update, more = Pipeline(of_updates).run(capture.update)
-            lines += more
-        return lines
+            notes += more
+        return notes
 
 
 def _closed_over(one: ApplyPass, plan: Plan) -> Pass:

@@ -12,7 +12,9 @@ from collections import Counter
 import torch
 from torch import fx
 
+from wholestep.graph.layers import layer_pattern, without_calls
 from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of, tensors_in
+from wholestep.graph.views import shares_memory
 from wholestep.ops.aten.precision import precision_of
 
 NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -39,7 +41,9 @@ def precision_audit(graph: TrainingGraph) -> list[PrecisionRow]:
     for node in graph.operations():
         dtype = _computes_in(node)
         if dtype is not None:
-            counts[precision_of(node).family, dtype, phase_of(node), _pattern(module_of(node))] += 1
+            counts[
+                precision_of(node).family, dtype, phase_of(node), layer_pattern(without_calls(module_of(node) or ""))
+            ] += 1
     order = {"forward": 0, "backward": 1, "update": 2}
     rows = [PrecisionRow(*key, count) for key, count in counts.items()]
     return sorted(rows, key=lambda r: (r.family in _SILENT, r.family, r.dtype, order[r.phase], r.module))
@@ -69,7 +73,7 @@ def summary(graph: TrainingGraph) -> str | None:
 def _computes_in(node: fx.Node) -> str | None:
     """The type an operator computes in; None for views, and for what touches no floating-point value."""
     schema = getattr(node.target, "_schema", None)
-    if schema is None or schema.name == "aten::_unsafe_view" or any(r.alias_info is not None for r in schema.returns):
+    if schema is None or shares_memory(node.target):
         return None
     made = _floating(node)
     read = [d for source in node.all_input_nodes for d in _floating(source)]
@@ -85,8 +89,3 @@ def _computes_in(node: fx.Node) -> str | None:
 
 def _floating(node: fx.Node) -> list[torch.dtype]:
     return [t.dtype for t in tensors_in(node.meta.get("val")) if t.is_floating_point()]
-
-
-def _pattern(path: str | None) -> str:
-    parts = (path or "").split(".")
-    return ".".join("*" if part.partition("#")[0].isdigit() else part.partition("#")[0] for part in parts)

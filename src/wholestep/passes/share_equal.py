@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.graph.liveness import UNDECLARED_VIEWS
+from wholestep.graph.layers import numbered_module
 from wholestep.graph.training_graph import TrainingGraph, phase_of, tensors_in
-from wholestep.passes.fx_edit import Editor, is_static, layer_of
+from wholestep.graph.views import shares_memory
+from wholestep.passes.fx_edit import Editor, is_static
 from wholestep.passes.pipeline import compiler_pass
 
 SMALL_ELEMENTS = 256
@@ -45,7 +46,7 @@ def share_equal(graph: TrainingGraph) -> TrainingGraph:
             continue
         if earlier is node:
             continue
-        if layer_of(earlier) in (None, layer_of(node)) and _free(earlier, node, position):
+        if numbered_module(earlier) in (None, numbered_module(node)) and _free(earlier, node, position):
             edit.replace(node, earlier)
         else:
             seen[key] = node
@@ -65,7 +66,7 @@ def _may_be_shared(node: fx.Node) -> bool:
 
 def _free(earlier: fx.Node, later: fx.Node, position: dict[fx.Node, int]) -> bool:
     """Whether reading `earlier` in place of `later` keeps no memory longer than it was kept before."""
-    if _is_view(earlier) or all(_small(t) for t in tensors_in(earlier.meta.get("val"))):
+    if shares_memory(earlier.target) or all(_small(t) for t in tensors_in(earlier.meta.get("val"))):
         return True
     return _read_from(earlier, position[later], position)
 
@@ -75,16 +76,7 @@ def _read_from(node: fx.Node, start: int, position: dict[fx.Node, int]) -> bool:
     users = list(node.users)
     if any(position[user] >= start for user in users):
         return True
-    return any(user.op == "call_function" and _is_view(user) and _read_from(user, start, position) for user in users)
-
-
-def _is_view(node: fx.Node) -> bool:
-    if node.target is operator.getitem:
-        return True
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return False
-    return schema.name in UNDECLARED_VIEWS or any(result.alias_info is not None for result in schema.returns)
+    return any(shares_memory(user.target) and _read_from(user, start, position) for user in users)
 
 
 def _small(tensor: torch.Tensor) -> bool:

@@ -24,6 +24,7 @@ from wholestep.errors import BadOption, BudgetTooSmall, CompilerMissing
 from wholestep.graph.bytes import parse_bytes, show_bytes
 from wholestep.graph.copies import copy_graph
 from wholestep.graph.liveness import tensor_bytes
+from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Role, TrainingGraph
 from wholestep.lower import give_back
@@ -153,7 +154,7 @@ class Fitting:
         self.state_bytes = 0
         self.tries = 0
         """Plans that were compiled to know what they really take."""
-        self.told: list[str] = []
+        self.told: list[Note] = []
         """About the latest plan."""
 
     def plan(self, prepared: Capture) -> Plan:
@@ -163,7 +164,7 @@ class Fitting:
         began = time.perf_counter()
         best = self._fit()
         tried = f"memory: {self.tries} of {len(self.points)} plans tried in {time.perf_counter() - began:.1f} s"
-        self.told = [tried, *self._told(best)]
+        self.told = [Note("memory", tried), self._told(best)]
         return best
 
     def _takes(self, peak_bytes: float) -> int:
@@ -256,14 +257,15 @@ class Fitting:
         least = len(self.points) - 1
         return too_small(self.points[least], self._takes(measured[least]), self.budget.card_bytes)
 
-    def _told(self, plan: Plan) -> list[str]:
+    def _told(self, plan: Plan) -> Note:
         takes = self.budget.takes(plan.predicted_bytes or 0)
         first = f"memory: {self.budget.said} of the card allowed, {show_bytes(round_up(takes))} predicted"
         fastest = self.points[0].seconds
         if not plan.recompute:
-            return [f"{first}; nothing is made again"]
+            return Note("memory", f"{first}; nothing is made again")
         cost = 100 * ((plan.predicted_seconds or fastest) / fastest - 1)
-        return [f"{first}; {len(plan.recompute)} values are made again in the backward pass, about +{cost:.1f} % time"]
+        again = f"{len(plan.recompute)} values are made again in the backward pass, about +{cost:.1f} % time"
+        return Note("memory", f"{first}; {again}")
 
 
 class ForSpeed:
@@ -275,7 +277,7 @@ class ForSpeed:
     def __init__(self, pipeline: Pipeline, backend: str, device: torch.device) -> None:
         self.pipeline = pipeline
         self.worth_planning = backend == "inductor" and device.type == "cuda"
-        self.told: list[str] = []
+        self.told: list[Note] = []
         """About the latest plan."""
 
     def plan(self, prepared: Capture) -> Plan:
@@ -287,12 +289,12 @@ class ForSpeed:
             plan = fastest(at_traced_sizes(prepared.graph), this_device("cuda"), self.pipeline.carry_out)
         except Exception as error:  # nobody asked for a plan, so a step must not fail for want of one
             reason = f"planning failed ({type(error).__name__}: {error})"
-            self.told = [f"everything is kept for the backward pass: {reason}"[:300]]
+            self.told = [Note("plan", f"everything is kept for the backward pass: {reason}"[:300])]
             return Plan()
         if plan.recompute:
-            self.told = [
-                f"{len(plan.recompute)} values are quicker to make again than to keep (plan=wholestep.Plan() keeps them)"
-            ]
+            count = len(plan.recompute)
+            quicker = f"{count} values are quicker to make again than to keep (plan=wholestep.Plan() keeps them)"
+            self.told = [Note("plan", quicker)]
         return plan
 
 

@@ -9,7 +9,6 @@ stored is computed inside its readers, which therefore read what it reads.
 from __future__ import annotations
 
 import dataclasses
-import operator
 from typing import Any
 
 from torch import fx
@@ -17,7 +16,7 @@ from torch import fx
 from wholestep.graph.layers import parts_of
 from wholestep.graph.liveness import flat_numbers, storages
 from wholestep.graph.training_graph import TrainingGraph
-from wholestep.graph.views import is_cheap_view
+from wholestep.graph.views import is_cheap_view_or_entry
 from wholestep.ops.flops import flops
 from wholestep.ops.record import record_of
 
@@ -85,7 +84,7 @@ def _regions(graph: TrainingGraph) -> dict[fx.Node, int]:
     previous, number = None, 0
     for node, part in parts_of(graph.graph.nodes).items():
         number, previous = (number if part == previous else number + 1), part
-        if node.target is not operator.getitem and not is_cheap_view(node):
+        if not is_cheap_view_or_entry(node):
             found[node] = number
     return found
 

@@ -24,7 +24,7 @@ from wholestep.graph.layers import layers_of, parts_of
 from wholestep.graph.liveness import flat_numbers, tensor_bytes, with_tensors
 from wholestep.graph.segments import backward_segments
 from wholestep.graph.training_graph import TrainingGraph, phase_of
-from wholestep.graph.views import is_cheap_view
+from wholestep.graph.views import is_cheap_view, is_cheap_view_or_entry
 from wholestep.ops.flops import flops
 from wholestep.ops.record import may_recompute
 from wholestep.plan.fusion import is_fusable
@@ -127,7 +127,7 @@ class _Builder:
         for segment, node in segments:
             where[segment].add(stretches[node])
         for node in self.graph.operations():
-            if phase_of(node) != "forward" or is_cheap_view(node) or node.target is operator.getitem:
+            if phase_of(node) != "forward" or is_cheap_view_or_entry(node):
                 continue
             unit = self.units.setdefault(self.keys[node], Unit(self.keys[node]))
             unit.allowed = unit.allowed and may_recompute(node)
@@ -243,5 +243,5 @@ def _readers(value: fx.Node) -> list[fx.Node]:
     for user in value.users:
         if user.op == "output":
             continue
-        found += _readers(user) if is_cheap_view(user) or user.target is operator.getitem else [user]
+        found += _readers(user) if is_cheap_view_or_entry(user) else [user]
     return found

@@ -11,6 +11,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from wholestep.graph.bytes import show_bytes
+from wholestep.graph.layers import layer_pattern
 from wholestep.lower.footprint.blocks import SAVED, MemoryProfile
 from wholestep.profile.memory.oom import ranked_fixes
 
@@ -73,7 +74,7 @@ def _largest_cheap(memory: MemoryProfile) -> str | None:
     sizes: dict[str, int] = defaultdict(int)
     for block in memory.blocks:
         if block.category == SAVED and block.recomputable and block.alive(memory.peak_instant):
-            layer = ".".join("*" if part.isdigit() else part for part in block.module.split("."))
+            layer = layer_pattern(block.module)
             sizes[f"{block.operator or 'unnamed'} outputs" + (f" in {layer}" if layer else "")] += block.bytes
     if not sizes:
         return None

@@ -31,7 +31,7 @@ from wholestep.lower.footprint.scratch import measure_scratch
 from wholestep.profile import actions
 from wholestep.profile.measure import calls as watching
 from wholestep.profile.measure import kernels, rows
-from wholestep.profile.measure.calls import Call
+from wholestep.profile.measure.calls import TimedCall
 from wholestep.profile.measure.eager_calls import watch_eager
 from wholestep.profile.measure.timing import Timing, time_steps, wait
 from wholestep.profile.measure.work import sum_of
@@ -64,7 +64,7 @@ class Profile:
     """Tokens or samples of one step."""
     step_ms: dict[str, Any]
     """median, lowest, highest, all; how warm-up went; what the batch cost."""
-    rows: tuple[rows.Row, ...]
+    rows: tuple[rows.EqualCalls, ...]
     phases: dict[str, float]
     modules: dict[str, dict[str, float]]
     waterfall: tuple[tuple[str, float], ...]
@@ -177,7 +177,7 @@ class _Session:
         if step.graph is None:
             reasons = "; ".join(str(fall) for fall in step.falls)
             self.notes.append(f"nothing was captured, so what the step computes is counted while it runs: {reasons}")
-        self.notes += [note for note in step.notes if note.startswith("memory: ")]
+        self.notes += [note for note in step.notes if note.kind == "memory"]
         if ours:
             return step, step
         subject = self.subject
@@ -188,7 +188,7 @@ class _Session:
 
     def _watched(
         self, step: Step | None, call: Any, variant: Variant | None, device: Device
-    ) -> list[tuple[float, list[Call]]]:
+    ) -> list[tuple[float, list[TimedCall]]]:
         batches = [self.job.batches.batch(number) for number in range(WATCHED_STEPS)]
         if variant is not None and step is not None:
             if hasattr(variant.runner, "runner"):
@@ -200,7 +200,7 @@ class _Session:
         root, optimizer = self.subject.root, self.subject.optimizer
         return watch_eager(call, root, optimizer, batches, self.place, device, self.fp32)
 
-    def _fitted(self, watched: list[tuple[float, list[Call]]], timing: Timing, *, eager: bool) -> list[Call]:
+    def _fitted(self, watched: list[tuple[float, list[TimedCall]]], timing: Timing, *, eager: bool) -> list[TimedCall]:
         # kernels have times of their own; a dispatch mode around eager operators costs time between them, none inside
         by_share = self.place.type != "cuda" and not eager
         whole = None if not by_share else statistics.median(seconds for seconds, _ in watched)
@@ -285,7 +285,7 @@ class _Session:
     # ---- putting it together ----
 
     def _profile(
-        self, timing: Timing, calls: list[Call], device: Device, costs: tuple[NodeCost, ...] | None, busy: float | None,
+        self, timing: Timing, calls: list[TimedCall], device: Device, costs: tuple[NodeCost, ...] | None, busy: float | None,
         variant: Variant | None, remembered: tuple[Any, Any, Any], checked: dict[str, Any] | None,
     ) -> Profile:  # fmt: skip
         step, spent = timing.median, sum(call.seconds for call in calls)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from wholestep.graph.layers import layer_pattern
+
 LEAST_SHARE = 0.001
 """Of the step: smaller modules are left out of the tree; the JSON has them."""
 
@@ -20,7 +22,7 @@ def module_rows(modules: Mapping[str, Mapping[str, float]], step_ms: float) -> l
         place, layer = root, ""
         for part in path.split(".") if path else ():
             layer = f"{layer}.{part}".lstrip(".")
-            name = "*" if part.isdigit() else part
+            name = layer_pattern(part)
             place = place["children"].setdefault(
                 name, {"path": f"{place['path']}.{name}".lstrip("."), "name": name, "layers": set(), "own": {}, "children": {}}
             )  # fmt: skip

@@ -20,6 +20,7 @@ from wholestep.capture.ladder import COMPILED, EAGER
 from wholestep.capture.subject import Subject
 from wholestep.capture.undo import Undo
 from wholestep.errors import CaptureRefused, WholestepError
+from wholestep.graph.notes import Note
 from wholestep.runtime.eager import Result, backward, eager_step, updated
 from wholestep.runtime.kept import Kept
 
@@ -86,7 +87,7 @@ class CompiledLoss:
 class LowerRung:
     """Runs steps that no captured graph holds for: through torch.compile or eager, whichever measured faster."""
 
-    def __init__(self, subject: Subject, note: Callable[[str], None], *, compiled: bool) -> None:
+    def __init__(self, subject: Subject, note: Callable[[Note], None], *, compiled: bool) -> None:
         self.subject, self.note = subject, note
         self.loss = CompiledLoss(subject) if compiled else None
         self.seconds: dict[str, list[float]] = {COMPILED: [], EAGER: []}
@@ -124,13 +125,14 @@ class LowerRung:
         if eager < compiled:
             self.loss = None
         winner = "torch.compile" if self.loss is not None else "eager"
-        self.note(f"steps that are not captured run by {winner}: torch.compile {compiled:.2f} ms, eager {eager:.2f} ms")
+        times = f"torch.compile {compiled:.2f} ms, eager {eager:.2f} ms"
+        self.note(Note("rung", f"steps that are not captured run by {winner}: {times}"))
 
     def _run(self, kind: str, micro: Sequence[Any], done: Sequence[Result]) -> tuple[Result, torch.Tensor | None]:
         changed = None if self.loss is None else self.loss.changed()
         if changed is not None:
             self.loss, self.decided = None, True
-            self.note(f"{changed}: the step runs in eager PyTorch")
+            self.note(Note("rung", f"{changed}: the step runs in eager PyTorch"))
         loss = None if kind == EAGER else self.loss
         if loss is None or self.steps > WARM_UP or done:
             return eager_step(self.subject, micro, loss, done)
@@ -152,8 +154,6 @@ class LowerRung:
         buffers.put_back()
         result = eager_step(self.subject, micro)  # what it raises is the user's own
         self.loss, self.decided = None, True
-        told = " ".join(str(failed).split())[:200]
-        self.note(
-            f"torch.compile fails where eager PyTorch does not ({type(failed).__name__}: {told}): the step runs in eager"
-        )
+        told = f"{type(failed).__name__}: {' '.join(str(failed).split())[:200]}"
+        self.note(Note("rung", f"torch.compile fails where eager PyTorch does not ({told}): the step runs in eager"))
         return result

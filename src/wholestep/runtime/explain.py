@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from wholestep.capture.ladder import COMPILED, EAGER
 from wholestep.graph.keys import operator_name
+from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Role, TrainingGraph, module_of, phase_of
 from wholestep.ops.record import is_unordered
@@ -14,6 +16,8 @@ from wholestep.passes.precision_audit import summary
 
 if TYPE_CHECKING:
     from wholestep.runtime.step import Step
+
+MOST_NOTES = 5
 
 
 def told(plan: Plan) -> str:
@@ -34,6 +38,17 @@ def unordered(graph: TrainingGraph, device: str, *, compiled: bool) -> str | Non
         for name, where in places.items()
     ]
     return f"not to the last bit, these add in any order: {'; '.join(named)}" if named else None
+
+
+def told_in_notes(notes: Sequence[Note]) -> list[str]:
+    """One line on all passes, one per check, and the first few of what else there is to know."""
+    by_pass = [note.data for note in notes if note.kind == "pass"]
+    changed = "; ".join(f"{one['pass']}: {one['before']} -> {one['after']}" for one in by_pass if "after" in one)
+    said = [f"{one['pass']}: {one['said']}" for one in by_pass if "said" in one]
+    passes = "; ".join(([f"{changed} nodes"] if changed else []) + said)
+    lines = [f"passes     {passes}"] if passes else []
+    lines += [f"check      {note.data['done']}: {note.data['said']}" for note in notes if note.kind == "check"]
+    return lines + [f"note       {note}" for note in notes if note.kind not in ("pass", "check")][:MOST_NOTES]
 
 
 def explain(step: Step) -> str:
@@ -72,10 +87,6 @@ def explain(step: Step) -> str:
     if step.rung.endswith((COMPILED, EAGER)):
         lines.append("repeats    not to the last bit for certain: what is not captured whole runs as PyTorch runs it")
     lines += [f"fell       {fall}" for fall in step.falls]
-    passes = [note.removeprefix("pass ").split(" nodes")[0] for note in step.notes if note.startswith("pass ")]
-    if passes:
-        lines.append(f"passes     {'; '.join(passes)} nodes")
-    lines += [f"check      {note.removeprefix('check: ')}" for note in step.notes if note.startswith("check: ")]
-    lines += [f"note       {note}" for note in step.notes if not note.startswith(("pass ", "check: "))][:5]
+    lines += told_in_notes(step.notes)
     lines.append(f"so far     {step.captures} captures, {step.compilations} compilations, {step.count} steps")
     return "\n".join(lines)

@@ -19,6 +19,7 @@ from wholestep.capture.ladder import WHOLE, Fall
 from wholestep.capture.modes import is_user_file
 from wholestep.capture.preflight import notes_on
 from wholestep.errors import BadBatch, CaptureRefused, WholestepError, WholestepWarning
+from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
 from wholestep.graph.printer import fingerprint
 from wholestep.graph.training_graph import TrainingGraph
@@ -46,7 +47,7 @@ class Step:
         self.count = 0
         self.grad_norm: torch.Tensor | None = None
         self.falls: tuple[Fall, ...] = ()
-        self.notes: list[str] = []
+        self.notes: list[Note] = []
         self.front = Front(self.subject, dynamic=True if self.options.dynamic is True else None, note=self._note)
         self.making = Making(compiler, self._note, self.make_room)
         self.room = compiler.make_room
@@ -110,7 +111,7 @@ class Step:
     def _below(self, run: OneStep, refused: CaptureRefused) -> Any:
         """This step on a lower rung; what ran of it already is kept."""
         if isinstance(refused, TooManyShapes):
-            self._note(f"{refused} run in eager PyTorch")
+            self._note(Note("rung", f"{refused} run in eager PyTorch"))
             return run.in_torch(LowerRung(self.subject, self._note, compiled=False))
         if isinstance(refused, AssumptionFailed) and self._lower is None:
             return self._without_assumption(run, refused)
@@ -120,7 +121,7 @@ class Step:
                     LowerRung(self.subject, self._note, compiled=False)
                 )  # an error here is the user's own
                 self._refusals += 1
-                self._note(f"one step in eager PyTorch, then captured again: {refused}")
+                self._note(Note("rung", f"one step in eager PyTorch, then captured again: {refused}"))
                 return result
             self._fall(refused)
         assert self._lower is not None
@@ -129,7 +130,7 @@ class Step:
     def _without_assumption(self, run: OneStep, refused: AssumptionFailed) -> Any:
         """This step in eager PyTorch, which mostly raises; where it does not, again and again, all following ones too."""
         result = run.in_torch(LowerRung(self.subject, self._note, compiled=False))
-        self._note(f"a step ran in eager PyTorch: {refused}")
+        self._note(Note("rung", f"a step ran in eager PyTorch: {refused}"))
         self._assumed_wrongly += 1
         if self._assumed_wrongly >= MOST_WRONG and self._assumed_wrongly * MOST_WRONG > self.count:
             self._forget_graphs()
@@ -189,9 +190,8 @@ class Step:
                 return self.prepare(batch)
             if refused.curable:
                 self._eager_first = True
-                self._note(
-                    f"not captured yet; one step in eager PyTorch comes first, then it is tried again: {refused}"
-                )
+                ahead = "not captured yet; one step in eager PyTorch comes first, then it is tried again"
+                self._note(Note("rung", f"{ahead}: {refused}"))
             else:
                 self._fall(refused)
         return None
@@ -240,7 +240,7 @@ class Step:
 
     def _forget(self, reason: str) -> None:
         """The model itself changed: all variants are void."""
-        self._note(f"captured anew because {reason}")
+        self._note(Note("capture", f"captured anew because {reason}"))
         self.subject.refresh()
         self._forget_graphs()
 
@@ -251,9 +251,9 @@ class Step:
         self.making.gradients.clear()
         self.making.shapes_seen.clear()
 
-    def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
+    def _note(self, note: Note) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
 
     # ---- what it tells ----
 

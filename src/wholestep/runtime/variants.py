@@ -21,6 +21,7 @@ from wholestep.capture.reading import Reading, read
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
 from wholestep.errors import CaptureRefused
+from wholestep.graph.notes import Note
 from wholestep.graph.strides import is_dense
 from wholestep.graph.training_graph import Input, Role, TrainingGraph
 from wholestep.options import Options
@@ -61,7 +62,7 @@ class Making:
     """How a Step captures and lowers, and what it counts."""
 
     builder: Builder
-    note: Callable[[str], None]
+    note: Callable[[Note], None]
     make_room: Callable[[Any], None] = lambda variant: None
     """Called before a variant is made."""
     seconds: dict[str, float] = dataclasses.field(default_factory=lambda: {"capture": 0.0, "lower": 0.0})
@@ -223,18 +224,18 @@ class Variants:
         try:
             capture = making.captured(reading, batch, dims)
         except CaptureRefused as refused:
-            making.note(f"sizes stay static: {refused}")
+            making.note(Note("sizes", f"sizes stay static: {refused}"))
             self.static = True
             return None
         variant = making.lowered(capture, reading, making.backend)
         # read again: passes and compiling may have relied on more facts about the sizes than tracing did
         capture.guards = compat.shape_guards(capture.fake_mode)
         if not all(shape_rules.fits(s, dims, shapes, capture.symbols, capture.guards) for s in self.seen):
-            making.note("sizes stay static: the step relies on a size that should vary")
+            making.note(Note("sizes", "sizes stay static: the step relies on a size that should vary"))
             self.static = True
             return None
         self.symbolic = (variant, dims, shapes)
         self.by_shape = {known: v for known, v in self.by_shape.items() if not v.provisional}
         varying = sorted({name for found in dims for name in found.values()})
-        making.note(f"{len(varying)} batch dimension(s) seen with several sizes are symbolic now")
+        making.note(Note("sizes", f"{len(varying)} batch dimension(s) seen with several sizes are symbolic now"))
         return variant

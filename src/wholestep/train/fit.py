@@ -134,7 +134,7 @@ def will_it_fit(
         largest = _largest(question, step, planned, passes, tell, check=wanted) if look else None
     done = time.perf_counter()
     seconds = {**step.seconds, "plan": planned.seconds, "largest batch": done - guessing, "all": done - began}
-    notes = list(step.captured.notes)
+    notes: list[str] = [*step.captured.notes]
     if step.job.real:
         notes.append("the model of your function was built for real; its batch cannot be changed from here")
     return Fit(

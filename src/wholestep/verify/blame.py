@@ -16,7 +16,7 @@ from wholestep.graph.training_graph import TrainingGraph
 from wholestep.passes.pipeline import Pipeline, name_of
 from wholestep.verify.compare import Comparison, Yardstick
 from wholestep.verify.reference import Reference
-from wholestep.verify.report import Departure, Row
+from wholestep.verify.report import Departure, TensorRow
 
 
 def module_of_tensor(name: str) -> str:
@@ -49,7 +49,7 @@ def departing_boundary(
     return None
 
 
-def departure(graph: TrainingGraph, rows: Iterable[Row], boundary: tuple[str, Comparison] | None) -> Departure:
+def departure(graph: TrainingGraph, rows: Iterable[TensorRow], boundary: tuple[str, Comparison] | None) -> Departure:
     """Where a failed step goes wrong first; `boundary` is what `departing_boundary` found."""
     failing = [row for row in rows if not row.ok]
     if boundary is not None:

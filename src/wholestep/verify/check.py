@@ -18,6 +18,7 @@ import torch
 from wholestep.capture.cache import remember_checked, was_checked
 from wholestep.capture.undo import Undo
 from wholestep.errors import CaptureRefused, WholestepWarning
+from wholestep.graph.notes import Note, check_note
 from wholestep.runtime.eager import Result
 from wholestep.runtime.one_step import OneStep
 from wholestep.runtime.variant import Variant
@@ -35,7 +36,7 @@ def check_first_step(
     With `lean`, a lack of memory is for the caller to tell: torch.OutOfMemoryError, with everything as it was.
     """
     if was_checked(variant.capture):
-        run.step._note("this captured step was compared with eager PyTorch by an earlier process")
+        run.step._note(Note("said", "this captured step was compared with eager PyTorch by an earlier process"))
         return None
     check = FirstStep(run, variant, args, numbers, lean)
     undo = Undo(variant.subject.loss_fn, variant.subject.model, run.batch)
@@ -51,9 +52,8 @@ def check_first_step(
         if lean is not None and isinstance(error, torch.OutOfMemoryError):
             raise
         reason = (str(error).strip().splitlines() or [""])[0][:120]
-        run.step._note(
-            f"check: left out: the first step was not checked against eager: {type(error).__name__}: {reason}"
-        )
+        text = f"the first step was not checked against eager: {type(error).__name__}: {reason}"
+        run.step._note(check_note("left out", text))
         return None
     except BaseException as error:
         undo.restore()
@@ -77,9 +77,8 @@ def check_first_step(
             elif not check.undecided:
                 remember_checked(variant.capture)
         except torch.OutOfMemoryError:
-            run.step._note(
-                "check: partly: the first step was compared with eager, not all of its update: memory did not suffice"
-            )
+            text = "the first step was compared with eager, not all of its update: memory did not suffice"
+            run.step._note(check_note("partly", text))
         except BaseException:
             undo.restore()
             raise
@@ -93,7 +92,7 @@ def _only_the_loss(run: OneStep) -> None:
     text = (
         "of the first step only the loss was compared with eager PyTorch: its update says nothing about most gradients"
     )
-    run.step._note(f"check: partly: {text}, and memory did not suffice to run the captured graph by itself")
+    run.step._note(check_note("partly", f"{text}, and memory did not suffice to run the captured graph by itself"))
     warnings.warn(f"{text}; wholestep.verify(...) compares all of it", WholestepWarning, stacklevel=2)
 
 
@@ -103,11 +102,11 @@ def only_before(check: Callable[..., Any], reason: str) -> Callable[..., Any]:
     def checked(run: OneStep, *rest: Any, lean: Lean | None = None) -> Any:
         if lean is not None and not lean.interpret:
             text = f"the first step is not compared with eager PyTorch: {reason}, and memory does not suffice for more"
-            run.step._note(f"check: left out: {text}")
+            run.step._note(check_note("left out", text))
             warnings.warn(f"{text}; wholestep.verify(...) compares it", WholestepWarning, stacklevel=2)
             return None
         afterwards = check(run, *rest) if lean is None else check(run, *rest, lean=lean)
-        run.step._note(f"{reason}: gradients were compared, updates were not")
+        run.step._note(Note("said", f"{reason}: gradients were compared, updates were not"))
         return None if afterwards is None else nothing_after
 
     return checked

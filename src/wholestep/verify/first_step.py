@@ -29,6 +29,7 @@ from wholestep.capture.tracer import ACCUMULATED_WEIGHT, HOLDS
 from wholestep.errors import FirstStepDiffers, WholestepWarning
 from wholestep.graph.bytes import show_bytes
 from wholestep.graph.copies import without_updates
+from wholestep.graph.notes import Note, check_note
 from wholestep.graph.training_graph import Input, OutputKind, Role, TrainingGraph
 from wholestep.lower import lower_interpret
 from wholestep.runtime.eager import Result
@@ -337,9 +338,8 @@ class FirstStep:
             error, allowed = failing[name]
             others = f", {len(failing) - 1} others likewise" if len(failing) > 1 else ""
             text = f"the gradient of {name} is off by {error:.2g} (limit {allowed:.2g}){others}"
-            self.step._note(
-                f"check: undecided: {text}; memory does not suffice to tell whether that is eager's own rounding"
-            )
+            why = "memory does not suffice to tell whether that is eager's own rounding"
+            self.step._note(check_note("undecided", f"{text}; {why}"))
             warnings.warn(
                 f"{text}: wholestep.verify(...) tells whether that is rounding", WholestepWarning, stacklevel=2
             )
@@ -398,7 +398,7 @@ class FirstStep:
 
     # ---- telling ----
 
-    def told(self) -> str:
+    def told(self) -> Note:
         """How much of the check was done, where memory is short."""
         assert self.lean is not None
         moved = (
@@ -409,7 +409,7 @@ class FirstStep:
             if self.lean.interpret
             else "; the captured graph was not run by itself, for which memory does not suffice"
         )
-        return f"check: whole: the first step is compared with eager PyTorch on all rows{moved}{graph}"
+        return check_note("whole", f"the first step is compared with eager PyTorch on all rows{moved}{graph}")
 
     def _report_graph(self, bare: TrainingGraph, loss: torch.Tensor, failing: dict[str, tuple[float, float]]) -> None:
         """The module is the first whose output departs; where none does, the fault is in the backward."""

@@ -14,7 +14,7 @@ import torch
 
 from wholestep.capture.subject import Subject
 from wholestep.verify.compare import MISSING, Comparison, distance, norm, same_bits
-from wholestep.verify.report import Row
+from wholestep.verify.report import TensorRow
 from wholestep.verify.state import StateCopy
 
 UPDATE_TOLERANCE = 1e-5
@@ -23,7 +23,7 @@ UPDATE_TOLERANCE = 1e-5
 
 def optimizer_rows(
     subject: Subject, before: StateCopy, gradients: Mapping[str, torch.Tensor], step: str, *, exact: bool
-) -> Iterator[Row]:
+) -> Iterator[TensorRow]:
     """One row per parameter and per state tensor; `exact` asks for equal bits."""
     assert subject.optimizer is not None and before.optimizer is not None
     stand_ins = {p: before.values[n].detach().clone() for n, p in subject.parameters.items()}
@@ -42,7 +42,7 @@ def optimizer_rows(
         for parameter in group["params"]:
             name, stand_in = names[parameter], stand_ins[parameter]
             found = _compare(parameter, stand_in, before.values[name], exact)
-            yield Row(step, "parameter", name, found.error, found.tolerance, found.bitwise)
+            yield TensorRow(step, "parameter", name, found.error, found.tolerance, found.bitwise)
             ours, theirs = subject.optimizer.state.get(parameter, {}), twin.state.get(stand_in, {})
             for key in dict.fromkeys([*theirs, *ours]):
                 if skips and (key == "step" or key not in theirs):
@@ -51,7 +51,7 @@ def optimizer_rows(
                 a, b = ours.get(key), theirs.get(key)
                 if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
                     found = _compare(a, b, old, exact)
-                    yield Row(step, "state", f"{name}/{key}", found.error, found.tolerance, found.bitwise)
+                    yield TensorRow(step, "state", f"{name}/{key}", found.error, found.tolerance, found.bitwise)
 
 
 def _compare(

@@ -13,7 +13,7 @@ SHOWN_ROWS = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class TensorRow:
     """One tensor of one step: its distance from the reference in norm, and what the rule allows."""
 
     step: str
@@ -64,7 +64,7 @@ class Report:
 
     rung: str
     backend: str
-    rows: list[Row] = dataclasses.field(default_factory=list)
+    rows: list[TensorRow] = dataclasses.field(default_factory=list)
     first_departure: Departure | None = None
     falls: tuple[Any, ...] = ()
     notes: list[str] = dataclasses.field(default_factory=list)

@@ -38,7 +38,7 @@ from wholestep.verify.blame import departing_boundary, departure, guilty_pass
 from wholestep.verify.compare import Yardstick, compute_dtype, yardstick
 from wholestep.verify.optimizer_check import optimizer_rows
 from wholestep.verify.reference import Reference, float64_reference, own_batch, reference_gradients
-from wholestep.verify.report import Departure, Report, Row
+from wholestep.verify.report import Departure, Report, TensorRow
 from wholestep.verify.state import StateCopy
 
 BOUNDARY_SLACK = {"interpret": 1.0, "inductor": 8.0}
@@ -260,7 +260,7 @@ class SideBySide:
 
     # ---- one step ----
 
-    def step(self, made: Made, batch: Batch, truth: Truth, before: StateCopy, backend: str) -> list[Row]:
+    def step(self, made: Made, batch: Batch, truth: Truth, before: StateCopy, backend: str) -> list[TensorRow]:
         """Run the captured step on the live state; `before` is a copy of that state."""
         subject = self.subject
         for parameter in subject.trained.values():
@@ -347,18 +347,18 @@ class SideBySide:
         kind: str,
         ours: Mapping[str, Any],
         of: Callable[[Reference], Mapping[str, Any]],
-    ) -> list[Row]:
+    ) -> list[TensorRow]:
         """One row per name that either side has; `of` picks the values out of a reference."""
         eager, exact = of(truth.eager), {} if truth.exact is None else of(truth.exact)
         rows = []
         for name in dict.fromkeys([*eager, *ours]):
             found = truth.rule.compare(ours.get(name), eager.get(name), exact.get(name), gradient=kind == "gradient")
-            rows.append(Row(batch.label, kind, name, found.error, found.tolerance, found.bitwise))
+            rows.append(TensorRow(batch.label, kind, name, found.error, found.tolerance, found.bitwise))
         return rows
 
     # ---- when it fails ----
 
-    def blame(self, made: Made, batch: Batch, before: StateCopy, rows: list[Row]) -> Departure:
+    def blame(self, made: Made, batch: Batch, before: StateCopy, rows: list[TensorRow]) -> Departure:
         """Run the failed step again from where it began: with module outputs watched, then with fewer passes."""
         before.restore()
         found = departure(made.variant.capture.graph, rows, self._boundary(made, batch))

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import operator
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -29,8 +28,9 @@ from wholestep.capture.cache import was_checked
 from wholestep.errors import WholestepWarning
 from wholestep.graph.bytes import show_bytes
 from wholestep.graph.liveness import tensor_bytes
+from wholestep.graph.notes import check_note
 from wholestep.graph.training_graph import Role, TrainingGraph, phase_of, tensors_in
-from wholestep.graph.views import is_cheap_view
+from wholestep.graph.views import is_cheap_view_or_entry
 from wholestep.lower import give_back
 from wholestep.lower.footprint.predict import predict_profile
 from wholestep.ops.call import read_call
@@ -83,7 +83,7 @@ def needs_of(graph: TrainingGraph, share: float = 1.0) -> Needs:
     logits = int(share * max(map(_logits, graph.operations()), default=0))
     most = saved = 0
     for node in (graph if share == 1.0 else rebatched(graph, share)).operations():
-        if phase_of(node) == "update" or is_cheap_view(node) or node.target is operator.getitem:
+        if phase_of(node) == "update" or is_cheap_view_or_entry(node):
             continue
         saved += _bytes(node) if phase_of(node) == "forward" else 0
         most = max(most, _bytes(node) + sum(_bytes(entry) for entry in node.all_input_nodes))
@@ -254,14 +254,12 @@ class _Checked:
                 count = fewer(count, whole)
         except NotComparable as refused:
             return f"{why}, and a few rows cannot stand for all: {refused}"
-        run.step._note(
-            f"check: reduced: the first step was compared with eager PyTorch on {count} of {whole} rows, which is what "
-            f"memory={self.budget.said} leaves room for ({why})"
-        )
+        text = f"the first step was compared with eager PyTorch on {count} of {whole} rows, which is what"
+        run.step._note(check_note("reduced", f"{text} memory={self.budget.said} leaves room for ({why})"))
         return None
 
     def _left_out(self, run: Any, reason: str) -> None:
         text = f"the first step is not compared with eager PyTorch within memory={self.budget.said}: {reason}"
-        run.step._note(f"check: left out: {text}")
+        run.step._note(check_note("left out", text))
         hint = "wholestep.verify(...) compares without a budget, check='off' asks for no comparison"
         warnings.warn(f"{text}; {hint}", WholestepWarning, stacklevel=2)

@@ -29,6 +29,7 @@ from wholestep.capture.front.unguarded import Unguarded
 from wholestep.capture.subject import Subject, model_loss, no_loss
 from wholestep.capture.undo import RandomStates
 from wholestep.errors import BadLoss, CaptureRefused, WholestepError
+from wholestep.graph.notes import Note
 
 SAME_GUARD = 4
 """Captures that one and the same guard may cause."""
@@ -55,7 +56,7 @@ class Front:
     """The graphs of one subject's loss."""
 
     def __init__(
-        self, subject: Subject, *, dynamic: bool | None = None, note: Callable[[str], None] = lambda text: None
+        self, subject: Subject, *, dynamic: bool | None = None, note: Callable[[Note], None] = lambda note: None
     ) -> None:
         self.subject, self.dynamic, self.note = subject, dynamic, note
         self.entries: list[Entry] = []
@@ -219,7 +220,7 @@ class Front:
         if grown:
             self.lists.add(grown[1] or grown[2])
         self.misses[place] += 1
-        self.note(f"captured anew because {described(missed)}")
+        self.note(Note("capture", f"captured anew because {described(missed)}"))
         if self.misses[place] > (MOST_CAPTURES if "size" in place else SAME_GUARD):
             raise KeepsChanging(
                 f"{described(place)} is another one again and again; pass such a value as a tensor in the batch, or keep it out of "
@@ -234,7 +235,7 @@ class Front:
     def _note_loggers(self) -> None:
         own = sorted(name for name in self._loggers.names if not name.startswith(("transformers", "torch")))
         if own:
-            self.note(f"log lines by {', '.join(own[:3])} are left out of captured steps")
+            self.note(Note("capture", f"log lines by {', '.join(own[:3])} are left out of captured steps"))
             self._loggers.names.clear()
 
 

@@ -10,7 +10,6 @@ that Inductor generated for a region (`regions.py`).
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -20,7 +19,7 @@ from torch import fx
 
 from wholestep.graph.liveness import storages, tensor_bytes
 from wholestep.graph.training_graph import Role, TrainingGraph, module_of, phase_of, tensors_in
-from wholestep.graph.views import is_cheap_view
+from wholestep.graph.views import is_cheap_view_or_entry
 from wholestep.lower.footprint.blocks import (
     OTHER,
     PHASES,
@@ -41,7 +40,7 @@ FEED_SLOT = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Call:
+class CallFootprint:
     """One statement of the driver: what it reads and defines, and what it takes for itself beyond its results."""
 
     reads: tuple[fx.Node, ...]
@@ -71,17 +70,17 @@ def predict_profile(
     imperative = write_state_in_place(graph)
     known = scratch or {}
     calls = [
-        Call(tuple(node.all_input_nodes), (node,), (node,), scratch=known.get(node.name))
+        CallFootprint(tuple(node.all_input_nodes), (node,), (node,), scratch=known.get(node.name))
         for node in imperative.graph.nodes if node.op == "call_function"
     ]  # fmt: skip
     if scratch is None:
         notes = ["without what operators take for themselves while they run"]
     else:
-        notes = unmeasured([call for call in calls if not _is_view(call.made[0])])
+        notes = unmeasured([call for call in calls if not is_cheap_view_or_entry(call.made[0])])
     return profile_of_calls(graph, imperative, calls, rounding=rounding, notes=notes)
 
 
-def unmeasured(calls: Sequence[Call]) -> list[str]:
+def unmeasured(calls: Sequence[CallFootprint]) -> list[str]:
     """A note about calls whose own memory could not be measured."""
     missing = sum(call.scratch is None for call in calls)
     text = f"{missing} of {len(calls)} calls could not be made on stand-ins: what they take for themselves is left out"
@@ -91,7 +90,7 @@ def unmeasured(calls: Sequence[Call]) -> list[str]:
 def profile_of_calls(
     graph: TrainingGraph,
     imperative: ImperativeGraph,
-    calls: Sequence[Call],
+    calls: Sequence[CallFootprint],
     *,
     rounding: int | None = None,
     notes: Sequence[str] = (),
@@ -136,7 +135,7 @@ class _Walk:
                 block = self.blocks[self.numbers[node]]
                 block.bytes = _rounded(block.bytes, FEED_SLOT)
 
-    def call(self, call: Call, *, dying: Sequence[fx.Node], used: Mapping[fx.Node, int]) -> None:
+    def call(self, call: CallFootprint, *, dying: Sequence[fx.Node], used: Mapping[fx.Node, int]) -> None:
         self.instant += 1
         phase = phase_of(call.made[0])
         for node in call.reads:
@@ -212,7 +211,7 @@ class _Walk:
                     block.died = self.instant
 
 
-def last_uses(calls: Sequence[Call], imperative: ImperativeGraph) -> dict[fx.Node, int]:
+def last_uses(calls: Sequence[CallFootprint], imperative: ImperativeGraph) -> dict[fx.Node, int]:
     """Value -> number of the last call that reads it; results and inputs of the step are never deleted."""
     last = {node: index for index, call in enumerate(calls) for node in call.reads}
     kept = [value for value in imperative.results if isinstance(value, fx.Node)]
@@ -231,10 +230,6 @@ def _stretches(marks: Sequence[tuple[str, int]], end: int) -> list[Phase]:
         found.append(Phase(name, start if found else 0, end))
     assert all(phase.name in PHASES for phase in found)
     return found
-
-
-def _is_view(node: fx.Node) -> bool:
-    return node.target is operator.getitem or is_cheap_view(node)
 
 
 def _writes(node: fx.Node) -> bool:

@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep.graph.equality import describe_call
 from wholestep.graph.training_graph import TrainingGraph, tensors_in
 from wholestep.lower.compile_region import Compiled
 from wholestep.lower.footprint.blocks import MemoryProfile
-from wholestep.lower.footprint.predict import Call, last_uses, profile_of_calls, unmeasured
+from wholestep.lower.footprint.predict import CallFootprint, last_uses, profile_of_calls, unmeasured
 from wholestep.lower.footprint.scratch import Scratch, measure_calls, prepare_node, stand_in
 from wholestep.lower.in_place import ImperativeGraph
 from wholestep.lower.inductor import compile_together, imperative_form
-from wholestep.lower.regions import Piece, Region, describe_value, split_regions
+from wholestep.lower.regions import Piece, Region, split_regions
 
 
 def predict_compiled(
@@ -47,13 +48,13 @@ def predict_compiled(
     return profile_of_calls(graph, imperative, calls, rounding=rounding, notes=unmeasured(calls))
 
 
-def _call(piece: Piece, scratch: Scratch | None = None) -> Call:
+def _call(piece: Piece, scratch: Scratch | None = None) -> CallFootprint:
     if isinstance(piece, Region):
-        return Call(piece.reads, piece.defines, piece.body, boxed=True, scratch=scratch)
-    return Call(tuple(piece.all_input_nodes), (piece,), (piece,), scratch=scratch)
+        return CallFootprint(piece.reads, piece.defines, piece.body, boxed=True, scratch=scratch)
+    return CallFootprint(tuple(piece.all_input_nodes), (piece,), (piece,), scratch=scratch)
 
 
-def _dying(call: Call, index: int, last: dict[fx.Node, int]) -> tuple[bool, ...]:
+def _dying(call: CallFootprint, index: int, last: dict[fx.Node, int]) -> tuple[bool, ...]:
     return tuple(last.get(node) == index for node in call.reads)
 
 
@@ -73,8 +74,7 @@ def _measure(
             function = compiled[piece.signature].function
             prepare.setdefault(key, lambda f=function, piece=piece, dies=dies: _prepare_region(f, piece, dies))  # type: ignore[misc]
         else:
-            arguments = fx.map_arg((piece.args, piece.kwargs), lambda entry: describe_value(entry.meta.get("val")))
-            key = (str(piece.target), repr(arguments))
+            key = describe_call(piece)
             prepare.setdefault(key, lambda piece=piece: prepare_node(piece))  # type: ignore[misc]
         keys.append(key)
     devices = [tensor.device for node in imperative.placeholders for tensor in tensors_in(node.meta.get("val"))]

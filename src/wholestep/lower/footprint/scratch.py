@@ -11,22 +11,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from wholestep.graph.equality import describe_call
 from wholestep.graph.liveness import tensor_bytes
 from wholestep.graph.training_graph import TrainingGraph, tensors_in
-from wholestep.graph.views import is_cheap_view
+from wholestep.graph.views import is_cheap_view_or_entry
 from wholestep.lower.footprint import cuda
 from wholestep.lower.footprint.events import Event, mark, record
 from wholestep.lower.footprint.owners import storage_of
 from wholestep.lower.in_place import write_state_in_place
 from wholestep.lower.interpret import statement_of
-from wholestep.lower.regions import describe_value
 from wholestep.ops import IN_PLACE, multi_tensor
 
 
@@ -63,9 +62,9 @@ def measure_scratch(graph: TrainingGraph) -> dict[str, Scratch]:
     nodes: dict[str, list[str]] = {}
     distinct: list[fx.Node] = []
     for node in write_state_in_place(graph).graph.nodes:
-        if node.op != "call_function" or node.target is operator.getitem or is_cheap_view(node):
+        if node.op != "call_function" or is_cheap_view_or_entry(node):
             continue
-        key = repr((str(node.target), _described(node)))
+        key = describe_call(node)
         if key not in nodes:
             distinct.append(node)
         nodes.setdefault(key, []).append(node.name)
@@ -75,10 +74,6 @@ def measure_scratch(graph: TrainingGraph) -> dict[str, Scratch]:
     return {
         name: found for names, found in zip(nodes.values(), measured, strict=True) if found is not None for name in names
     }  # fmt: skip
-
-
-def _described(node: fx.Node) -> Any:
-    return fx.map_arg((node.args, node.kwargs), lambda entry: describe_value(entry.meta.get("val")))
 
 
 def measure_calls(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from wholestep.cost import Device, Fp32Units, cost_of
+from wholestep.graph.layers import layer_pattern
 from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of
 from wholestep.graph.views import is_cheap_view
 from wholestep.lower.in_place import ImperativeGraph, write_state_in_place
@@ -36,7 +37,7 @@ UNATTRIBUTED = "unattributed"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Call:
+class TimedCall:
     """One call of a step. `work` is None where what it does is not known."""
 
     name: str
@@ -55,8 +56,8 @@ class Call:
 # ---- what the calls of a lowered step are ----
 
 
-def calls_of_graph(graph: TrainingGraph, backend: str, device: Device, fp32: Fp32Units) -> list[Call]:
-    """One Call per statement of the driver, in order, without times."""
+def calls_of_graph(graph: TrainingGraph, backend: str, device: Device, fp32: Fp32Units) -> list[TimedCall]:
+    """One TimedCall per statement of the driver, in order, without times."""
     pieces: Sequence[Piece]
     if backend == "inductor":
         imperative = imperative_form(graph)
@@ -67,7 +68,7 @@ def calls_of_graph(graph: TrainingGraph, backend: str, device: Device, fp32: Fp3
     return [_of_piece(piece, imperative, device, fp32) for piece in pieces]
 
 
-def _of_piece(piece: Piece, imperative: ImperativeGraph, device: Device, fp32: Fp32Units) -> Call:
+def _of_piece(piece: Piece, imperative: ImperativeGraph, device: Device, fp32: Fp32Units) -> TimedCall:
     if isinstance(piece, Region):
         work = work_of_region(piece.body, piece.defines, imperative.origin, device, fp32)
         # views of the forward pass are made again in backward regions: they are not what the region is for
@@ -75,12 +76,14 @@ def _of_piece(piece: Piece, imperative: ImperativeGraph, device: Device, fp32: F
         phases = [name for name in ("forward", "backward", "update") if any(phase_of(node) == name for node in known)]
         module = common_path([path for node in known if (path := module_of(node)) is not None])
         title = f"{piece.title} ({len(known)} operators)"
-        return Call(title, "region", " and ".join(phases) or "forward", module, work, piece.signature)
+        return TimedCall(title, "region", " and ".join(phases) or "forward", module, work, piece.signature)
     origin = imperative.origin.get(piece, piece)
     cost = cost_of(origin)
     name, module = cost.operator.rsplit("::", 1)[-1], module_of(piece) or ""
     work = work_of_cost(cost, device, fp32)
-    return Call(name, cost.kind, phase_of(piece), module, work, f"{name}|{phase_of(piece)}|{pattern(module)}")
+    return TimedCall(
+        name, cost.kind, phase_of(piece), module, work, f"{name}|{phase_of(piece)}|{layer_pattern(module)}"
+    )
 
 
 def common_path(paths: Sequence[str]) -> str:
@@ -93,11 +96,6 @@ def common_path(paths: Sequence[str]) -> str:
     return ".".join(shared)
 
 
-def pattern(path: str) -> str:
-    """`blocks.*.fc` of `blocks.3.fc`."""
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
-
-
 # ---- a lowered step, timed ----
 
 
@@ -105,7 +103,7 @@ class _Watched:
     """The code of a Runner over functions that are timed one by one."""
 
     def __init__(
-        self, runner: Any, calls: Sequence[Call], record: list[tuple[Call, float]], device: torch.device
+        self, runner: Any, calls: Sequence[TimedCall], record: list[tuple[TimedCall, float]], device: torch.device
     ) -> None:
         direct: Runner = runner if isinstance(runner, Runner) else runner.runner  # without its CUDA graph
         inner = direct._function
@@ -141,7 +139,9 @@ class _Watched:
 
 
 @contextlib.contextmanager
-def _watched(variant: Variant, calls: Sequence[Sequence[Call]], record: list[tuple[Call, float]]) -> Iterator[None]:
+def _watched(
+    variant: Variant, calls: Sequence[Sequence[TimedCall]], record: list[tuple[TimedCall, float]]
+) -> Iterator[None]:
     kept = variant.runner, variant.update_runner
     device = variant.subject.device
     variant.runner, variant.update_runner = (
@@ -159,14 +159,14 @@ def backend_of(variant: Variant) -> str:
 
 def watch_step(
     step: Step, variant: Variant, batches: Sequence[Any], device: Device, fp32: Fp32Units
-) -> list[tuple[float, list[Call]]]:
+) -> list[tuple[float, list[TimedCall]]]:
     """(seconds of the whole step, its calls with their seconds) for each batch."""
     backend, place = backend_of(variant), variant.subject.device
     graphs = [variant.capture.graph, *([variant.capture.update] if variant.capture.update is not None else [])]
     calls = [calls_of_graph(graph, backend, device, fp32) for graph in graphs]
     found = []
     for batch in batches:
-        record: list[tuple[Call, float]] = []
+        record: list[tuple[TimedCall, float]] = []
         with _watched(variant, calls, record):
             wait(place)
             began = time.perf_counter()
@@ -184,7 +184,7 @@ def watch_step(
     return found
 
 
-def with_kernels(calls: Sequence[Call], activities: Sequence[kernels.Activity]) -> list[Call]:
+def with_kernels(calls: Sequence[TimedCall], activities: Sequence[kernels.Activity]) -> list[TimedCall]:
     """The calls with the time of the kernels they launched; kernels of no call are a call of their own, unattributed."""
     mine, others = kernels.by_call(activities)
     timed = [
@@ -195,9 +195,9 @@ def with_kernels(calls: Sequence[Call], activities: Sequence[kernels.Activity]) 
     return timed + rest
 
 
-def unknown(name: str, seconds: float, made_of: tuple[Kernel, ...] = ()) -> Call:
+def unknown(name: str, seconds: float, made_of: tuple[Kernel, ...] = ()) -> TimedCall:
     """A call of which only name and time are known."""
-    return Call(name, UNATTRIBUTED, UNATTRIBUTED, "", None, f"{UNATTRIBUTED}|{name}", seconds, made_of)
+    return TimedCall(name, UNATTRIBUTED, UNATTRIBUTED, "", None, f"{UNATTRIBUTED}|{name}", seconds, made_of)
 
 
 # ---- what only a profiler knows ----
@@ -205,7 +205,7 @@ def unknown(name: str, seconds: float, made_of: tuple[Kernel, ...] = ()) -> Call
 
 def watch_names(
     step: Callable[[Any], Any], batches: Sequence[Any], place: torch.device
-) -> list[tuple[float, list[Call]]]:
+) -> list[tuple[float, list[TimedCall]]]:
     """Of code that is not ours: kernels by name on a GPU, operators by name and own time on a CPU."""
     found = []
     for batch in batches:

@@ -1,4 +1,4 @@
-"""Eager PyTorch, operator by operator: a step in, one Call per operator that reaches the dispatcher out.
+"""Eager PyTorch, operator by operator: a step in, one TimedCall per operator that reaches the dispatcher out.
 
 The operator is timed by itself, its FLOPs and bytes counted with the formulas of `wholestep.cost`. The module of a forward
 operator is the one whose forward is running; that of a backward operator is found by autograd's number, which forward operator
@@ -20,11 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep.cost import Device, Fp32Units, NodeCost
 from wholestep.cost.node_costs import number_format
-from wholestep.ops.call import Call as Read
+from wholestep.graph.layers import layer_pattern
+from wholestep.ops.call import Call
 from wholestep.ops.flops import flops
 from wholestep.ops.traffic import traffic
 from wholestep.profile.measure import kernels
-from wholestep.profile.measure.calls import Call, pattern, with_kernels
+from wholestep.profile.measure.calls import TimedCall, with_kernels
 from wholestep.profile.measure.timing import wait
 from wholestep.profile.measure.work import work_of_cost
 
@@ -50,7 +51,7 @@ class _Operators(TorchDispatchMode):
     def __init__(self, place: torch.device, device: Device, fp32: Fp32Units) -> None:
         super().__init__()
         self.on_gpu, self.device, self.fp32 = place.type == "cuda", device, fp32
-        self.calls: list[Call] = []
+        self.calls: list[TimedCall] = []
         self.modules: list[str] = []
         self.updating = False
         self.forward: dict[int, str] = {}
@@ -76,13 +77,13 @@ class _Operators(TorchDispatchMode):
 
     def _call(
         self, func: Any, args: Any, kwargs: Any, result: Any, phase: str, module: str
-    ) -> Call:  # fmt: skip
+    ) -> TimedCall:  # fmt: skip
         name = func._schema.name
         short = name.rsplit("::", 1)[-1]
         arguments = {a.name: a.default_value if a.has_default_value() else None for a in func._schema.arguments}
         arguments |= dict(zip(arguments, args)) | kwargs
         functional = name[:-1] if name.endswith("_") and not name.endswith("__") else name
-        read = Read(functional, func._overloadname, arguments, result, func._schema)
+        read = Call(functional, func._overloadname, arguments, result, func._schema)
         work, kind = None, "other"
         with contextlib.suppress(
             KeyError, IndexError, TypeError, ValueError
@@ -94,7 +95,7 @@ class _Operators(TorchDispatchMode):
                 found.found,
             )  # fmt: skip
             work = work_of_cost(cost, self.device, self.fp32)
-        return Call(short, kind, phase, module, work, f"{short}|{phase}|{pattern(module)}")
+        return TimedCall(short, kind, phase, module, work, f"{short}|{phase}|{layer_pattern(module)}")
 
 
 @contextlib.contextmanager
@@ -127,7 +128,7 @@ def _places(root: nn.Module, optimizer: Optimizer | None, mode: _Operators) -> I
 def watch_eager(
     step: Callable[[Any], Any], root: nn.Module, optimizer: Optimizer | None, batches: Sequence[Any], place: torch.device,
     device: Device, fp32: Fp32Units,
-) -> list[tuple[float, list[Call]]]:  # fmt: skip
+) -> list[tuple[float, list[TimedCall]]]:  # fmt: skip
     """(seconds of the whole step, its calls) for each batch. On a CPU a first step tells what the operators are, and the others
     are timed: counting FLOPs between two operators would empty the caches for the second."""
     found = []
@@ -150,7 +151,7 @@ def watch_eager(
 def _named(
     step: Callable[[Any], Any], root: nn.Module, optimizer: Optimizer | None, batch: Any, place: torch.device, device: Device,
     fp32: Fp32Units,
-) -> tuple[float, list[Call]]:  # fmt: skip
+) -> tuple[float, list[TimedCall]]:  # fmt: skip
     """(seconds, calls) of one step whose operators are looked at; times of kernels on a GPU, none on a CPU."""
     mode = _Operators(place, device, fp32)
     with contextlib.ExitStack() as stack:

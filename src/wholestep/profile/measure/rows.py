@@ -12,12 +12,13 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
-from wholestep.profile.measure.calls import UNATTRIBUTED, Call, pattern
+from wholestep.graph.layers import layer_pattern
+from wholestep.profile.measure.calls import UNATTRIBUTED, TimedCall
 from wholestep.profile.measure.work import sum_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class EqualCalls:
     """Calls that do the same in equal layers. Milliseconds are per step."""
 
     name: str
@@ -40,7 +41,7 @@ class Row:
     """(name, launches, ms) on a GPU, longest first."""
 
 
-def median_calls(steps: Sequence[Sequence[Call]]) -> list[Call]:
+def median_calls(steps: Sequence[Sequence[TimedCall]]) -> list[TimedCall]:
     """One list of calls with the median time of each; where steps made other calls, the first step's times stand."""
     first = list(steps[0])
     if any([c.key for c in calls] != [c.key for c in first] for calls in steps[1:]):
@@ -51,7 +52,9 @@ def median_calls(steps: Sequence[Sequence[Call]]) -> list[Call]:
     ]
 
 
-def fitted(calls: Sequence[Call], watched_seconds: float | None, step_seconds: float) -> tuple[list[Call], float]:
+def fitted(
+    calls: Sequence[TimedCall], watched_seconds: float | None, step_seconds: float
+) -> tuple[list[TimedCall], float]:
     """The calls of watched steps, told as part of the sampled step; (calls, the factor their times were multiplied by).
 
     Watched steps run at another moment and with a clock around every call. Scaling by whole steps keeps what share of a step
@@ -65,9 +68,9 @@ def fitted(calls: Sequence[Call], watched_seconds: float | None, step_seconds: f
     return [dataclasses.replace(call, seconds=factor * call.seconds) for call in calls], factor
 
 
-def rows_of(calls: Sequence[Call], step_seconds: float) -> list[Row]:
+def rows_of(calls: Sequence[TimedCall], step_seconds: float) -> list[EqualCalls]:
     """Rows, most to be won first; what is not attributed comes last."""
-    groups: dict[str, list[Call]] = defaultdict(list)
+    groups: dict[str, list[TimedCall]] = defaultdict(list)
     for call in calls:
         groups[call.key].append(call)
     rows = [_row(group, step_seconds) for group in groups.values()]
@@ -75,12 +78,12 @@ def rows_of(calls: Sequence[Call], step_seconds: float) -> list[Row]:
     return sorted(shown, key=lambda row: (row.lost_ms is None, -(row.lost_ms or 0.0), -row.ms))
 
 
-def _row(group: list[Call], step_seconds: float) -> Row:
+def _row(group: list[TimedCall], step_seconds: float) -> EqualCalls:
     first, seconds = group[0], sum(call.seconds for call in group)
     known = all(call.work is not None for call in group)
     work = sum_of(call.work for call in group if call.work is not None) if known else None
     rate = seconds if work is not None and seconds > 0 else None
-    return Row(
+    return EqualCalls(
         name=first.name, kind=first.kind, phase=first.phase, module=_module(group), calls=len(group), ms=1e3 * seconds,
         share=seconds / step_seconds if step_seconds else 0.0, flops=None if work is None else work.flops,
         bytes=None if work is None else work.bytes, floor_ms=None if work is None else 1e3 * work.floor_seconds,
@@ -91,12 +94,12 @@ def _row(group: list[Call], step_seconds: float) -> Row:
     )  # fmt: skip
 
 
-def _module(group: list[Call]) -> str:
-    paths = sorted({pattern(call.module) for call in group})
+def _module(group: list[TimedCall]) -> str:
+    paths = sorted({layer_pattern(call.module) for call in group})
     return paths[0] if len(paths) == 1 else ", ".join(paths[:2]) + (", ..." if len(paths) > 2 else "")
 
 
-def _kernels(group: list[Call]) -> tuple[tuple[str, int, float], ...]:
+def _kernels(group: list[TimedCall]) -> tuple[tuple[str, int, float], ...]:
     found: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     for kernel in (kernel for call in group for kernel in call.kernels):
         found[kernel.name][0] += kernel.count
@@ -108,7 +111,7 @@ def _kernels(group: list[Call]) -> tuple[tuple[str, int, float], ...]:
 # ---- the same time, cut in other ways ----
 
 
-def by_phase(calls: Sequence[Call], step_seconds: float) -> dict[str, float]:
+def by_phase(calls: Sequence[TimedCall], step_seconds: float) -> dict[str, float]:
     """Milliseconds of each phase; `between calls` is what no call took."""
     found: dict[str, float] = defaultdict(float)
     for call in calls:
@@ -117,7 +120,7 @@ def by_phase(calls: Sequence[Call], step_seconds: float) -> dict[str, float]:
     return dict(found) | {"between calls": max(rest, 0.0)}
 
 
-def by_module(calls: Sequence[Call]) -> dict[str, dict[str, float]]:
+def by_module(calls: Sequence[TimedCall]) -> dict[str, dict[str, float]]:
     """Module path -> phase -> milliseconds; a module's own, without its children's. "" is what no module made."""
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for call in calls:
@@ -125,7 +128,7 @@ def by_module(calls: Sequence[Call]) -> dict[str, dict[str, float]]:
     return {path: dict(split) for path, split in sorted(found.items())}
 
 
-def waterfall(calls: Sequence[Call], step_seconds: float, *, classes: int = 6) -> list[tuple[str, float]]:
+def waterfall(calls: Sequence[TimedCall], step_seconds: float, *, classes: int = 6) -> list[tuple[str, float]]:
     """(what, milliseconds), from the least time to the measured step; the entries add up to it."""
     known = [call for call in calls if call.work is not None]
     total = sum_of(call.work for call in known if call.work is not None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from wholestep.graph.bytes import show_bytes
+from wholestep.graph.layers import layer_pattern
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.lower.footprint.blocks import BATCH, GRADIENTS, LASTING, SAVED, WEIGHTS, Block, MemoryProfile, peak_if
 from wholestep.lower.footprint.predict import predict_profile
@@ -145,7 +146,7 @@ def _largest(profile: MemoryProfile, top: int) -> list[tuple[int, str]]:
     groups: dict[str, list[Block]] = defaultdict(list)
     for block in profile.blocks:
         if block.alive(profile.peak_instant) and block.bytes:
-            layer = ".".join("*" if part.isdigit() else part for part in block.module.split("."))
+            layer = layer_pattern(block.module)
             shape = "" if block.shape is None else f" {block.dtype} {'x'.join(map(str, block.shape))}"
             made = f" by {block.operator} in {block.phase}" if block.operator else ""
             reason = f", for {block.why.split(' of ')[0]}" if block.category == SAVED and block.why else ""
