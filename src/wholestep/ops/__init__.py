@@ -30,11 +30,9 @@ from wholestep.ops import (
     sparse_mm,
 )
 from wholestep.ops.attention import decomposition
+from wholestep.ops.updates import UPDATES
 
-IN_PLACE: dict[OpOverload, Callable[..., None]] = {
-    torch.ops.ws.adamw.default: adamw.update_in_place,
-    torch.ops.ws.sgd.default: sgd.update_in_place,
-}
+IN_PLACE: dict[OpOverload, Callable[..., None]] = {update.operator: update.in_place for update in UPDATES.values()}
 
 DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.ws.attention.default: decomposition.attention,

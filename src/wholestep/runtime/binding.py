@@ -132,15 +132,17 @@ class Binding:
     def _bind_group(self, optimizer: Optimizer, plan: UpdatePlan, parameters: list[torch.Tensor]) -> None:
         tables = []
         for parameter in parameters:
-            if not optimizer.state.get(parameter) and (plan.state_keys or plan.kind == "adamw"):
+            if not optimizer.state.get(parameter) and (plan.state_keys or plan.update.counts_steps):
                 optimizer.state[parameter] = optimizers.new_state(optimizer, plan, parameter)
             table = optimizer.state.get(parameter, {})
             for key in plan.state_keys:
                 if table.get(key) is None:
                     table[key] = optimizers.new_state(optimizer, plan, parameter)[key]
+                elif table[key].device != parameter.device:  # NAdam's product: on the CPU by itself, but a graph reads it
+                    table[key] = table[key].to(parameter.device)
                 self._watch(table, key)
             tables.append(table)
-        if plan.kind == "adamw" and tables:
+        if plan.update.counts_steps and tables:
             self.counters[plan] = _shared_counter(tables)
             for table in tables:
                 self._watch(table, "step")
@@ -160,7 +162,7 @@ class Binding:
         optimizer = self.subject.optimizer
         for plan in self.capture.plans if optimizer is not None else ():
             counter = self.counters.get(plan)
-            if counter is None:  # SGD: only whether its buffers hold a gradient matters, and only for dampening
+            if counter is None:  # nobody counts: whether state holds a gradient matters, for SGD's dampening
                 first = next(iter(self.members[plan]), None)
                 known = 0.0 if first is None else optimizers.steps_taken(optimizer, self.subject.parameters[first])  # type: ignore[arg-type]
                 self.steps[plan] = known
