@@ -123,17 +123,24 @@ class Binding:
         self.states, self.counters = ([], [], []), {}
         if optimizer is None:
             return
+        self._make_states(optimizer)
         for plan, members in self.members.items():
             parameters = [self.subject.parameters[n] for n in members]
             self._bind_group(optimizer, plan, parameters)
         self.state_tables = list(optimizer.state.values())
         self._count_steps()
 
+    def _make_states(self, optimizer: Optimizer) -> None:
+        """Where there are none yet, in the order in which torch would make them."""
+        plans = {id(self.subject.parameters[n]): plan for plan, names in self.members.items() for n in names}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            plan = plans.get(id(parameter))
+            if plan is not None and not optimizer.state.get(parameter) and (plan.state_keys or plan.update.counts_steps):
+                optimizer.state[parameter] = optimizers.new_state(optimizer, plan, parameter)
+
     def _bind_group(self, optimizer: Optimizer, plan: UpdatePlan, parameters: list[torch.Tensor]) -> None:
         tables = []
         for parameter in parameters:
-            if not optimizer.state.get(parameter) and (plan.state_keys or plan.update.counts_steps):
-                optimizer.state[parameter] = optimizers.new_state(optimizer, plan, parameter)
             table = optimizer.state.get(parameter, {})
             for key in plan.state_keys:
                 if table.get(key) is None:
