@@ -1,6 +1,6 @@
 """Optimizers that torch does not have: plain `torch.optim.Optimizer`s, whose update a compiled step captures like torch's own.
 
-    optimizer = wholestep.optim.Lion(model.parameters(), lr=1e-4, weight_decay=0.1)
+optimizer = wholestep.optim.Lion(model.parameters(), lr=1e-4, weight_decay=0.1)
 """
 
 from __future__ import annotations

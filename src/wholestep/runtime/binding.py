@@ -135,7 +135,11 @@ class Binding:
         plans = {id(self.subject.parameters[n]): plan for plan, names in self.members.items() for n in names}
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             plan = plans.get(id(parameter))
-            if plan is not None and not optimizer.state.get(parameter) and (plan.state_keys or plan.update.counts_steps):
+            if (
+                plan is not None
+                and not optimizer.state.get(parameter)
+                and (plan.state_keys or plan.update.counts_steps)
+            ):
                 optimizer.state[parameter] = optimizers.new_state(optimizer, plan, parameter)
 
     def _bind_group(self, optimizer: Optimizer, plan: UpdatePlan, parameters: list[torch.Tensor]) -> None:
@@ -145,7 +149,9 @@ class Binding:
             for key in plan.state_keys:
                 if table.get(key) is None:
                     table[key] = optimizers.new_state(optimizer, plan, parameter)[key]
-                elif table[key].device != parameter.device:  # NAdam's product: on the CPU by itself, but a graph reads it
+                elif (
+                    table[key].device != parameter.device
+                ):  # NAdam's product: on the CPU by itself, but a graph reads it
                     table[key] = table[key].to(parameter.device)
                 self._watch(table, key)
             tables.append(table)

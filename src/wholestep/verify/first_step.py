@@ -5,8 +5,8 @@ beside the computation is done by it and not replayed. Its loss and gradients ar
 graph, interpreted without its updates (so state stays as it is). With accumulation the compiled micro-step itself
 runs on the first micro-batch, and what it wrote is put back. After the step, the compiled code: the gradient that
 reached the optimizer is seen in a tensor that shows it (Adam's exp_avg, SGD's momentum, the parameter itself for plain
-SGD; each optimizer's record says which), and buffers are compared directly. On a difference the state is put back and FirstStepDiffers names
-the module. Costs one eager forward and backward, one interpreted one, and a copy of the state during the first step.
+SGD; each optimizer's record says which), and buffers are compared directly. On a difference the state is put back and
+FirstStepDiffers names the module. Costs one eager forward and backward, one interpreted one, and a copy of the state.
 Within a memory budget (`Lean`) what eager keeps, its gradients and the copies of the state wait on the host, and the
 interpreted run is left out where it does not fit: the compiled step is compared all the same.
 """

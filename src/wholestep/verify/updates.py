@@ -39,7 +39,9 @@ def place_of(key: str | None, name: str) -> Input:
 def places_read(plan: UpdatePlan, numbers: Sequence[float], name: str) -> set[Input]:
     """What has to be kept to compare the update of a parameter."""
     rules = rules_of(plan, numbers)
-    return {place_of(key, name) for rule in rules for key in (rule.key, rule.root) if key is not None or rule.key is None}
+    return {
+        place_of(key, name) for rule in rules for key in (rule.key, rule.root) if key is not None or rule.key is None
+    }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,7 +144,11 @@ def _square_seen(
         lengths = torch.linalg.vector_norm(rows, dim=rule.mean_over, keepdim=True)
         means = lengths.square() / count
         wanted = rule.carried * old.to(live.device).double() + rule.share * means
-        errors, sizes, longest = [distance(live, wanted)], [norm(means)], float(lengths.max()) if lengths.numel() else 0.0
+        errors, sizes, longest = (
+            [distance(live, wanted)],
+            [norm(means)],
+            float(lengths.max()) if lengths.numel() else 0.0,
+        )
     share = abs(rule.share) / count
     size = abs(rule.share) * math.hypot(*sizes)
     return Seen(math.hypot(*errors), _rounding(live, old), size, 2 * share * longest, share)

@@ -29,7 +29,9 @@ def grouped(kind: type[torch.optim.Optimizer], **second: Any) -> Make:
 
 SETTINGS: dict[str, Make] = {
     "adagrad": lambda p: Adagrad(p, lr=0.1),
-    "adagrad, all": lambda p: Adagrad(p, lr=0.1, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.3, eps=1e-4),
+    "adagrad, all": lambda p: Adagrad(
+        p, lr=0.1, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.3, eps=1e-4
+    ),
     "adagrad, maximize": lambda p: Adagrad(p, lr=0.01, maximize=True, foreach=False),
     "adagrad, foreach": lambda p: Adagrad(p, lr=0.1, weight_decay=0.1, lr_decay=0.2, foreach=True),
     "adagrad, fused": lambda p: Adagrad(p, lr=0.1, weight_decay=0.1, fused=True),

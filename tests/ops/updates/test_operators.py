@@ -14,7 +14,9 @@ from wholestep.ops.updates import UPDATES, operators, update_of
 SHAPES = ((5, 3), (3, 8), (4, 6), (7,), (1,), (2, 3, 4))
 
 
-def operands(name: str, dtype: torch.dtype) -> tuple[Any, Any, list[torch.Tensor], list[torch.Tensor], list[list[torch.Tensor]]]:
+def operands(
+    name: str, dtype: torch.dtype
+) -> tuple[Any, Any, list[torch.Tensor], list[torch.Tensor], list[list[torch.Tensor]]]:
     """Record, plan-like description, parameters, gradients, states that have seen something."""
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in SHAPES]
@@ -28,10 +30,10 @@ def operands(name: str, dtype: torch.dtype) -> tuple[Any, Any, list[torch.Tensor
     keys, flags = update.describe(optimizer, group, group["params"])
     tensors = [p.detach() for p in group["params"]]
     states = [[update.new_state(optimizer, key, p) for p in tensors] if key in keys else [] for key in update.states]
-    for kept in states:
+    for key, kept in zip(update.states, states, strict=True):
         for tensor in kept:
-            if tensor.dim():
-                tensor.add_(torch.rand_like(tensor))
+            if tensor.dim():  # an average of gradients is less than the root of the average of squares
+                tensor.add_((torch.rand_like(tensor) + 0.1) * (0.1 if key == "grad_avg" else 1.0))
     return update, (group, flags), tensors, [torch.randn_like(p) for p in tensors], states
 
 
@@ -105,7 +107,11 @@ def test_on_a_gpu_within_a_cuda_graph(name: str, dtype: torch.dtype) -> None:
     if dtype is torch.bfloat16 and name == "muon, plain":
         pytest.skip("refused")
     update, (group, flags), params, grads, states = operands(name, torch.float32)
-    params, grads, states = [p.to(dtype) for p in params], [g.to(dtype) for g in grads], [[s.to(dtype) for s in k] for k in states]
+    params, grads, states = (
+        [p.to(dtype) for p in params],
+        [g.to(dtype) for g in grads],
+        [[s.to(dtype) for s in k] for k in states],
+    )
     given = [[t.cuda() for t in ts] for ts in (params, grads, *states)]
     hyper, scale = torch.tensor(update.fill(group, 2.0), dtype=torch.float64).cuda(), torch.tensor(-1.0).cuda()
     update.in_place(*given, hyper, scale, *flags.values())  # warm, and left out
@@ -120,9 +126,12 @@ def test_on_a_gpu_within_a_cuda_graph(name: str, dtype: torch.dtype) -> None:
         graph.replay()
         host = [[t.float() for t in ts] for ts in (params, grads, *states)]
         update.in_place(*host, numbers, torch.tensor(0.5), *flags.values())
-        params, states = [[t.to(dtype) for t in ts] for ts in (host[0],)][0], [[t.to(dtype) for t in ts] for ts in host[2:]]
+        params = [t.to(dtype) for t in host[0]]
+        states = [[t.to(dtype) for t in ts] for ts in host[2:]]
     limit = 3e-2 if dtype is torch.bfloat16 else 2e-3 if name.startswith("muon") else 1e-5
-    for ours, theirs in zip((t for ts in (given[0], *given[2:]) for t in ts), (t for ts in (params, *states) for t in ts), strict=True):
+    for ours, theirs in zip(
+        (t for ts in (given[0], *given[2:]) for t in ts), (t for ts in (params, *states) for t in ts), strict=True
+    ):
         torch.testing.assert_close(ours.cpu().float(), theirs.float(), rtol=limit, atol=limit)
 
 

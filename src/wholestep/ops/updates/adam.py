@@ -33,7 +33,7 @@ def rules(keys: Sequence[str], flags: Flags, n: Mapping[str, float]) -> Sequence
 
 
 def flops(call: Call) -> int:
-    """Decay 1; first moment, a lerp, 3; second moment 4; denominator: sqrt, divide, add eps 3; divide, times step size, subtract 3."""
+    """Decay 1; first moment, a lerp, 3; second moment 4; denominator: sqrt, divide, add eps 3; divide, times rate, subtract 3."""
     return 14 + int(bool(call["amsgrad"]))
 
 

@@ -18,7 +18,8 @@ from wholestep.ops.updates.update import Flags, Group, Rule, Update, floats
 
 STATES = ("momentum_buffer",)
 NUMBERS = ("lr", "momentum", "weight_decay")
-FLAGS = {"nesterov": "bool", "a": "float", "b": "float", "c": "float", "eps": "float", "ns_steps": "int", "adjust_lr": "str"}  # fmt: skip
+FLAGS = {"nesterov": "bool", "a": "float", "b": "float", "c": "float", "eps": "float"}
+FLAGS |= {"ns_steps": "int", "adjust_lr": "str"}
 
 
 def eager(params: list[Tensor], grads: list[Tensor], states: Lists, n: Mapping[str, float], flags: Flags) -> None:

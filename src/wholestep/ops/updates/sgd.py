@@ -34,7 +34,7 @@ def rules(keys: Sequence[str], flags: Flags, n: Mapping[str, float]) -> Sequence
 
 
 def flops(call: Call) -> int:
-    """Decay 2; times learning rate, subtract 2. Momentum adds 3 (the buffer times momentum plus the dampened gradient), Nesterov 2."""
+    """Decay 2; times learning rate, subtract 2. Momentum adds 3 (times momentum, plus the dampened gradient), Nesterov 2."""
     momentum = bool(call.tensors("momentum_buffers") or call.tensors("momentum_buffer_list"))
     return 4 + 3 * momentum + 2 * bool(call["nesterov"])
 

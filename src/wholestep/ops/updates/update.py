@@ -26,7 +26,7 @@ Flags: TypeAlias = Mapping[str, Any]
 class Rule:
     """How a tensor in which the gradient shows is moved by an update:
 
-        new = carried * old + share * pull,   pull = gradient + decay * parameter
+    new = carried * old + share * pull,   pull = gradient + decay * parameter
     """
 
     key: str | None
