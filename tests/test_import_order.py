@@ -9,7 +9,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "wholestep"
 # fmt: off
 ORDER = (
-    "errors", "compat", "disk", "graph", "options", "ops", "cost", "capture", "passes", "lower", "plan", "runtime",
+    "errors", "compat", "disk", "graph", "options", "optim", "ops", "cost", "capture", "passes", "lower", "plan", "runtime",
     "compiler", "verify", "api", "nn", "data", "train", "profile", "report", "bench", "__init__", "cli", "__main__",
 )
 # fmt: on

@@ -27,7 +27,7 @@ _PUBLIC = {
     "WholestepWarning": "wholestep.errors",
 }
 
-_MODULES = {"nn": "wholestep.nn", "hf": "wholestep.train.hf"}
+_MODULES = {"nn": "wholestep.nn", "hf": "wholestep.train.hf", "optim": "wholestep.optim"}
 
 __all__ = [
     "Plan", "Step", "TrainingGraph", "WholestepError", "WholestepWarning", "compile", "default_passes", "load", "save", "verify",

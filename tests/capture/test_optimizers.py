@@ -137,7 +137,7 @@ def test_a_learning_rate_that_is_a_tensor() -> None:
     twins.train(BATCHES[:3], after=lambda side: side.optimizer.param_groups[0]["lr"].mul_(0.5), tolerance=1e-6)
 
 
-@pytest.mark.parametrize("make", [lambda p: torch.optim.Adagrad(p, lr=0.1), lambda p: torch.optim.RMSprop(p, lr=0.01)])
+@pytest.mark.parametrize("make", [lambda p: torch.optim.Adadelta(p, lr=0.1), lambda p: torch.optim.RAdam(p, lr=0.01)])
 def test_other_optimizers_step_in_eager(make: Make) -> None:
     with pytest.warns(WholestepWarning, match="forward and backward are captured, the update runs in eager PyTorch"):
         twins = Twins(sides(make), BATCHES[0], clip_norm=0.4)

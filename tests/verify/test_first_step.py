@@ -164,7 +164,7 @@ def test_gradients_for_an_optimizer_of_ones_own_are_compared_after_the_step() ->
     """Its update is not captured: p.grad is what the step leaves."""
     model = Normed()
     with pytest.warns(UserWarning, match="the update runs in eager PyTorch"):
-        step = leanly(compiled(model, torch.optim.Adagrad(model.parameters())), interpret=False)
+        step = leanly(compiled(model, torch.optim.Adadelta(model.parameters())), interpret=False)
     wrong_runner(step, "body.weight")
     with pytest.raises(FirstStepDiffers, match=r"the gradient of body\.weight"):
         step(batches(1)[0])

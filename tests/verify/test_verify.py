@@ -41,7 +41,7 @@ def test_other_ways_to_update(update: str, accumulate: int) -> None:
     optimizer = {
         "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True),
         "none": lambda: None,
-        "uncaptured": lambda: torch.optim.RMSprop(model.parameters(), lr=1e-2),
+        "uncaptured": lambda: torch.optim.RAdam(model.parameters(), lr=1e-2),
     }[update]()
     report = wholestep.verify(
         model, loss_fn, optimizer, batches(3), steps=3, clip_norm=0.5, accumulate=accumulate, backend="interpret"

@@ -7,7 +7,7 @@ the graph and comes out of it, chosen by selects, and no value travels to the ho
 
     [scale, good steps in a row, updates left out so far]
 
-The third number is what Adam's step count is corrected by: torch's GradScaler does not count a step that it leaves out. Scales
+The third number is what an update's step count is corrected by: torch's GradScaler does not count a step that it leaves out. Scales
 are powers of two, so scaling and unscaling change no bit of a gradient that neither vanishes nor overflows.
 """
 
@@ -66,6 +66,6 @@ def following(numbers: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
 
 
 def counted(hyper: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Adam's numbers, the first of which is its step count, without the steps that were left out."""
+    """An update's numbers, the first of which is its step count, without the steps that were left out."""
     count = (hyper[:1] - numbers[2].to(hyper.dtype)).clamp(min=1.0)
     return torch.cat([count, hyper[1:]])

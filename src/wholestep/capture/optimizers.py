@@ -1,8 +1,9 @@
-"""torch's optimizers as one functional node per parameter group.
+"""Optimizers as one functional node per parameter group.
 
-`plan_updates` reads a torch optimizer and says, group by group, which operator updates it, which state it needs and which
-flags are fixed. Every number (lr, betas, momentum, the step count) stays out of the graph: it enters as a float64 tensor that
-`hyper_values` fills before each step, because schedulers move them (OneCycleLR moves betas too).
+`plan_updates` reads an optimizer and says, group by group, which operator updates it, which state it needs and which flags are
+fixed; what differs between optimizers is in their records (`wholestep.ops.updates`). Every number (lr, betas, momentum, the step
+count) stays out of the graph: it enters as a float64 tensor that `hyper_values` fills before each step, because schedulers move
+them (OneCycleLR moves betas too).
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-ws = torch.ops.ws
+from wholestep.ops.updates import BY_CLASS, UPDATES, Update, update_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,13 +34,17 @@ class UpdatePlan:
     part: int
     """Parameters of one group that took a different number of steps are updated apart: bias correction differs."""
     kind: str
-    """`adamw` (Adam too) or `sgd`."""
+    """Of its record in `UPDATES`: `adamw` (Adam too), `sgd`, ..."""
     names: tuple[str, ...]
     """Parameters, in the group's order."""
     state_keys: tuple[str, ...]
     """Per-parameter tensors in `optimizer.state`, as torch names them."""
     flags: tuple[tuple[str, Any], ...]
-    """What is fixed in the node: amsgrad, maximize, nesterov, decoupled, implementation."""
+    """What is fixed in the node, in the operator's order: amsgrad, maximize, decoupled, implementation."""
+
+    @property
+    def update(self) -> Update:
+        return UPDATES[self.kind]
 
     @property
     def hyper_name(self) -> str:
@@ -48,14 +53,15 @@ class UpdatePlan:
 
 def supported(optimizer: Optimizer) -> str | None:
     """None when the optimizer's update is captured; otherwise the reason why its own eager step is used."""
-    if type(optimizer) not in (SGD, Adam, AdamW):
-        return f"{type(optimizer).__name__} is not one of torch's SGD, Adam, AdamW"
+    update = update_of(optimizer)
+    if update is None:
+        return f"{type(optimizer).__name__} is not one of {', '.join(cls.__name__ for cls in BY_CLASS)}"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # type: ignore[attr-defined]
         return "it has step hooks, which must run in Python"
     if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         return "all optimizers have step hooks, which must run in Python"
     if not genuine_step(optimizer):
-        return "its step or zero_grad was replaced by one that is not torch's"
+        return "its step or zero_grad was replaced by one that is not its own"
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             return "a group has differentiable=True"
@@ -63,6 +69,9 @@ def supported(optimizer: Optimizer) -> str | None:
             # asking whether something is a tensor is slow in torch, and this is asked before every step
             if type(value) not in _PLAIN and isinstance(value, torch.Tensor) and value.device.type != "cpu":
                 return f"{key} is a tensor on {value.device}; make it a number or a CPU tensor"
+        refusal = update.refuses(group)
+        if refusal is not None:
+            return refusal
     return None
 
 
@@ -119,42 +128,35 @@ def _mentions(node: ast.AST) -> bool:
 
 
 def genuine_step(optimizer: Optimizer) -> bool:
-    """Whether `optimizer.step` is torch's own; a scheduler's wrapper, which counts calls, is."""
+    """Whether `optimizer.step` is torch's own, or its class's; a scheduler's wrapper, which counts calls, is."""
     own = vars(optimizer).get("step")
     if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):
         return False
-    return _is_torchs(optimizer.step) and genuine_zero_grad(optimizer)
+    home = type(optimizer).__init__.__code__.co_filename if type(optimizer) in BY_CLASS else _TORCH_OPTIM
+    return _is_from(optimizer.step, home) and genuine_zero_grad(optimizer)
 
 
 def genuine_zero_grad(optimizer: Optimizer) -> bool:
-    return "zero_grad" not in vars(optimizer) and _is_torchs(optimizer.zero_grad)
+    return "zero_grad" not in vars(optimizer) and _is_from(optimizer.zero_grad, _TORCH_OPTIM)
 
 
-def _is_torchs(function: Any) -> bool:
+def _is_from(function: Any, home: str) -> bool:
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     code = getattr(function, "__code__", None)
-    return code is not None and code.co_filename.startswith(_TORCH_OPTIM)
+    return code is not None and code.co_filename.startswith((home, _TORCH_OPTIM))
 
 
 _PLAIN = frozenset((int, float, bool, str, tuple, list, type(None)))
 _TORCH_OPTIM = os.path.dirname(torch.optim.__file__)
-_STRUCTURE = (
-    "amsgrad",
-    "maximize",
-    "nesterov",
-    "fused",
-    "foreach",
-    "decoupled_weight_decay",
-    "capturable",
-    "differentiable",
-)
 
 
 def structure(optimizer: Optimizer) -> list[Any]:
-    """What a captured update has fixed: members and flags of the groups, and that the step is torch's own."""
+    """What a captured update has fixed: members and flags of the groups, and that the step is the optimizer's own."""
+    update = update_of(optimizer)
+    fixed, switches = ((), ()) if update is None else (update.structure, update.switches)
     groups = [
-        ([*map(id, g["params"])], [g.get(key) for key in _STRUCTURE], bool(g.get("momentum")))
+        ([*map(id, g["params"])], [g.get(key) for key in fixed], [bool(g.get(key)) for key in switches])
         for g in optimizer.param_groups
     ]
     return [groups, supported(optimizer)]
@@ -162,92 +164,72 @@ def structure(optimizer: Optimizer) -> list[Any]:
 
 def plan_updates(optimizer: Optimizer, names: Mapping[int, str]) -> list[UpdatePlan]:
     """One plan per group (and step count); `names` maps id(parameter) to its name and holds only the trained ones."""
+    update = update_of(optimizer)
+    assert update is not None
     plans = []
     for index, group in enumerate(optimizer.param_groups):
-        members = [p for p in group["params"] if id(p) in names]
-        by_step: dict[float, list[torch.Tensor]] = {}
-        for p in members:
-            by_step.setdefault(steps_taken(optimizer, p), []).append(p)
-        for part, step in enumerate(sorted(by_step, reverse=True)):
-            params = by_step[step]
-            describe = _describe_sgd if type(optimizer) is SGD else _describe_adam
-            kind, state_keys, flags = describe(optimizer, group, params)
-            chosen = tuple(names[id(p)] for p in params)
-            plans.append(UpdatePlan(index, part, kind, chosen, state_keys, tuple(flags.items())))
+        alike: dict[tuple[float, int], list[torch.Tensor]] = {}
+        for p in group["params"]:
+            if id(p) in names:
+                alike.setdefault((steps_taken(optimizer, p), update.apart(p)), []).append(p)
+        for part, key in enumerate(sorted(alike, reverse=True)):
+            state_keys, flags = update.describe(optimizer, group, alike[key])
+            chosen = tuple(names[id(p)] for p in alike[key])
+            plans.append(UpdatePlan(index, part, update.kind, chosen, state_keys, tuple(flags.items())))
     return plans
 
 
-def _describe_adam(optimizer: Optimizer, group: dict, params: Sequence[torch.Tensor]) -> tuple[str, tuple, dict]:
-    amsgrad = bool(group["amsgrad"])
-    decoupled = bool(group.get("decoupled_weight_decay", type(optimizer) is AdamW))
-    flags = dict(amsgrad=amsgrad, maximize=bool(group["maximize"]), decoupled=decoupled)
-    keys = ("exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if amsgrad else ())
-    return "adamw", keys, flags | {"implementation": _implementation(group, params)}
-
-
-def _describe_sgd(optimizer: Optimizer, group: dict, params: Sequence[torch.Tensor]) -> tuple[str, tuple, dict]:
-    flags = dict(nesterov=bool(group["nesterov"]), maximize=bool(group["maximize"]))
-    keys = ("momentum_buffer",) if float(group["momentum"]) != 0.0 else ()
-    return "sgd", keys, flags | {"implementation": _implementation(group, params)}
-
-
-def _implementation(group: dict, params: Sequence[torch.Tensor]) -> str:
-    """The one of torch's three implementations the optimizer itself would take, so that bits can agree."""
-    if group.get("fused"):
-        return "fused"
-    if group.get("foreach") or (group.get("foreach") is None and all(p.is_cuda for p in params)):
-        return "foreach"
-    return "single"
-
-
 def steps_taken(optimizer: Optimizer, parameter: torch.Tensor) -> float:
-    """How many updates a parameter has had, as `optimizer.state` tells it."""
+    """How many updates a parameter has had, as `optimizer.state` tells it; where nobody counts, 1 stands for any."""
     state = optimizer.state.get(parameter)
     if not state:
         return 0.0
-    if type(optimizer) is SGD:
-        buffer = state.get("momentum_buffer")
-        return 0.0 if buffer is None or hasattr(buffer, UNUSED) else 1.0
-    return float(state.get("step", 0.0))
+    update = update_of(optimizer)
+    if update is None or update.counts_steps:
+        return float(state.get("step", 0.0))
+    return float(any(t is not None and not hasattr(t, UNUSED) for t in (state.get(key) for key in update.states)))
 
 
 UNUSED = "_wholestep_unused"
-"""Mark on a momentum buffer that was made before its first step, where torch would not have one yet."""
+"""Mark on a state that was made before its first step, where the optimizer would not have one yet and does not count steps."""
+
+
+def unused_state(optimizer: Optimizer) -> set[torch.Tensor]:
+    """Parameters whose state carries that mark."""
+    update = update_of(optimizer)
+    if update is None or update.counts_steps:
+        return set()
+    return {p for p in optimizer.state if steps_taken(optimizer, p) == 0}
 
 
 def mark_stepped(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-    """Their momentum buffers now hold a gradient."""
-    for p in parameters:
-        buffer = optimizer.state.get(p, {}).get("momentum_buffer")
-        if buffer is not None and hasattr(buffer, UNUSED):
-            delattr(buffer, UNUSED)
+    """Their state now holds a gradient."""
+    for state in (optimizer.state.get(p, {}) for p in parameters):
+        for value in state.values():
+            if hasattr(value, UNUSED):
+                delattr(value, UNUSED)
 
 
 def hyper_values(plan: UpdatePlan, group: dict, steps: float) -> list[float]:
     """The numbers of one group for the update after `steps` earlier ones, in the order the operators read them."""
-    if plan.kind == "adamw":
-        beta1, beta2 = group["betas"]
-        return [steps + 1, *map(float, (group["lr"], beta1, beta2, group["eps"], group["weight_decay"]))]
-    # torch's first momentum step takes the gradient undamped; with a zero buffer that is dampening 0
-    dampening = float(group["dampening"]) if steps > 0 else 0.0
-    return [float(group["lr"]), float(group["momentum"]), dampening, float(group["weight_decay"])]
+    return plan.update.fill(group, steps)
 
 
 def hyper_size(plan: UpdatePlan) -> int:
-    return 6 if plan.kind == "adamw" else 4
+    return len(plan.update.numbers)
 
 
 def new_state(optimizer: Optimizer, plan: UpdatePlan, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The state torch would create for a parameter at its first step."""
-    group = optimizer.param_groups[plan.group]
-    state = {k: torch.zeros_like(parameter, memory_format=torch.preserve_format) for k in plan.state_keys}
-    if plan.kind == "adamw":
+    """The state the optimizer would create for a parameter at its first step."""
+    group, update = optimizer.param_groups[plan.group], plan.update
+    state = {key: update.new_state(optimizer, key, parameter) for key in plan.state_keys}
+    if update.counts_steps:
         on_device = bool(group.get("capturable") or group.get("fused"))
         device = parameter.device if on_device else torch.device("cpu")
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-        state = {"step": torch.zeros((), dtype=dtype, device=device)} | state
-    elif "momentum_buffer" in state:
-        setattr(state["momentum_buffer"], UNUSED, True)
+        return {"step": torch.zeros((), dtype=dtype, device=device)} | state
+    for value in state.values():
+        setattr(value, UNUSED, True)
     return state
 
 
@@ -260,19 +242,9 @@ def call_update(
     scale: torch.Tensor | None,
 ) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
     """The functional update: new parameters, and new state by key."""
-    flags = dict(plan.flags)
     count = len(params)
-    if plan.kind == "adamw":
-        highest = list(states.get("max_exp_avg_sq", []))
-        values = ws.adamw(
-            list(params), list(grads), list(states["exp_avg"]), list(states["exp_avg_sq"]), highest, hyper, scale,
-            flags["amsgrad"], flags["maximize"], flags["decoupled"], flags["implementation"],
-        )  # fmt: skip
-    else:
-        buffers = list(states.get("momentum_buffer", []))
-        values = ws.sgd(
-            list(params), list(grads), buffers, hyper, scale,
-            flags["nesterov"], flags["maximize"], flags["implementation"],
-        )  # fmt: skip
+    lists = [list(states.get(key, [])) for key in plan.update.states]
+    flags = [value for _, value in plan.flags]
+    values = plan.update.operator(list(params), list(grads), *lists, hyper, scale, *flags)
     news = [list(values[i * count : (i + 1) * count]) for i in range(1 + len(plan.state_keys))]
     return news[0], dict(zip(plan.state_keys, news[1:], strict=True))

@@ -361,7 +361,7 @@ class Tracer:
             params = [values[Input(Role.PARAMETER, n)] for n in members]
             states = {k: [values[Input(Role.STATE, f"{n}/{k}")] for n in members] for k in plan.state_keys}
             hyper = values[Input(Role.HYPER, plan.hyper_name)]
-            if SCALE in values and plan.kind == "adamw":
+            if SCALE in values and plan.update.counts_steps:
                 hyper = loss_scale.counted(hyper, values[SCALE])
             new_params, new_states = optimizers.call_update(
                 plan, params, [grads[n] for n in members], states, hyper, scale
@@ -392,7 +392,10 @@ class Tracer:
 
     def parameter_order(self) -> list[str]:
         """The optimizer's order: a norm over gradients depends on it in the last bits."""
-        return [n for plan in self.plans for n in plan.names]
+        assert self.subject.optimizer is not None
+        names = {id(p): n for n, p in self.subject.trained.items()}
+        members = (p for group in self.subject.optimizer.param_groups for p in group["params"])
+        return [names[id(p)] for p in members if id(p) in names]
 
     # ---- inputs ----
 
@@ -427,9 +430,11 @@ class Tracer:
         for plan in self.plans:
             # an accumulating step's update knows only the parameters that got a gradient
             for name in [n for n in plan.names if Input(Role.PARAMETER, n) in self.fakes]:
+                parameter = self.fakes[Input(Role.PARAMETER, name)]
                 for key in plan.state_keys:
-                    fake = torch.empty_like(self.fakes[Input(Role.PARAMETER, name)])
-                    self.fakes[Input(Role.STATE, f"{name}/{key}")] = fake
+                    assert self.subject.optimizer is not None
+                    fake = plan.update.new_state(self.subject.optimizer, key, parameter)
+                    self.fakes[Input(Role.STATE, f"{name}/{key}")] = fake.detach()
             size = optimizers.hyper_size(plan)
             self.fakes[Input(Role.HYPER, plan.hyper_name)] = torch.empty(size, dtype=torch.float64, device=device)
         if self.subject.clip_norm is not None:

@@ -25,7 +25,7 @@ from wholestep.lower.lift_numbers import lift_numbers
 from wholestep.lower.overlap import one_wait_for_all
 from wholestep.lower.regions import Piece, Region, split_regions
 from wholestep.lower.runner import Runner
-from wholestep.ops import IN_PLACE
+from wholestep.ops.updates import BY_IN_PLACE
 
 Progress = Callable[[str, int, int], None]
 
@@ -62,7 +62,8 @@ def imperative_form(graph: TrainingGraph, watch: Sequence[str] = ()) -> Imperati
 def take_fused_updates(imperative: ImperativeGraph) -> None:
     """torch's fused optimizer kernels instead of the user's choice: same formula, one pass over memory on the CPU."""
     for node in imperative.graph.nodes:
-        if node.target in IN_PLACE.values() and node.args[-1] in ("single", "foreach"):
+        update = BY_IN_PLACE.get(node.target) if node.op == "call_function" else None
+        if update is not None and update.has_fused_kernel and node.args[-1] in ("single", "foreach"):
             node.update_arg(len(node.args) - 1, "fused")
 
 

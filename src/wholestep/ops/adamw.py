@@ -18,7 +18,6 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.adamw import adamw as torch_adamw
 
 from wholestep.ops import multi_tensor
-from wholestep.ops.record import record
 
 LIBRARY = torch.library.Library("ws", "FRAGMENT")
 LIBRARY.define(
@@ -151,6 +150,3 @@ def _fake(
 
 for _device in ("CPU", "CUDA"):
     LIBRARY.impl("adamw", update, _device)
-
-
-record("ws::adamw", in_place=update_in_place)

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim.sgd import sgd as torch_sgd
 
 from wholestep.ops import multi_tensor
-from wholestep.ops.record import record
 
 LIBRARY = torch.library.Library("ws", "FRAGMENT")
 LIBRARY.define(
@@ -126,6 +125,3 @@ def _fake(
 
 for _device in ("CPU", "CUDA"):
     LIBRARY.impl("sgd", update, _device)
-
-
-record("ws::sgd", in_place=update_in_place)

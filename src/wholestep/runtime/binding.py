@@ -123,24 +123,39 @@ class Binding:
         self.states, self.counters = ([], [], []), {}
         if optimizer is None:
             return
+        self._make_states(optimizer)
         for plan, members in self.members.items():
             parameters = [self.subject.parameters[n] for n in members]
             self._bind_group(optimizer, plan, parameters)
         self.state_tables = list(optimizer.state.values())
         self._count_steps()
 
+    def _make_states(self, optimizer: Optimizer) -> None:
+        """Where there are none yet, in the order in which torch would make them."""
+        plans = {id(self.subject.parameters[n]): plan for plan, names in self.members.items() for n in names}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            plan = plans.get(id(parameter))
+            if (
+                plan is not None
+                and not optimizer.state.get(parameter)
+                and (plan.state_keys or plan.update.counts_steps)
+            ):
+                optimizer.state[parameter] = optimizers.new_state(optimizer, plan, parameter)
+
     def _bind_group(self, optimizer: Optimizer, plan: UpdatePlan, parameters: list[torch.Tensor]) -> None:
         tables = []
         for parameter in parameters:
-            if not optimizer.state.get(parameter) and (plan.state_keys or plan.kind == "adamw"):
-                optimizer.state[parameter] = optimizers.new_state(optimizer, plan, parameter)
             table = optimizer.state.get(parameter, {})
             for key in plan.state_keys:
                 if table.get(key) is None:
                     table[key] = optimizers.new_state(optimizer, plan, parameter)[key]
+                elif (
+                    table[key].device != parameter.device
+                ):  # NAdam's product: on the CPU by itself, but a graph reads it
+                    table[key] = table[key].to(parameter.device)
                 self._watch(table, key)
             tables.append(table)
-        if plan.kind == "adamw" and tables:
+        if plan.update.counts_steps and tables:
             self.counters[plan] = _shared_counter(tables)
             for table in tables:
                 self._watch(table, "step")
@@ -160,7 +175,7 @@ class Binding:
         optimizer = self.subject.optimizer
         for plan in self.capture.plans if optimizer is not None else ():
             counter = self.counters.get(plan)
-            if counter is None:  # SGD: only whether its buffers hold a gradient matters, and only for dampening
+            if counter is None:  # nobody counts: whether state holds a gradient matters, for SGD's dampening
                 first = next(iter(self.members[plan]), None)
                 known = 0.0 if first is None else optimizers.steps_taken(optimizer, self.subject.parameters[first])  # type: ignore[arg-type]
                 self.steps[plan] = known

@@ -4,9 +4,9 @@ Before the step the user's own code runs, for real and on the live model, with t
 beside the computation is done by it and not replayed. Its loss and gradients are compared with those of the captured
 graph, interpreted without its updates (so state stays as it is). With accumulation the compiled micro-step itself
 runs on the first micro-batch, and what it wrote is put back. After the step, the compiled code: the gradient that
-reached the optimizer is seen in the state that is linear in it (Adam's exp_avg, SGD's momentum, the parameter itself
-for plain SGD), and buffers are compared directly. On a difference the state is put back and FirstStepDiffers names
-the module. Costs one eager forward and backward, one interpreted one, and a copy of the state during the first step.
+reached the optimizer is seen in a tensor that shows it (Adam's exp_avg, SGD's momentum, the parameter itself for plain
+SGD; each optimizer's record says which), and buffers are compared directly. On a difference the state is put back and
+FirstStepDiffers names the module. Costs one eager forward and backward, one interpreted one, and a copy of the state.
 Within a memory budget (`Lean`) what eager keeps, its gradients and the copies of the state wait on the host, and the
 interpreted run is left out where it does not fit: the compiled step is compared all the same.
 """
@@ -41,7 +41,7 @@ from wholestep.verify.compare import distance, gradient_rms, norm
 from wholestep.verify.host import copied_to_host, zeros_set_aside
 from wholestep.verify.limits import LIMITS, precision_of
 from wholestep.verify.reference import Reference, live_reference, reference_gradients
-from wholestep.verify.updates import linear_state, rule_of, update_error
+from wholestep.verify.updates import look, places_read, rules_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -219,7 +219,8 @@ class FirstStep:
             unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
             if torch.cuda.mem_get_info()[0] + unused < 1.2 * wanted:
                 self.complete = False
-                found = {e: t for e, t in found.items() if self._is_linear(e)}
+                read = self._read_by_check()
+                found = {e: t for e, t in found.items() if e.role is Role.BUFFER or e in read}
         self.kept = {entry: (tensor, self._copied(tensor)) for entry, tensor in found.items()}
         self.counters = {
             n: state["step"].clone() for n, state in self._states() if isinstance(state.get("step"), torch.Tensor)
@@ -230,11 +231,9 @@ class FirstStep:
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone() if self.lean is None else copied_to_host(tensor)
 
-    def _is_linear(self, entry: Input) -> bool:
-        if entry.role is Role.STATE:
-            return entry.name.endswith(("/exp_avg", "/momentum_buffer"))
-        plain = {n for plan, names in self.binding.members.items() if not plan.state_keys for n in names}
-        return entry.role is Role.BUFFER or (entry.role is Role.PARAMETER and entry.name in plain)
+    def _read_by_check(self) -> set[Input]:
+        members = [(plan, name) for plan, names in self.binding.members.items() for name in names]
+        return {entry for plan, name in members for entry in places_read(plan, self.numbers[plan.hyper_name], name)}
 
     def _states(self) -> list[tuple[str, dict]]:
         """Parameter -> its table in the optimizer's state, for all the step updates."""
@@ -250,7 +249,7 @@ class FirstStep:
                 if name in self.counters:
                     state["step"].copy_(self.counters[name])
         for plan, names in self.binding.members.items():
-            if plan in self.first and self.subject.optimizer is not None:
+            if plan in self.first and self.subject.optimizer is not None and not plan.update.has_state_from_the_start:
                 for name in names:  # state of a first step that has not been: torch has none
                     self.subject.optimizer.state.pop(self.subject.parameters[name], None)
         self.binding.bound = False  # step counts are read anew
@@ -365,21 +364,17 @@ class FirstStep:
         return {n: 2 * distance(self.eager.gradients[n], exact[n]) for n in names if n in exact}
 
     def _update_error(self, plan: UpdatePlan, name: str, scale: float, slack: float) -> tuple[float, float] | None:
-        """(error, allowed) of the state that is linear in the gradient; None where it says too little."""
-        entry, gradient = linear_state(plan, name), self._gradient(name)
-        if entry not in self.kept or gradient is None or not bool(gradient.isfinite().all()):
-            return None
-        rule, parameter = rule_of(plan, self.numbers[plan.hyper_name]), self.kept.get(Input(Role.PARAMETER, name))
-        if rule.decay and parameter is None:
-            return None
-        live, old = self.kept[entry]
-        size = scale * norm(gradient)
-        rounding = 4 * torch.finfo(live.dtype).eps * (norm(live) + norm(old, live.device))
-        if rounding > abs(rule.share) * size:
+        """(error, allowed) of the first tensor in which the gradient shows; None where none says enough."""
+        gradient = self._gradient(name)
+        if gradient is None or not bool(gradient.isfinite().all()):
             return None
         floor = self.limits.floor * self.rms * scale * math.sqrt(gradient.numel())
-        error = update_error(rule, live, old, gradient, scale, None if parameter is None else parameter[1])
-        return error, abs(rule.share) * (self.limits.lowered * size + floor + scale * slack) + rounding
+        off = self.limits.lowered * scale * norm(gradient) + floor + scale * slack
+        for rule in rules_of(plan, self.numbers[plan.hyper_name]):
+            seen = look(rule, name, self.kept, gradient, scale)
+            if seen is not None and seen.tells:
+                return seen.error, seen.allowed(off)
+        return None
 
     def _check_buffers(self) -> None:
         if self.accumulates:

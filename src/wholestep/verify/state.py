@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
-from wholestep.capture.optimizers import steps_taken
+from wholestep.capture.optimizers import unused_state
 from wholestep.capture.subject import Subject
 from wholestep.capture.undo import Undo
 
@@ -55,8 +55,8 @@ class OptimizerCopy:
         self.owner = optimizer
         self.attributes = dict(optimizer.__dict__)
         self.groups = [(group, dict(group)) for group in optimizer.param_groups]
-        # momentum made ahead of a first step that has not come: torch would have none yet
-        self.unused = {p for p in optimizer.state if type(optimizer) is SGD and steps_taken(optimizer, p) == 0}
+        self.unused = unused_state(optimizer)
+        """State made ahead of a first step that has not come: torch would have none yet."""
         self.state = [
             (p, table, dict(table), {k: _cloned(v) for k, v in table.items()}) for p, table in optimizer.state.items()
         ]

@@ -26,7 +26,9 @@ from wholestep.lower.footprint.events import Event, mark, record
 from wholestep.lower.footprint.owners import storage_of
 from wholestep.lower.in_place import write_state_in_place
 from wholestep.lower.interpret import statement_of
-from wholestep.ops import IN_PLACE, multi_tensor
+from wholestep.ops import multi_tensor
+from wholestep.ops.updates import BY_IN_PLACE
+from wholestep.ops.updates.operators import BYTES_AT_ONCE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ alone: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcon
 """Open while a call runs on a GPU; a benchmark whose processes share one puts its turns here."""
 
 
-UPDATED_BYTES = 64 << 20
+UPDATED_BYTES = BYTES_AT_ONCE
 """Of parameters that an optimizer's update is measured on."""
 
 
@@ -168,16 +170,20 @@ def prepare_node(node: fx.Node) -> Callable[[], Any]:
 
 
 def _fewer_to_update(node: fx.Node) -> tuple[Any, ...]:
-    """The arguments of a node; of an optimizer's update on a GPU its first parameters only.
+    """The arguments of a node; of an optimizer's update on a GPU some of its parameters only.
 
-    Stand-ins for all would be a second copy of weights, gradients and state. One kernel goes over all of them in place, so what
-    it takes for itself, a table of addresses, is next to nothing for any number of parameters.
+    Stand-ins for all would be a second copy of weights, gradients and state. Where one kernel goes over all of them in place, what
+    it takes for itself, a table of addresses, is next to nothing for any number of parameters. Other updates go over a few
+    parameters at a time and need the most for the largest.
     """
-    if node.target not in IN_PLACE.values() or not _on_gpu(node) or multi_tensor.triton_reason() is not None:
+    update = BY_IN_PLACE.get(node.target) if callable(node.target) else None
+    if update is None or not _on_gpu(node) or (update.is_one_kernel and multi_tensor.triton_reason() is not None):
         return node.args
     bytes_of = [sum(tensor_bytes(t) for t in tensors_in(entry.meta.get("val"))) for entry in node.args[0]]  # type: ignore[union-attr]
-    count = max(1, sum(total <= UPDATED_BYTES for total in itertools.accumulate(bytes_of)))
-    return tuple(arg[:count] if isinstance(arg, list | tuple) else arg for arg in node.args)
+    order = range(len(bytes_of)) if update.is_one_kernel else sorted(range(len(bytes_of)), key=lambda i: -bytes_of[i])
+    sizes = itertools.accumulate(bytes_of[i] for i in order)
+    count = max(1, sum(total <= UPDATED_BYTES for total in sizes))
+    return tuple([arg[i] for i in order[:count]] if isinstance(arg, list | tuple) and arg else arg for arg in node.args)
 
 
 def _on_gpu(node: fx.Node) -> bool:

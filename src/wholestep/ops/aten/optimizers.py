@@ -1,4 +1,4 @@
-"""Updates of parameters: FLOPs per element of the parameters, as torch.optim writes the arithmetic.
+"""Updates of parameters: FLOPs per element of the parameters, as their records count them (`wholestep.ops.updates`).
 
 Whether weight decay or dampening is zero is known only when the step runs (the numbers are inputs), so they count always.
 """
@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from wholestep.ops.amounts import Amount
 from wholestep.ops.call import Call, elements
-from wholestep.ops.record import flops_of
+from wholestep.ops.record import Formula, flops_of, record
+from wholestep.ops.updates import UPDATES, Update
 
-ADAM = 14
-"""Decay 1; first moment, a lerp, 3; second moment 4; denominator: sqrt, divide, add eps 3; divide, times step size, subtract 3."""
-SGD = 4
-"""Decay 2; times learning rate, subtract 2."""
+
+def _formula(update: Update) -> Formula:
+    def of_all(call: Call) -> Amount:
+        params = call.tensors("params") or call.tensors("self")
+        return (update.flops(call) + _scaling(call)) * elements(params)
+
+    return of_all
 
 
 def _scaling(call: Call) -> int:
@@ -20,18 +24,9 @@ def _scaling(call: Call) -> int:
     return 0 if call.get("scale") is None and call.get("grad_scale") is None else 1
 
 
-@flops_of("ws::adamw", "aten::_fused_adamw", "aten::_fused_adam", kind="optimizer")
-def adam(call: Call) -> Amount:
-    params = call.tensors("params") or call.tensors("self")
-    return (ADAM + _scaling(call) + int(bool(call["amsgrad"]))) * elements(params)
-
-
-@flops_of("ws::sgd", "aten::_fused_sgd", kind="optimizer")
-def sgd(call: Call) -> Amount:
-    """Momentum adds 3 (the buffer times momentum plus the dampened gradient), Nesterov 2 more."""
-    params = call.tensors("params") or call.tensors("self")
-    momentum = bool(call.tensors("momentum_buffers") or call.tensors("momentum_buffer_list"))
-    return (SGD + 3 * momentum + 2 * bool(call["nesterov"]) + _scaling(call)) * elements(params)
+for _update in UPDATES.values():
+    flops_of(f"ws::{_update.kind}", *_update.torch_operators, kind="optimizer")(_formula(_update))
+    record(f"ws::{_update.kind}", in_place=_update.in_place)
 
 
 @flops_of("ws::clip", kind="optimizer")
