@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from wholestep.capture.ladder import COMPILED, EAGER
 from wholestep.graph.keys import operator_name
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Role, TrainingGraph, module_of, phase_of
+from wholestep.ops.tuner import Choice
 from wholestep.ops.unordered import is_unordered
 from wholestep.passes.precision_audit import summary
 
 if TYPE_CHECKING:
     from wholestep.runtime.step import Step
+
+
+MOST_KERNELS = 6
 
 
 def told(plan: Plan) -> str:
@@ -34,6 +39,13 @@ def unordered(graph: TrainingGraph, device: str, *, compiled: bool) -> str | Non
         for name, where in places.items()
     ]
     return f"not to the last bit, these add in any order: {'; '.join(named)}" if named else None
+
+
+def chosen(choices: Iterable[Choice]) -> str:
+    """What was measured and taken in one line, each distinct choice once."""
+    listed = list(dict.fromkeys(map(str, choices)))
+    more = f" and {len(listed) - MOST_KERNELS} more" if len(listed) > MOST_KERNELS else ""
+    return "; ".join(listed[:MOST_KERNELS]) + more
 
 
 def explain(step: Step) -> str:
@@ -63,8 +75,8 @@ def explain(step: Step) -> str:
             )
         else:
             lines.append(f"lowering   {facts.get('backend', 'interpret')}, {step.seconds['lower']:.1f} s")
-        if facts.get("cuda_graph"):
-            lines.append(f"CUDA graph {facts['cuda_graph']['mode']}: {facts['cuda_graph']['reason']}")
+        if step.choices:
+            lines.append(f"kernels    {chosen(step.choices.values())}")
         lines += [f"lowering   {note}" for note in facts.get("notes", [])[:2]]
         loose = unordered(graph, step.subject.device.type, compiled=facts.get("backend") == "inductor")
         if loose is not None:
