@@ -63,11 +63,17 @@ def _question(graph: TrainingGraph, program: str, runners: dict[str, Runner]) ->
 
         return prepare
 
+    candidates = [Candidate(name=name, prepare=prepared(runner)) for name, runner in runners.items()]
     return Question(
-        what=WHAT, call=(program, torch.get_num_threads()), candidates=[Candidate(name=n, prepare=prepared(r)) for n, r in runners.items()],
-        reference=COMPILED, stand_ins=lambda parts: () if parts == 1 else None, device=torch.device("cpu"),
-        source=source_of(sys.modules["wholestep.lower"]), rules=RULES,
-    )  # fmt: skip
+        what=WHAT,
+        call=(program, torch.get_num_threads()),
+        candidates=candidates,
+        reference=COMPILED,
+        stand_ins=lambda parts: () if parts == 1 else None,
+        device=torch.device("cpu"),
+        source=source_of(sys.modules["wholestep.lower"]),
+        rules=RULES,
+    )
 
 
 def stand_ins(graph: TrainingGraph) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ from wholestep.passes.pipeline import compiler_pass
 
 @compiler_pass(numerics="rounding")
 def take_kernels(graph: TrainingGraph, plan: Plan) -> TrainingGraph:
-    """attention(...) => attention(..., implementation="flash"), for every call that `plan.kernel` fits; the last that fits counts."""
+    """attention(...) => attention(..., implementation="flash") for every call that `plan.kernel` fits; the last one counts."""
     if not plan.kernel:
         return graph
     calls = list(calls_that_ask(graph))

@@ -141,7 +141,7 @@ def _setup_context(
     out, logsumexp, seed, offset = output
     ctx.mark_non_differentiable(logsumexp, seed, offset)
     ctx.save_for_backward(q, k, v, mask, out, logsumexp, seed, offset, key)
-    ctx.arguments, ctx.implementation = (causal, scale, dropout_p), keyword_only_inputs["implementation"]
+    ctx.arguments, ctx.implementation = (causal, scale, dropout_p), keyword_only_inputs.get("implementation", "")
 
 
 def _autograd(
