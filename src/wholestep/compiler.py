@@ -42,7 +42,7 @@ from wholestep.lower import (
     give_back,
     lower_inductor,
     lower_interpret,
-    tune,
+    tune_calls,
     unmeasured,
     warm_up,
 )
@@ -157,7 +157,7 @@ class Compiler:
     def _measured(self, graph: TrainingGraph, backend: str) -> Any:
         if self.subject.device.type == "cpu":
             refuse_what_cannot_fit(graph, self.subject.optimizer, backend)
-        chosen = tune(graph)
+        chosen = tune_calls(graph)
         began = time.perf_counter()
         runner = self._compiled(graph) if backend == "inductor" else lower_interpret(graph)
         runner = runner.with_facts(choices={**chosen, **runner.describe().get("choices", {})})

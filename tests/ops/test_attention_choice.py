@@ -84,7 +84,7 @@ def test_a_wrong_implementation_is_recognised() -> None:
 def test_a_named_implementation_is_taken_or_refused() -> None:
     q = torch.randn(1, 2, 3, 8)
     assert choose(q, q, q, None, False, 0.0, "math") is MATH
-    with pytest.raises(BadOption, match="'flash'.*it runs on cuda, the call is on cpu.*use one of cpu_flash, math"):
+    with pytest.raises(BadOption, match=r"'flash'.*it runs on cuda, the call is on cpu.*use one of cpu_flash, math"):
         choose(q, q, q, None, False, 0.0, "flash")
     with pytest.raises(BadOption, match="no dropout"):
         choose(q, q, q, None, False, 0.1, "cpu_flash")

@@ -6,7 +6,7 @@ from wholestep.lower.interpret import lower_interpret
 from wholestep.lower.measured import faster_of, unmeasured
 from wholestep.lower.overlap import warm_up
 from wholestep.lower.runner import Runner
-from wholestep.lower.tune import kernels_of, tune
+from wholestep.lower.tune import kernels_of, tune_calls
 
 __all__ = [
     "AutoCudaGraph",
@@ -19,7 +19,7 @@ __all__ = [
     "kernels_of",
     "lower_inductor",
     "lower_interpret",
-    "tune",
+    "tune_calls",
     "unmeasured",
     "warm_up",
 ]

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from wholestep.graph.training_graph import TrainingGraph
+from wholestep.lower.cuda_graph import give_back
 from wholestep.ops.tuned import calls_that_ask
 from wholestep.ops.tuner import NAMED, TUNER, Choice
 
@@ -21,15 +22,19 @@ def kernels_of(choices: Mapping[str, Choice]) -> dict[str, str]:
     return {key: choice.name for key, choice in choices.items() if key != choice.what}
 
 
-def tune(graph: TrainingGraph) -> dict[str, Choice]:
+def tune_calls(graph: TrainingGraph) -> dict[str, Choice]:
     """Key of the call (graph/keys.py) -> its choice."""
     chosen: dict[str, Choice] = {}
+    before = TUNER.measurements
     for call in calls_that_ask(graph):
         question = call.question
         if question.device.type == "cuda" and not torch.cuda.is_available():  # captured to be planned, not to run
             continue
         if call.kernel:
-            chosen[call.key] = Choice(question.what, str(question.call), call.kernel, NAMED)
+            # equal layers of which only some are named: their key tells what the others take
+            chosen.setdefault(call.key, Choice(question.what, str(question.call), call.kernel, NAMED))
         else:
             chosen[call.key] = TUNER.choose(question)
+    if TUNER.measurements > before:
+        give_back()  # what the stand-ins took
     return chosen

@@ -291,7 +291,12 @@ class Step:
     def plan(self) -> Plan | None:
         """What was decided about memory and kernels, for the captured graph in use."""
         plan = self._latest.capture.plan if self._latest else None
-        return None if plan is None else dataclasses.replace(plan, kernel=kernels_of(self.choices) | dict(plan.kernel))
+        if plan is None:
+            return None
+        found = {key: name for key, name in kernels_of(self.choices).items() if key not in plan.kernel}
+        return dataclasses.replace(
+            plan, kernel={**found, **plan.kernel}
+        )  # what was asked for last, since the last counts
 
     @property
     def choices(self) -> dict[str, Choice]:
