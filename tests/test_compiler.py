@@ -27,6 +27,7 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.words(x)
+        x = x + F.scaled_dot_product_attention(*[x.unsqueeze(1)] * 3).squeeze(1)
         for layer in self.layers:
             x = x + self.drop(layer(self.norm(x)))
         return self.head(x)
@@ -55,6 +56,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"plan": Plan(early_update=False)},
         {"plan": Plan(chunked_loss=True)},
         {"plan": Plan(precision={"layers.1": "fp32"}), "precision": "bf16"},
+        {"plan": Plan(kernel={"/attention": "math"})},
         {"plan": Plan(recompute=AGAIN, precision={"head": "fp32"}), "precision": "bf16"},
     ],
     "precision": [{"precision": "bf16"}, {"precision": "fp16"}],
@@ -97,7 +99,7 @@ def test_what_is_verified_is_what_runs(options: dict[str, Any], tmp_path: Path) 
 
 def test_no_option_and_no_field_is_forgotten() -> None:
     assert set(OPTIONS) == {field.name for field in dataclasses.fields(Options)}
-    decided = {"recompute", "early_update", "precision", "chunked_loss"}
+    decided = {"recompute", "early_update", "precision", "chunked_loss", "kernel"}
     told = {"reasons", "budget_bytes", "predicted_bytes", "predicted_seconds", "made_for"}
     assert {field.name for field in dataclasses.fields(Plan)} == decided | told
     used = {
@@ -108,8 +110,9 @@ def test_no_option_and_no_field_is_forgotten() -> None:
 
 def test_programs_differ_where_options_change_them() -> None:
     plain = compiled_and_verified({"backend": "interpret", "cache": False})[0].program
-    changed = compiled_and_verified({"backend": "interpret", "cache": False, "plan": Plan(recompute=AGAIN)})[0].program
-    assert changed != plain
+    for plan in (Plan(recompute=AGAIN), Plan(kernel={"/attention": "math"})):
+        changed = compiled_and_verified({"backend": "interpret", "cache": False, "plan": plan})[0].program
+        assert changed != plain
 
 
 def test_an_option_that_there_is_not_is_named() -> None:

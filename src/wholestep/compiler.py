@@ -43,6 +43,8 @@ from wholestep.lower import (
     give_back,
     lower_inductor,
     lower_interpret,
+    tune_calls,
+    unmeasured,
     warm_up,
 )
 from wholestep.options import Options
@@ -156,8 +158,10 @@ class Compiler:
     def _measured(self, graph: TrainingGraph, backend: str) -> Any:
         if self.subject.device.type == "cpu":
             refuse_what_cannot_fit(graph, self.subject.optimizer, backend)
+        chosen = tune_calls(graph)
         began = time.perf_counter()
         runner = self._compiled(graph) if backend == "inductor" else lower_interpret(graph)
+        runner = runner.with_facts(choices={**chosen, **runner.describe().get("choices", {})})
         if self.options.dump is not None:
             self._dump_lowered(runner, backend, time.perf_counter() - began)
         returned = [output for output in graph.outputs if output.kind is not OutputKind.UPDATE]
@@ -180,7 +184,9 @@ class Compiler:
         if self.subject.device.type != "cpu" or self.budget is not None:  # what was planned for is what runs
             return runner
         if not fits_beside(graph):
-            return runner.with_facts(measured="not measured against interpreted code: that would not fit into memory")
+            return runner.with_facts(
+                choices={"lowering": unmeasured("interpreted code beside it would not fit into memory")}
+            )
         return faster_of(graph, runner, lower_interpret(graph))
 
     def _dump_lowered(self, runner: Runner, backend: str, seconds: float) -> None:

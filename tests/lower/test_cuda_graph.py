@@ -81,8 +81,8 @@ def outcomes(auto, calls):
 def test_a_faster_graph_is_kept(policy):
     auto, made, _ = policy(direct=2.0, replay=1.0)
     assert outcomes(auto, 10) == ["direct"] * 3 + ["replayed"] * 7
-    assert auto.describe()["cuda_graph"]["mode"] == "cuda graph"
-    assert "1000.00 ms replayed, 2000.00 ms direct" in auto.describe()["cuda_graph"]["reason"]
+    assert auto.describe()["cuda_graph"]["mode"] == "replayed"
+    assert "cuda graph replayed 1000.00 ms (direct 2000.00)" in auto.describe()["cuda_graph"]["reason"]
     assert len(made) == 1
 
 
@@ -129,7 +129,7 @@ def test_what_a_failed_recording_held_is_free_before_the_direct_run(monkeypatch)
 
     auto = AutoCudaGraph(Runner(step, 1, {}), [0], timer=Clock(), record=record)
     assert outcomes(auto, 5) == ["direct"] * 5
-    assert alive == [False, False] and "too large" in auto.reason
+    assert alive == [False, False] and "too large" in str(auto.choice)
 
 
 def test_a_recording_that_had_to_go_is_made_again_later(policy):
@@ -196,18 +196,18 @@ def runs(graphs, sizes):
 def test_sizes_that_come_back_are_recorded_once_one_has_measured_faster(monkeypatch):
     graphs, made = by_shape(monkeypatch, direct=2.0, replay=1.0)
     assert runs(graphs, [5, 6, 5, 7, 5, 5, 5]) == ["direct"] * 4 + ["replayed"] * 3
-    assert graphs.decided == "cuda graph" and made == [(5,)]
+    assert graphs.choice.name == "replayed" and made == [(5,)]
     assert runs(graphs, [6, 6, 6, 6, 8, 5]) == ["direct"] * 2 + ["replayed"] * 2 + ["direct", "replayed"]
     assert made == [(5,), (6,)] and "2 sizes recorded" in graphs.describe()["cuda_graph"]["reason"]
     graphs.invalidate()
-    assert runs(graphs, [5]) == ["direct"] and graphs.decided is None
+    assert runs(graphs, [5]) == ["direct"] and graphs.choice is None
 
 
 @pytest.mark.parametrize("replay", [3.0, "a stream of its own"])
 def test_a_size_that_measures_slower_decides_for_all(monkeypatch, replay):
     graphs, made = by_shape(monkeypatch, direct=2.0, replay=replay)
     runs(graphs, [5] * 5)
-    assert graphs.decided == "direct" and runs(graphs, [5, 6, 6, 6, 6]) == ["direct"] * 5
+    assert graphs.choice.name == "direct" and runs(graphs, [5, 6, 6, 6, 6]) == ["direct"] * 5
     assert len(made) <= 1
 
 
@@ -292,7 +292,7 @@ def test_a_mean_that_the_loss_keeps_is_kept_when_replayed():
             step = wholestep.compile(model, loss, optimizer, batches[0], cuda_graph=True, cache=False)
             for batch in batches:
                 step(batch)
-            assert step.regions["cuda_graph"]["mode"] == "cuda graph"
+            assert step.regions["cuda_graph"]["mode"] == "replayed"
         else:
             for batch in batches:
                 optimizer.zero_grad()
@@ -345,8 +345,8 @@ def test_policy_on_a_gpu_ends_with_a_decision(traced):
         got, expected = auto(inputs)[0], plain(reference)[0]
         torch.testing.assert_close(got, expected)
     facts = auto.describe()["cuda_graph"]
-    assert facts["mode"] in ("cuda graph", "direct")
-    assert set(facts["seconds"]) == {"direct", "cuda graph"}
+    assert facts["mode"] in ("replayed", "direct")
+    assert auto.choice is not None and set(auto.choice.seconds) == {"direct", "replayed"}
 
 
 @pytest.mark.gpu
@@ -376,4 +376,4 @@ def test_gradients_of_recorded_sizes_accumulate_as_in_eager(dynamic):
         assert kept is None or model[0].weight.grad is kept
         for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad)
-    assert step.regions["cuda_graph"]["mode"] == "cuda graph"
+    assert step.regions["cuda_graph"]["mode"] == "replayed"

@@ -15,6 +15,13 @@ from wholestep.capture.subject import make_subject
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.lower import lower_interpret
 from wholestep.lower.runner import Runner
+from wholestep.ops.tuner import REMEMBERED, Tuner
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("WHOLESTEP_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(measured, "TUNER", Tuner())
 
 
 @pytest.fixture
@@ -36,10 +43,7 @@ def slowed(graph: TrainingGraph, seconds: float, facts: dict[str, Any]) -> Runne
     return Runner(function, inner.num_inputs, facts)
 
 
-def test_the_slower_one_is_dropped_and_named(
-    graph: TrainingGraph, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    monkeypatch.setenv("WHOLESTEP_CACHE_DIR", str(tmp_path))
+def test_the_slower_one_is_dropped_and_named(graph: TrainingGraph, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, fast = (
         slowed(graph, 0.05, {"backend": "inductor", "regions": 3}),
         slowed(graph, 0.0, {"backend": "interpret"}),
@@ -47,16 +51,27 @@ def test_the_slower_one_is_dropped_and_named(
     chosen = measured.faster_of(graph, slow, fast).describe()
     assert chosen["backend"] == "interpret" and "measures slower" in chosen["notes"][0] and chosen["regions"] == 3
     assert chosen["driver"] is None  # that of the runner which runs, not of the one dropped
-    # the verdict is remembered: the now faster one is not measured again
+    assert chosen["choices"]["lowering"].name == "interpret"
+    # the verdict is remembered by other processes too: the now faster one is not measured again
+    monkeypatch.setattr(measured, "TUNER", Tuner())
     again = measured.faster_of(graph, slowed(graph, 0.0, {"backend": "inductor"}), fast).describe()
-    assert again["backend"] == "interpret"
+    assert again["backend"] == "interpret" and again["choices"]["lowering"].source == REMEMBERED
 
 
-def test_the_faster_one_is_kept(graph: TrainingGraph, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setenv("WHOLESTEP_CACHE_DIR", str(tmp_path))
+def test_the_faster_one_is_kept(graph: TrainingGraph) -> None:
     fast = slowed(graph, 0.0, {"backend": "inductor"})
     chosen = measured.faster_of(graph, fast, slowed(graph, 0.05, {"backend": "interpret"})).describe()
-    assert chosen["backend"] == "inductor" and "ms compiled" in chosen["measured"]
+    choice = chosen["choices"]["lowering"]
+    assert chosen["backend"] == choice.name == "inductor" and set(choice.seconds) == {"inductor", "interpret"}
+
+
+def test_code_that_fails_on_stand_ins_is_dropped_and_says_so(graph: TrainingGraph) -> None:
+    def broken(inputs: list[Any]) -> tuple[Any, ...]:
+        raise RuntimeError("a kernel that does not load")
+
+    compiled = Runner(broken, len(graph.inputs), {"backend": "inductor"})
+    chosen = measured.faster_of(graph, compiled, slowed(graph, 0.0, {"backend": "interpret"})).describe()
+    assert chosen["backend"] == "interpret" and "fails on stand-ins: RuntimeError: a kernel" in chosen["notes"][0]
 
 
 def test_stand_ins_have_the_shapes_of_the_inputs(graph: TrainingGraph) -> None:

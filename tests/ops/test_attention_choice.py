@@ -8,12 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from wholestep.errors import BadOption
+from wholestep.ops import tuner as tuner_module
 from wholestep.ops.attention import choice as choice_module
-from wholestep.ops.attention import measured_choices, reference
-from wholestep.ops.attention.choice import Choice, choose, disagreement, eligible
+from wholestep.ops.attention import measured_choices, reference, trial
+from wholestep.ops.attention.choice import choose, question, signature_of
 from wholestep.ops.attention.cuda import _bias
 from wholestep.ops.attention.implementations import CPU_FLASH, IMPLEMENTATIONS, MATH
 from wholestep.ops.attention.interface import Implementation, Signature
+from wholestep.ops.attention.trial import Trial, disagreement, random_like, random_mask
+from wholestep.ops.tuner import Candidate, Tuner
 
 SIGNATURE = Signature(
     device="card",
@@ -26,6 +30,11 @@ SIGNATURE = Signature(
     causal=True,
     dropout=False,
 )
+
+
+def eligible(signature: Signature) -> tuple[list[Candidate], dict[str, str]]:
+    nothing = torch.empty(0)
+    return question(signature, Trial(nothing, nothing, nothing, None, False, 0.0)).supporting()
 
 
 @pytest.mark.parametrize(
@@ -44,9 +53,10 @@ SIGNATURE = Signature(
 )
 def test_eligibility_on_cuda(change: dict[str, object], missing: dict[str, str]) -> None:
     usable, skipped = eligible(dataclasses.replace(SIGNATURE, **change))
+    assert skipped.pop("cpu_flash") == "it runs on cpu, the call is on cuda"
     assert set(skipped) == set(missing)
     assert all(text in skipped[name] for name, text in missing.items())
-    assert usable[-1] is MATH
+    assert usable[-1].name == MATH.name
     assert {i.name for i in usable} | set(skipped) == {"flash", "efficient", "cudnn", "math"}
 
 
@@ -71,19 +81,45 @@ def test_a_wrong_implementation_is_recognised() -> None:
     assert "dk differs" in disagreement(dataclasses.replace(CPU_FLASH, backward=wrong), q, k, k, None, True)
 
 
-def test_choices_are_kept_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WHOLESTEP_CACHE_DIR", str(tmp_path / "cache"))
-    path = choice_module.choices_file()
-    choice = Choice("flash", {"flash": 0.5, "math": 2.0}, {"cudnn": "why"})
-    choice_module._write(path, "a", choice)
-    choice_module._write(path, "b", choice)
-    assert set(json.loads(path.read_text())) == {"a", "b"}
-    assert [p.name for p in path.parent.iterdir()] == ["attention.json"]
-    choice_module._FILE_READ.clear()
-    assert choice_module._read(path)["a"] == choice
-    path.write_text("{broken")
-    choice_module._FILE_READ.clear()
-    assert choice_module._read(path) == {}
+def test_a_named_implementation_is_taken_or_refused() -> None:
+    q = torch.randn(1, 2, 3, 8)
+    assert choose(q, q, q, None, False, 0.0, "math") is MATH
+    with pytest.raises(BadOption, match=r"'flash'.*it runs on cuda, the call is on cpu.*use one of cpu_flash, math"):
+        choose(q, q, q, None, False, 0.0, "flash")
+    with pytest.raises(BadOption, match="no dropout"):
+        choose(q, q, q, None, False, 0.1, "cpu_flash")
+    with pytest.raises(BadOption, match=r"did you mean cpu_flash\?"):
+        choose(q, q, q, None, False, 0.0, "cpu_flsh")
+    out = torch.ops.ws.attention(q, q, q, None, False, 0.3, 0.0, None, implementation="math")[0]
+    assert torch.equal(out, reference.forward(q, q, q, None, False, 0.3, 0.0, None)[0])
+
+
+def test_stand_ins_lie_in_memory_as_the_arguments_do() -> None:
+    q, k, v = torch.randn(4, 6, 3, 2, 8).permute(2, 0, 3, 1, 4)  # parts of one projection
+    k = k[:, :1].expand(4, 2, 6, 8)
+    made = Trial(q, k, v, torch.ones(4, 1, 6, 6, dtype=torch.bool), True, 0.1).random(2)
+    assert made is not None and made.mask is not None
+    for ours, theirs in zip((made.q, made.k, made.v), (q, k, v), strict=True):
+        assert ours.shape == (2, *theirs.shape[1:]) and ours.stride() == theirs.stride() and ours.std() > 0.5
+    assert made.mask.shape == (2, 1, 6, 6) and made.mask[..., 0].all() and not made.mask.all()
+    assert Trial(q, k, v, None, True, 0.1).random(8) is None
+    assert torch.equal(random_like(q), random_like(q))
+    wide = random_mask(torch.zeros(1, 1, 6, 6, dtype=torch.bfloat16).expand(4, 2, 6, 6), 4)
+    assert wide.dtype == torch.bfloat16 and wide.shape == (4, 2, 6, 6) and wide.stride()[:2] == (0, 0)
+    assert set(wide.unique().tolist()) == {0.0, float("-inf")}
+
+
+class Clock:
+    now = 0.0
+
+    def pass_by(self, seconds: float) -> None:
+        self.now += seconds
+
+    def mark(self) -> float:
+        return self.now
+
+    def seconds(self, first: float, last: float) -> float:
+        return last - first
 
 
 @pytest.mark.parametrize(
@@ -95,12 +131,12 @@ def test_choices_made_in_little_memory_are_for_this_process(
 ) -> None:
     """Where none can be tried on all rows, fewer are taken; what lacked memory may win in another process."""
     monkeypatch.setenv("WHOLESTEP_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(choice_module.torch.cuda, "get_rng_state", lambda device: None)
-    monkeypatch.setattr(choice_module.torch.cuda, "set_rng_state", lambda state, device: None)
-    monkeypatch.setattr(choice_module.torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(
-        choice_module, "_time", lambda implementation, *rest: {"efficient": 1.0}.get(implementation.name, 2.0)
+        trial,
+        "forward_and_backward",
+        lambda implementation, given: lambda: clock.pass_by({"efficient": 1.0}.get(implementation.name, 2.0)),
     )
+    clock = Clock()
     tried: list[int] = []
 
     def disagree(
@@ -111,13 +147,14 @@ def test_choices_made_in_little_memory_are_for_this_process(
         if q.shape[0] > fits or implementation.name == lacking:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(choice_module, "disagreement", disagree)
+    monkeypatch.setattr(trial, "disagreement", disagree)
     q = torch.zeros(8, 4, 64, 64, dtype=torch.bfloat16)
     signature = dataclasses.replace(SIGNATURE, q_shape=tuple(q.shape))
-    choice = choice_module._decide(signature, q, q, q, None, True, 0.0)
-    assert choice.name == "efficient" and "out of memory" in choice.skipped[lacking]
+    asked = dataclasses.replace(question(signature, Trial(q, q, q, None, True, 0.0)), measures=True)
+    choice = Tuner(lambda device: clock).choose(asked)
+    assert choice.name == "efficient" and "out of memory" in choice.ruled_out[lacking]
     assert sorted(set(tried), reverse=True) == rows
-    assert choice_module.choices_file().exists() is kept
+    assert bool(list(tmp_path.rglob("*.json"))) is kept
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
@@ -154,9 +191,9 @@ def test_cuda_implementations_against_float64(name: str, transposed: bool, case:
         mask = torch.rand(2, 1, length, length, device="cuda") > 0.3
         mask[:, :, 3] = False
         mask = torch.zeros(mask.shape, device="cuda").masked_fill(~mask, float("-inf")) if case == "float" else mask
-    usable, skipped = eligible(choice_module.signature_of(q, k, v, mask, causal, 0.0))
-    if implementation not in usable:
-        pytest.skip(skipped[name])
+    reason = choice_module.why_not(implementation, signature_of(q, k, v, mask, causal, 0.0))
+    if reason is not None:
+        pytest.skip(reason)
     grad = torch.randn_like(q)
     zero = torch.zeros((), dtype=torch.int64, device="cuda")
     out, logsumexp, _, _ = implementation.forward(q, k, v, mask, causal, 0.125, 0.0, None)
@@ -202,15 +239,20 @@ def test_cuda_dropout_backward_uses_the_mask_of_the_forward(name: str, captured:
 @pytest.mark.gpu
 def test_cuda_choice_is_measured_once_and_runs_in_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHOLESTEP_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(choice_module, "TUNER", Tuner())
     q, k, v = (torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     before = torch.cuda.get_rng_state()
     out = torch.ops.ws.attention(q, k, v, None, True, 0.125, 0.0, None)[0]
     assert torch.equal(before, torch.cuda.get_rng_state())
-    (row,) = json.loads((tmp_path / "choices" / "attention.json").read_text()).values()
-    assert row["name"] in row["milliseconds"] and len(row["milliseconds"]) + len(row["skipped"]) == 4
+    (row,) = (json.loads(file.read_text()) for file in (tmp_path / "choices").iterdir())
+    assert row["name"] in row["seconds"] and len(row["seconds"]) + len(row["ruled_out"]) == 5
+    known = json.loads(row["key"])
+    assert known["card"] == torch.cuda.get_device_name() and known["driver"] and known["source"]
     torch.autograd.grad(out.sum(), (q, k, v))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), torch.no_grad():
         captured = torch.ops.ws.attention(q, k, v, None, True, 0.125, 0.0, None)[0]
     graph.replay()
     assert torch.equal(captured, out)
+    (found,) = choice_module.TUNER.choices.values()
+    assert found.source == tuner_module.MEASURED and choice_module.TUNER.measurements == 1

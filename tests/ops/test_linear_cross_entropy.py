@@ -267,7 +267,7 @@ def test_slices_of_a_product_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_gradient, "SLICE_BYTES", 3 * 4 * WIDTH)
     left, right = torch.randn(5, CLASSES).bfloat16(), torch.randn(5, WIDTH).bfloat16()
     total = torch.ones(CLASSES, WIDTH)
-    weight_gradient.add_product(total, left, right)
+    weight_gradient.FORMS["rounded"](total, left, right)
     torch.testing.assert_close(total, 1.0 + (left.t() @ right).float())
 
 

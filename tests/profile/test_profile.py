@@ -15,6 +15,7 @@ from wholestep.errors import BadOption
 from wholestep.lower import inductor
 from wholestep.lower import measured as choice
 from wholestep.lower.compile_region import Compiled
+from wholestep.ops.tuner import Choice
 from wholestep.profile import actions
 from wholestep.profile.measure import timing
 from wholestep.profile.profile import Profile, profile_job
@@ -126,10 +127,9 @@ def test_a_step_that_cannot_be_captured_is_counted_while_it_runs() -> None:
 @pytest.mark.slow
 def test_interpreted_code_that_replaced_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its runner is described with the facts of the compiled code; calls and memory are those of what runs."""
-    monkeypatch.setattr(choice, "_remembered", lambda path: None)
-    monkeypatch.setattr(
-        choice, "_seconds", lambda runner, graph: 9.0 if runner.describe()["backend"] == "inductor" else 1.0
-    )
+    seconds = {"inductor": 9.0, "interpret": 1.0}
+    slower = Choice("lowering", "the step", "interpret", "measured", seconds)
+    monkeypatch.setattr(choice.TUNER, "choose", lambda question: slower if question.what == "lowering" else None)
     monkeypatch.setattr(inductor, "require_compiler", lambda regions: None)
     monkeypatch.setattr(inductor, "compile_region", lambda region: Compiled(lambda args: (), 0.0, False))  # never run
     found = measured(backend="inductor", verified=False)

@@ -29,7 +29,7 @@ def _field(default: Any, says: str = "", *, numbers: bool = False) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Decisions about memory, and what they were expected to give. One more is one more field: files follow."""
+    """Decisions about memory and kernels, and what they were expected to give. One more is one more field: files follow."""
 
     early_update: bool | None = _field(None, "parameters are updated as soon as their gradients are final")
     """None wherever that is exact, False never."""
@@ -44,6 +44,9 @@ class Plan:
     """Values of the forward pass that are not kept for the backward pass but made again there; `key@12` in the first 12 layers."""
     precision: Mapping[str, str] = _field({}, numbers=True)
     """Module path or pattern (`lm_head`, `*.attn`) -> fp32, bf16 or fp16, where it is not what the whole step has."""
+    kernel: Mapping[str, str] = _field({})
+    """Value, module path or pattern -> the implementation it takes (`*.attn` -> `flash`); all others are measured. `step.plan` has
+    what was chosen. Implementations round differently, and compute the same."""
     reasons: Mapping[str, str] = _field({})
     """Value -> why: bytes freed, what it is made from, what that costs."""
     made_for: Mapping[str, Any] = _field({})

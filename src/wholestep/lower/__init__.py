@@ -3,9 +3,10 @@
 from wholestep.lower.cuda_graph import AutoCudaGraph, CudaGraphRunner, CudaGraphsByShape, NotRecordable, give_back
 from wholestep.lower.inductor import lower_inductor
 from wholestep.lower.interpret import lower_interpret
-from wholestep.lower.measured import faster_of
+from wholestep.lower.measured import faster_of, unmeasured
 from wholestep.lower.overlap import warm_up
 from wholestep.lower.runner import Runner
+from wholestep.lower.tune import kernels_of, tune_calls
 
 __all__ = [
     "AutoCudaGraph",
@@ -15,7 +16,10 @@ __all__ = [
     "Runner",
     "faster_of",
     "give_back",
+    "kernels_of",
     "lower_inductor",
     "lower_interpret",
+    "tune_calls",
+    "unmeasured",
     "warm_up",
 ]

@@ -18,12 +18,14 @@ import gc
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from wholestep.lower.driver import cutting
 from wholestep.lower.runner import Runner
+from wholestep.ops.timing import Clock, EventClock
+from wholestep.ops.tuner import ASKED_FOR, FASTEST, MEASURED, REFUSED, Choice
 
 DIRECT_CALLS = 3
 """Direct calls before recording: the first loads kernels and tunes, so the median of three is a settled one."""
@@ -183,25 +185,20 @@ def _lends(results: Sequence[Any], sinks: dict[int, torch.Tensor]) -> bool:
     return any(results[i] is sink for i, sink in sinks.items())
 
 
-class Timer(Protocol):
-    """Takes marks on the device's timeline and says later how far apart they were."""
-
-    def mark(self) -> Any: ...
-
-    def seconds(self, first: Any, last: Any) -> float: ...
+WHAT, REPLAYED, DIRECT = "cuda graph", "replayed", "direct"
+"""What is chosen, and between what."""
 
 
-class EventTimer:
-    """CUDA events: taking a mark does not wait for anything."""
+def refused(reason: str) -> Choice:
+    """Direct, because there can be no recording."""
+    return Choice(WHAT, "the step", DIRECT, REFUSED, ruled_out={REPLAYED: reason})
 
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
-    def seconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
-        last.synchronize()
-        return first.elapsed_time(last) / 1e3
+def facts_with(facts: dict[str, Any], choice: Choice | None, more: str = "") -> dict[str, Any]:
+    """The facts of a runner, plus what runs and why."""
+    mode, reason = ("measuring", "not decided yet") if choice is None else (choice.name, str(choice) + more)
+    chosen = {} if choice is None else {WHAT: choice}
+    return {**facts, "cuda_graph": {"mode": mode, "reason": reason}, "choices": {**facts.get("choices", {}), **chosen}}
 
 
 class AutoCudaGraph:
@@ -213,7 +210,7 @@ class AutoCudaGraph:
         batch: Sequence[int],
         *,
         always: bool = False,
-        timer: Timer | None = None,
+        timer: Clock | None = None,
         record: Callable[..., CudaGraphRunner] = CudaGraphRunner,
         calls: tuple[int, int] = (DIRECT_CALLS, REPLAYS_TIMED),
         lent: Sequence[int] = (),
@@ -224,7 +221,7 @@ class AutoCudaGraph:
         self.runner, self.batch, self.always = runner, tuple(batch), always
         self.written = tuple(written)
         self.lent = tuple(lent)
-        self._timer: Timer = timer or EventTimer()
+        self._timer: Clock = timer or EventClock()
         self._record = record
         self._calls = calls
         self._sinks: dict[int, torch.Tensor] = {}
@@ -236,10 +233,8 @@ class AutoCudaGraph:
         self._recorded: CudaGraphRunner | None = None
         self._direct: list[tuple[Any, Any]] = []
         self._replays: list[tuple[Any, Any]] = []
-        self.decided: str | None = None
-        """`cuda graph` or `direct`, once known."""
-        self.reason = "not decided yet"
-        self._seconds: dict[str, float] = {}
+        self.choice: Choice | None = None
+        """Between replayed and direct steps, once known."""
 
     def __call__(self, inputs: list[torch.Tensor]) -> list[Any]:
         results = self._called(inputs)
@@ -247,7 +242,7 @@ class AutoCudaGraph:
         return results
 
     def _called(self, inputs: list[torch.Tensor]) -> list[Any]:
-        if self.decided is not None:
+        if self.choice is not None:
             return self._recorded(inputs) if self._recorded is not None else self.runner(inputs)
         if len(self._direct) < self._calls[0]:
             return self._first_calls(inputs)
@@ -262,7 +257,7 @@ class AutoCudaGraph:
         if not self._direct:
             reason = why_not(self.runner, inputs)
             if reason is not None:
-                self.decided, self.reason = "direct", reason
+                self.choice = refused(reason)
                 return self.runner(inputs)
         results = self._timed(self.runner, inputs, self._direct)
         if self.lent and not self._sinks:
@@ -274,7 +269,7 @@ class AutoCudaGraph:
             extra = (self._sinks,) if self.lent else ()
             self._recorded = self._record(self.runner, inputs, self.batch, *extra, written=self.written)
         except NotRecordable as refusal:
-            self.decided, self.reason = "direct", f"not recordable: {refusal}"
+            self.choice = refused(f"not recordable: {refusal}")
         if self._recorded is not None:
             return self._recorded(inputs)  # its first replay uploads the graph: not timed
         give_back()
@@ -289,13 +284,13 @@ class AutoCudaGraph:
     def _decide(self) -> None:
         direct = statistics.median(self._timer.seconds(*pair) for pair in self._direct)
         replayed = statistics.median(self._timer.seconds(*pair) for pair in self._replays)
-        self._seconds = {"direct": direct, "cuda graph": replayed}
         self._direct, self._replays = [], []
-        compared = f"{replayed * 1e3:.2f} ms replayed, {direct * 1e3:.2f} ms direct"
-        if replayed < direct or self.always:
-            self.decided, self.reason = "cuda graph", f"{'faster' if replayed < direct else 'asked for'}: {compared}"
+        seconds = {DIRECT: direct, REPLAYED: replayed}
+        faster = FASTEST.winner(seconds)
+        asked = self.always and faster == DIRECT
+        self.choice = Choice(WHAT, "the step", REPLAYED if asked else faster, ASKED_FOR if asked else MEASURED, seconds)
+        if self.choice.name == REPLAYED:
             return
-        self.decided, self.reason = "direct", f"a CUDA graph is not faster: {compared}"
         assert self._recorded is not None
         self._recorded.release()
         self._recorded = None
@@ -320,8 +315,7 @@ class AutoCudaGraph:
 
     def describe(self) -> dict[str, Any]:
         """The runner's facts, plus what runs and why."""
-        facts = {"mode": self.decided or "measuring", "reason": self.reason, "seconds": dict(self._seconds)}
-        return {**self.runner.describe(), "cuda_graph": facts}
+        return facts_with(self.runner.describe(), self.choice)
 
     def release(self) -> None:
         if self._recorded is not None:
@@ -339,7 +333,7 @@ class CudaGraphsByShape:
         batch: Sequence[int],
         *,
         always: bool = False,
-        timer: Timer | None = None,
+        timer: Clock | None = None,
         record: Callable[..., CudaGraphRunner] = CudaGraphRunner,
         lent: Sequence[int] = (),
         written: Sequence[int] = (),
@@ -356,8 +350,7 @@ class CudaGraphsByShape:
         self._measuring: dict[Any, AutoCudaGraph] = {}
         self._recorded: dict[Any, CudaGraphRunner] = {}
         self._met: Counter[Any] = Counter()
-        self.decided: str | None = None
-        self.reason = "not decided yet"
+        self.choice: Choice | None = None
 
     def __call__(self, inputs: list[torch.Tensor]) -> list[Any]:
         results = self._called(inputs)
@@ -369,17 +362,17 @@ class CudaGraphsByShape:
         recorded = self._recorded.get(sizes)
         if recorded is not None:
             return recorded(inputs)
-        if self.decided == "direct":
-            return self.runner(inputs)
-        if self.decided is None:
+        if self.choice is None:
             return self._measured(sizes, inputs)
+        if self.choice.name == DIRECT:
+            return self.runner(inputs)
         self._met[sizes] += 1
         if self._met[sizes] <= MEETINGS or len(self._recorded) >= MOST_RECORDINGS:
             return self.runner(inputs)
         try:
             self._recorded[sizes] = self._in_pool(self.runner, inputs, self.batch, self._sinks, self.written)
         except NotRecordable as refusal:
-            self._settle("direct", f"not recordable: {refusal}")
+            self._settle(refused(f"not recordable: {refusal}"))
         if sizes in self._recorded:
             return self._recorded[sizes](inputs)
         give_back()
@@ -395,19 +388,19 @@ class CudaGraphsByShape:
             auto._sinks = self._sinks
         results = auto(inputs)
         self._sinks = self._sinks or auto._sinks
-        if auto.decided is not None:
+        if auto.choice is not None:
             if auto._recorded is not None:
                 self._recorded[sizes] = auto._recorded
-            self._settle(auto.decided, auto.reason)
+            self._settle(auto.choice)
         return results
 
-    def _settle(self, decided: str, reason: str) -> None:
+    def _settle(self, choice: Choice) -> None:
         """One size has been measured: the others follow it."""
-        self.decided, self.reason = decided, reason
+        self.choice = choice
         for sizes, auto in self._measuring.items():
             if auto._recorded is not None and sizes not in self._recorded:
                 auto._recorded.release()
-        if decided == "direct":
+        if choice.name == DIRECT:
             for recorded in self._recorded.values():
                 recorded.release()
             self._recorded = {}
@@ -432,11 +425,8 @@ class CudaGraphsByShape:
 
     def describe(self) -> dict[str, Any]:
         """The runner's facts, plus what runs and why."""
-        reason = self.reason
-        if len(self._recorded) > 1:
-            reason += f"; {len(self._recorded)} sizes recorded"
-        facts = {"mode": self.decided or "measuring", "reason": reason, "seconds": {}}
-        return {**self.runner.describe(), "cuda_graph": facts}
+        more = f"; {len(self._recorded)} sizes recorded" if len(self._recorded) > 1 else ""
+        return facts_with(self.runner.describe(), self.choice, more)
 
     def release(self) -> None:
         self._release_all()

@@ -1,6 +1,6 @@
 """Never slower: compiled code is kept only if it beats running the graph operator by operator.
 
-In go a graph and its two lowerings; out comes the faster one, with both times in its facts. They are run on stand-in tensors
+In go a graph and its two lowerings; out comes the faster one, with the choice in its facts. They are run on stand-in tensors
 of the right shapes, so nothing of the user's is touched. The verdict is kept on disk: a run that is resumed in another process
 must take the same code, or its last bits could differ. Only on the CPU: there compiling tiny regions can lose, and a second
 copy of the state is affordable. On CUDA the choice that is measured is the CUDA graph (cuda_graph.py).
@@ -9,77 +9,71 @@ copy of the state is affordable. On CUDA the choice that is measured is the CUDA
 from __future__ import annotations
 
 import hashlib
-import json
-import time
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from wholestep.disk import cache_folder, read_bytes, write_atomically
 from wholestep.graph.serialise import dumps_module
 from wholestep.graph.training_graph import Role, TrainingGraph
 from wholestep.lower.runner import Runner
+from wholestep.ops.timing import Rules
+from wholestep.ops.tuner import REFUSED, TUNER, Candidate, Choice, Question, source_of
 
-TIMED = 2
-MOST_TIMED = 10
-"""Rounds before compiled code is dropped: on a busy machine threads that wait for each other make single runs ten times slower."""
-TOLERATED = 1.05
-"""Two runs of the same code differ by a few per cent on a busy machine."""
+WHAT, COMPILED, INTERPRETED = "lowering", "inductor", "interpret"
+RULES = Rules(warmups=1, rounds=2, most_rounds=10, summary=min, tolerated=1.05)
+"""On a busy machine two runs of the same code differ by a few per cent, and threads that wait for each other make single runs ten
+times slower. So the best runs count, and compiled code is dropped only if it loses for many rounds."""
 
 
 def faster_of(graph: TrainingGraph, compiled: Runner, interpreted: Runner) -> Runner:
     """The faster of two runners of one graph."""
-    key = _key(graph)
-    if key is None:  # symbolic sizes: there is no one shape to measure
+    program = _program(graph)
+    if program is None:  # symbolic sizes: there is no one shape to measure
         return compiled
-    path = cache_folder("choices") / f"{key}.json"
-    times = _remembered(path)
-    if times is None:
-        times = _measured(graph, compiled, interpreted)
-        write_atomically(path, json.dumps(times).encode())
-    said = f"{1e3 * times['inductor']:.2f} ms compiled, {1e3 * times['interpret']:.2f} ms interpreted"
-    if times["inductor"] <= TOLERATED * times["interpret"]:
-        return compiled.with_facts(measured=said)
-    notes = [f"compiled code dropped, it measures slower: {said}"]
-    kept = {**compiled.describe(), "backend": "interpret", "measured": said, "notes": notes}
+    choice = TUNER.choose(_question(graph, program, {COMPILED: compiled, INTERPRETED: interpreted}))
+    chosen = {"choices": {**compiled.describe().get("choices", {}), choice.what: choice}}
+    if choice.name == COMPILED:
+        return compiled.with_facts(**chosen)
+    failed = choice.ruled_out.get(COMPILED)
+    why = f"it fails on stand-ins: {failed}" if failed else f"it measures slower: {choice}"
+    kept = {**compiled.describe(), **chosen, "backend": INTERPRETED, "notes": [f"compiled code dropped, {why}"]}
     return interpreted.with_facts(**{**kept, "driver": interpreted.describe().get("driver")})
 
 
-def _key(graph: TrainingGraph) -> str | None:
+def unmeasured(reason: str) -> Choice:
+    """Compiled code, because the two cannot be compared."""
+    return Choice(WHAT, "the step", COMPILED, REFUSED, ruled_out={INTERPRETED: reason})
+
+
+def _program(graph: TrainingGraph) -> str | None:
+    """A hash of the operators alone: not how long capturing them took."""
     try:
-        stored = dumps_module(graph.module)  # the operators alone: not how long capturing them took
+        return hashlib.sha256(dumps_module(graph.module)).hexdigest()[:40]
     except ValueError:
         return None
-    surroundings = f"{torch.__version__} {torch.get_num_threads()} {torch.backends.cpu.get_cpu_capability()}"
-    return hashlib.sha256(stored + surroundings.encode()).hexdigest()[:40]
 
 
-def _remembered(path: Any) -> dict[str, float] | None:
-    data = read_bytes(path)
-    try:
-        times = json.loads(data) if data else None
-        return None if times is None else {k: float(times[k]) for k in ("inductor", "interpret")}
-    except (ValueError, KeyError, TypeError):
-        return None
+def _question(graph: TrainingGraph, program: str, runners: dict[str, Runner]) -> Question:
+    def prepared(runner: Runner) -> Callable[[Any], Callable[[], Any]]:
+        def prepare(_: Any) -> Callable[[], Any]:
+            inputs = stand_ins(graph)  # fresh ones for every run, which writes to them
+            return lambda: runner(inputs)
 
+        return prepare
 
-def _measured(graph: TrainingGraph, compiled: Runner, interpreted: Runner) -> dict[str, float]:
-    """The best of some runs each, by turns; the verdict is for good, so a loss has to be a lasting one."""
-    best = {"inductor": float("inf"), "interpret": float("inf")}
-    _seconds(compiled, graph), _seconds(interpreted, graph)  # the first run loads code
-    for count in range(MOST_TIMED):
-        for name, runner in (("inductor", compiled), ("interpret", interpreted)):
-            best[name] = min(best[name], _seconds(runner, graph))
-        if count + 1 >= TIMED and best["inductor"] <= TOLERATED * best["interpret"]:
-            break
-    return best
-
-
-def _seconds(runner: Runner, graph: TrainingGraph) -> float:
-    inputs = stand_ins(graph)
-    began = time.perf_counter()
-    runner(inputs)
-    return time.perf_counter() - began
+    candidates = [Candidate(name=name, prepare=prepared(runner)) for name, runner in runners.items()]
+    return Question(
+        what=WHAT,
+        call=(program, torch.get_num_threads()),
+        candidates=candidates,
+        reference=COMPILED,
+        stand_ins=lambda parts: () if parts == 1 else None,
+        device=torch.device("cpu"),
+        source=source_of(sys.modules["wholestep.lower"]),
+        rules=RULES,
+    )
 
 
 def stand_ins(graph: TrainingGraph) -> list[torch.Tensor]:

@@ -20,8 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wholestep.ops import weight_gradient
+from wholestep.ops.call import Call
 from wholestep.ops.linear_cross_entropy_rows import Rule, process_rows
-from wholestep.ops.weight_gradient import add_product
+from wholestep.ops.tuner import Question
 
 CHUNK_BYTES = 2**30
 """Of logits in one chunk, were they float32: 2048 rows of a 128k vocabulary. With 512 rows the weight's gradient, 1 GiB in
@@ -39,11 +41,11 @@ LIBRARY.define(
 )
 LIBRARY.define(
     "linear_cross_entropy_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor lse, "
-    f"{_RULE}, bool[] wanted) -> (Tensor dx, Tensor dweight, Tensor dbias)"
+    f"{_RULE}, bool[] wanted, *, str implementation='') -> (Tensor dx, Tensor dweight, Tensor dbias)"
 )
 LIBRARY.define(
     "linear_cross_entropy_and_gradients(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor target, "
-    f"{_RULE}, bool[] wanted) -> (Tensor loss, Tensor dx, Tensor dweight, Tensor dbias)"
+    f"{_RULE}, bool[] wanted, *, str implementation='') -> (Tensor loss, Tensor dx, Tensor dweight, Tensor dbias)"
 )
 
 
@@ -103,6 +105,25 @@ def wants_whole_rows(weight: Tensor) -> bool:
     return weight.is_cuda
 
 
+def _missing_classes(weight: Tensor) -> int:
+    """By which a row of logits is filled up."""
+    return -weight.shape[0] % max(ROW_BYTES // weight.element_size(), 1) if wants_whole_rows(weight) else 0
+
+
+def _product(weight: Tensor, chunk: int) -> weight_gradient.Product:
+    """What adds up to the gradient of a weight, chunk by chunk, its classes filled up."""
+    shape = (weight.shape[0] + _missing_classes(weight), weight.shape[1])
+    return weight_gradient.Product(chunk, shape, weight.dtype, compute_dtype(weight.dtype), weight.device)
+
+
+def asked(call: Call) -> Question | None:
+    """The question that a node of a graph asks; None where nothing is added up."""
+    rows, chunk = call["x"].shape[0], call["chunk"]
+    if not call["wanted"][1] or (isinstance(rows, int) and 0 < rows <= chunk):
+        return None
+    return weight_gradient.question(_product(call["weight"], chunk))
+
+
 class _Head:
     """Weight and bias, with classes that do not exist where that makes the products fast.
 
@@ -110,8 +131,7 @@ class _Head:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.classes, multiple = weight.shape[0], max(ROW_BYTES // weight.element_size(), 1)
-        missing = -self.classes % multiple if wants_whole_rows(weight) else 0
+        self.classes, missing = weight.shape[0], _missing_classes(weight)
         self.weight = F.pad(weight, (0, 0, 0, missing)) if missing else weight
         self.bias = F.pad(bias, (0, missing)) if missing and bias is not None else bias
 
@@ -130,13 +150,16 @@ class _Head:
 class _Gradients:
     """The three gradients while chunks are added to them."""
 
-    def __init__(self, x: Tensor, head: _Head, wanted: list[bool], one_chunk: bool) -> None:
+    def __init__(self, x: Tensor, head: _Head, wanted: list[bool], chunk: int, implementation: str) -> None:
+        one_chunk = 0 < x.shape[0] <= chunk
         weight, bias = head.weight, head.bias
         self.x, self.weight, self.one_chunk, self.classes = x, weight, one_chunk, head.classes
         dtype = weight.dtype if one_chunk else compute_dtype(weight.dtype)
         self.dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if wanted[0] else None
         make = torch.empty if one_chunk else torch.zeros
         self.dweight = make(weight.shape, dtype=dtype, device=x.device) if wanted[1] else None
+        if self.dweight is not None and not one_chunk:
+            self.add_product = weight_gradient.choose(_product(head.weight, chunk), implementation)
         self.dbias = None
         if wanted[2] and bias is not None:
             self.dbias = torch.zeros(bias.shape, dtype=compute_dtype(bias.dtype), device=x.device)
@@ -147,7 +170,7 @@ class _Gradients:
         if self.dweight is not None and self.one_chunk:
             torch.mm(dlogits.t(), self.x, out=self.dweight)  # nothing to add up: as eager, in one rounding
         elif self.dweight is not None:
-            add_product(self.dweight, dlogits, self.x[rows])
+            self.add_product(self.dweight, dlogits, self.x[rows])
         if self.dbias is not None:
             self.dbias += dlogits.sum(0, dtype=self.dbias.dtype)
 
@@ -201,13 +224,15 @@ def linear_cross_entropy_backward(
     reduction: str,
     chunk: int,
     wanted: list[bool],
+    *,
+    implementation: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, weight and bias, from the logits made again and the forward's lse."""
     x, weight = _dense(x, weight)
     rule = Rule(ignore_index, label_smoothing, z_loss, softcap)
     scale = _row_scale(grad, target, rule, reduction, lse.dtype)
     head = _Head(weight, bias)
-    gradients = _Gradients(x, head, wanted, 0 < x.shape[0] <= chunk)
+    gradients = _Gradients(x, head, wanted, chunk, implementation)
     for rows in _chunks(x.shape[0], chunk):  # no name holds a chunk: it is gone before the next one is made
         gradients.add(rows, head.gradient_of_logits(x[rows], target[rows], rule, lse=lse[rows], scale=scale))
     return gradients.results()
@@ -226,6 +251,8 @@ def linear_cross_entropy_and_gradients(
     reduction: str,
     chunk: int,
     wanted: list[bool],
+    *,
+    implementation: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss and the gradients of x, weight and bias, every chunk of logits made once."""
     check(x, weight, bias, target, reduction, chunk)
@@ -234,7 +261,7 @@ def linear_cross_entropy_and_gradients(
     losses, lse = (torch.empty(x.shape[0], dtype=compute_dtype(x.dtype), device=x.device) for _ in range(2))
     scale = _row_scale(grad, target, rule, reduction, lse.dtype)
     head = _Head(weight, bias)
-    gradients = _Gradients(x, head, wanted, 0 < x.shape[0] <= chunk)
+    gradients = _Gradients(x, head, wanted, chunk, implementation)
     for rows in _chunks(x.shape[0], chunk):
         gradients.add(
             rows,
@@ -271,7 +298,8 @@ def _empty_gradients(
 @torch.library.register_fake("ws::linear_cross_entropy_backward", lib=LIBRARY)
 def _backward_fake(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor, ignore_index: int,
-    label_smoothing: float, z_loss: float, softcap: float, reduction: str, chunk: int, wanted: list[bool],
+    label_smoothing: float, z_loss: float, softcap: float, reduction: str, chunk: int, wanted: list[bool], *,
+    implementation: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return _empty_gradients(x, weight, bias, wanted)
 
@@ -279,7 +307,8 @@ def _backward_fake(
 @torch.library.register_fake("ws::linear_cross_entropy_and_gradients", lib=LIBRARY)
 def _fused_fake(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int,
-    label_smoothing: float, z_loss: float, softcap: float, reduction: str, chunk: int, wanted: list[bool],
+    label_smoothing: float, z_loss: float, softcap: float, reduction: str, chunk: int, wanted: list[bool], *,
+    implementation: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     check(x, weight, bias, target, reduction, chunk)
     loss = torch.empty((), dtype=compute_dtype(x.dtype), device=x.device)

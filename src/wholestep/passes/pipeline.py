@@ -77,8 +77,10 @@ TABLE: tuple[PassRow, ...] = (
         "after lean_gradients, whose narrow values it keeps waiting instead of wide ones"),
     PassRow("remove_dead", "prepare", "what nobody reads",
         "last: what the others left unread goes, so that the planner sees only what runs"),
+    PassRow("take_kernels", "apply", "attentions and chunked losses take the implementation that the plan names",
+        "before recompute, whose copies are to take the same"),
     PassRow("recompute", "apply", "what the plan does not keep is made again in the backward",
-        "first of those that follow a plan: after it nothing may merge equal values"),
+        "after all that reads the names of values; after it nothing may merge equal ones"),
     PassRow("update_early", "apply", "each layer updated right behind its backward",
         "after recompute, which reads parameters once more before they are replaced"),
 )

@@ -27,7 +27,7 @@ from wholestep.graph.liveness import tensor_bytes
 from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Role, TrainingGraph
-from wholestep.lower import give_back
+from wholestep.lower import give_back, tune_calls
 from wholestep.lower.footprint.predict import predict_profile
 from wholestep.lower.footprint.regions import predict_compiled
 from wholestep.lower.footprint.scratch import measure_scratch
@@ -246,6 +246,7 @@ class Fitting:
             raise torch.OutOfMemoryError(
                 "more is allocated already than the budget allows"
             )  # so nothing is compiled in vain
+        tune_calls(graph)  # which kernels run decides what they take
         if sized_by_data(graph):  # compiled code cannot be asked for the most it may take
             return predict_profile(at_traced_sizes(graph)).peak_bytes
         if self.backend == "inductor":

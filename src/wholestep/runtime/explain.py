@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from wholestep.capture.ladder import COMPILED, EAGER
@@ -12,12 +12,16 @@ from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Role, TrainingGraph, module_of, phase_of
 from wholestep.ops.record import is_unordered
+from wholestep.ops.tuner import Choice
 from wholestep.passes.precision_audit import summary
 
 if TYPE_CHECKING:
     from wholestep.runtime.step import Step
 
 MOST_NOTES = 5
+
+
+MOST_KERNELS = 6
 
 
 def told(plan: Plan) -> str:
@@ -51,6 +55,13 @@ def told_in_notes(notes: Sequence[Note]) -> list[str]:
     return lines + [f"note       {note}" for note in notes if note.kind not in ("pass", "check")][:MOST_NOTES]
 
 
+def chosen(choices: Iterable[Choice]) -> str:
+    """What was measured and taken in one line, each distinct choice once."""
+    listed = list(dict.fromkeys(map(str, choices)))
+    more = f" and {len(listed) - MOST_KERNELS} more" if len(listed) > MOST_KERNELS else ""
+    return "; ".join(listed[:MOST_KERNELS]) + more
+
+
 def explain(step: Step) -> str:
     """One fact per line: rung, graph, inputs, lowering, falls, notes."""
     lines = [f"rung       {step.rung}"]
@@ -78,8 +89,8 @@ def explain(step: Step) -> str:
             )
         else:
             lines.append(f"lowering   {facts.get('backend', 'interpret')}, {step.seconds['lower']:.1f} s")
-        if facts.get("cuda_graph"):
-            lines.append(f"CUDA graph {facts['cuda_graph']['mode']}: {facts['cuda_graph']['reason']}")
+        if step.choices:
+            lines.append(f"kernels    {chosen(step.choices.values())}")
         lines += [f"lowering   {note}" for note in facts.get("notes", [])[:2]]
         loose = unordered(graph, step.subject.device.type, compiled=facts.get("backend") == "inductor")
         if loose is not None:

@@ -6,6 +6,7 @@ the captured step: forward, backward and update. Where no graph holds and none c
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from types import TracebackType
@@ -23,6 +24,8 @@ from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
 from wholestep.graph.printer import fingerprint
 from wholestep.graph.training_graph import TrainingGraph
+from wholestep.lower import kernels_of
+from wholestep.ops.tuner import Choice
 from wholestep.runtime.binding import StateMoved
 from wholestep.runtime.compiled import LowerRung
 from wholestep.runtime.one_step import OneStep
@@ -286,8 +289,19 @@ class Step:
 
     @property
     def plan(self) -> Plan | None:
-        """What was decided about memory, for the captured graph in use."""
-        return self._latest.capture.plan if self._latest else None
+        """What was decided about memory and kernels, for the captured graph in use."""
+        plan = self._latest.capture.plan if self._latest else None
+        if plan is None:
+            return None
+        found = {key: name for key, name in kernels_of(self.choices).items() if key not in plan.kernel}
+        return dataclasses.replace(
+            plan, kernel={**found, **plan.kernel}
+        )  # what was asked for last, since the last counts
+
+    @property
+    def choices(self) -> dict[str, Choice]:
+        """What was chosen by measuring, so far: key of a call -> its kernel; `lowering`, `cuda graph`."""
+        return dict(self.regions.get("choices", {}))
 
     @property
     def program(self) -> str | None:

@@ -19,6 +19,8 @@ def attention(
     scale: float,
     dropout_p: float,
     key: Tensor | None,
+    *,
+    implementation: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if q.device.type != "cpu" or dropout_p == 0.0:
         return NotImplemented
@@ -41,6 +43,8 @@ def attention_backward(
     scale: float,
     dropout_p: float,
     key: Tensor | None,
+    *,
+    implementation: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     if q.device.type != "cpu" or dropout_p == 0.0:
         return NotImplemented

@@ -27,6 +27,13 @@ class Signature:
     causal: bool
     dropout: bool
 
+    def __str__(self) -> str:
+        flags = {"a mask": self.mask_shape is not None, "causal": self.causal, "dropout": self.dropout}
+        said = ", ".join(name for name, given in flags.items() if given)
+        return f"of {self.q_shape} to {self.k_shape} in {str(self.dtype).removeprefix('torch.')}" + (
+            f" ({said})" if said else ""
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Implementation:

@@ -3,7 +3,7 @@
 In: q (B, H, T, D), k and v (B, G, S, D), mask, causal, scale, dropout_p, key. Out: (out in q's layout, logsumexp (B, H,
 T) contiguous in float32 or float64, seed, offset: 0-d int64). seed and offset carry the Philox state that a CUDA kernel
 drew from torch's generator to the backward; they are 0 on CPU and undefined on CUDA without dropout. The math
-implementation drops by `key` instead.
+implementation drops by `key` instead. `implementation` names the one to take; without it choice.py finds one.
 """
 
 import functools
@@ -22,12 +22,12 @@ from wholestep.ops.record import Precision, record
 
 LIBRARY = torch.library.Library("ws", "FRAGMENT")
 LIBRARY.define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale, float dropout_p, Tensor? key) "
-    "-> (Tensor out, Tensor logsumexp, Tensor seed, Tensor offset)"
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale, float dropout_p, Tensor? key, "
+    "*, str implementation='') -> (Tensor out, Tensor logsumexp, Tensor seed, Tensor offset)"
 )
 LIBRARY.define(
     "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor logsumexp, "
-    "Tensor seed, Tensor offset, bool causal, float scale, float dropout_p, Tensor? key) "
+    "Tensor seed, Tensor offset, bool causal, float scale, float dropout_p, Tensor? key, *, str implementation='') "
     "-> (Tensor dq, Tensor dk, Tensor dv)"
 )
 
@@ -67,11 +67,13 @@ def attention(
     scale: float,
     dropout_p: float,
     key: Tensor | None,
+    *,
+    implementation: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the chosen implementation and give its results the announced strides."""
     check(q, k, v, dropout_p, key)
-    implementation = choose(q, k, v, mask, causal, dropout_p)
-    out, logsumexp, seed, offset = implementation.forward(q, k, v, mask, causal, scale, dropout_p, key)
+    chosen = choose(q, k, v, mask, causal, dropout_p, implementation)
+    out, logsumexp, seed, offset = chosen.forward(q, k, v, mask, causal, scale, dropout_p, key)
     if seed is None or offset is None:
         # Without dropout nobody reads them: on CUDA leave them unwritten and save two launches.
         make = torch.empty if q.is_cuda else torch.zeros
@@ -93,12 +95,12 @@ def attention_backward(
     scale: float,
     dropout_p: float,
     key: Tensor | None,
+    *,
+    implementation: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward of the same implementation: `choose` reads nothing that differs between the two calls."""
-    implementation = choose(q, k, v, mask, causal, dropout_p)
-    grads = implementation.backward(
-        grad_out, q, k, v, mask, out, logsumexp, seed, offset, causal, scale, dropout_p, key
-    )
+    chosen = choose(q, k, v, mask, causal, dropout_p, implementation)
+    grads = chosen.backward(grad_out, q, k, v, mask, out, logsumexp, seed, offset, causal, scale, dropout_p, key)
     dq, dk, dv = (
         in_layout(g, t, functools.partial(torch.empty_like, t)) for g, t in zip(grads, (q, k, v), strict=True)
     )
@@ -115,6 +117,8 @@ def _fake(
     scale: float,
     dropout_p: float,
     key: Tensor | None,
+    *,
+    implementation: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check(q, k, v, dropout_p, key)
     logsumexp = torch.empty(q.shape[:3], dtype=compute_dtype(q.dtype), device=q.device)
@@ -123,11 +127,15 @@ def _fake(
 
 
 @torch.library.register_fake("ws::attention_backward", lib=LIBRARY)
-def _backward_fake(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_fake(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object, implementation: str = ""
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
+def _setup_context(
+    ctx: torch.autograd.function.FunctionCtx, inputs: tuple, keyword_only_inputs: dict, output: tuple
+) -> None:
     q, k, v, mask, causal, scale, dropout_p, key = inputs
     if mask is not None and mask.requires_grad:
         raise NotImplementedError(
@@ -138,7 +146,7 @@ def _setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, outp
     out, logsumexp, seed, offset = output
     ctx.mark_non_differentiable(logsumexp, seed, offset)
     ctx.save_for_backward(q, k, v, mask, out, logsumexp, seed, offset, key)
-    ctx.arguments = (causal, scale, dropout_p)
+    ctx.arguments, ctx.implementation = (causal, scale, dropout_p), keyword_only_inputs.get("implementation", "")
 
 
 def _autograd(
@@ -148,7 +156,7 @@ def _autograd(
         return (None,) * 8
     q, k, v, mask, out, logsumexp, seed, offset, key = ctx.saved_tensors
     dq, dk, dv = torch.ops.ws.attention_backward(
-        grad_out, q, k, v, mask, out, logsumexp, seed, offset, *ctx.arguments, key
+        grad_out, q, k, v, mask, out, logsumexp, seed, offset, *ctx.arguments, key, implementation=ctx.implementation
     )
     return dq, dk, dv, None, None, None, None, None
 
