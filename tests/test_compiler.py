@@ -23,11 +23,12 @@ class Net(nn.Module):
         super().__init__()
         self.words, self.norm = nn.Embedding(50, 8), nn.LayerNorm(8)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
-        self.drop, self.head = nn.Dropout(0.1), nn.Linear(8, 50)
+        self.drop, self.head, self.mixed = nn.Dropout(0.1), nn.Linear(8, 50), nn.Conv2d(2, 4, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.words(x)
         x = x + F.scaled_dot_product_attention(*[x.unsqueeze(1)] * 3).squeeze(1)
+        x = x + self.mixed(x.unflatten(-1, (2, 4)).transpose(1, 2)).mean((1, 3)).unsqueeze(-1)
         for layer in self.layers:
             x = x + self.drop(layer(self.norm(x)))
         return self.head(x)
@@ -57,6 +58,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"plan": Plan(chunked_loss=True)},
         {"plan": Plan(precision={"layers.1": "fp32"}), "precision": "bf16"},
         {"plan": Plan(kernel={"/attention": "math"})},
+        {"plan": Plan(layout={"mixed": "channels_last"})},
         {"plan": Plan(recompute=AGAIN, precision={"head": "fp32"}), "precision": "bf16"},
     ],
     "precision": [{"precision": "bf16"}, {"precision": "fp16"}],
@@ -99,7 +101,7 @@ def test_what_is_verified_is_what_runs(options: dict[str, Any], tmp_path: Path) 
 
 def test_no_option_and_no_field_is_forgotten() -> None:
     assert set(OPTIONS) == {field.name for field in dataclasses.fields(Options)}
-    decided = {"recompute", "early_update", "precision", "chunked_loss", "kernel"}
+    decided = {"recompute", "early_update", "precision", "chunked_loss", "kernel", "layout"}
     told = {"reasons", "budget_bytes", "predicted_bytes", "predicted_seconds", "made_for"}
     assert {field.name for field in dataclasses.fields(Plan)} == decided | told
     used = {
@@ -110,7 +112,7 @@ def test_no_option_and_no_field_is_forgotten() -> None:
 
 def test_programs_differ_where_options_change_them() -> None:
     plain = compiled_and_verified({"backend": "interpret", "cache": False})[0].program
-    for plan in (Plan(recompute=AGAIN), Plan(kernel={"/attention": "math"})):
+    for plan in (Plan(recompute=AGAIN), Plan(kernel={"/attention": "math"}), Plan(layout={"mixed": "channels_last"})):
         changed = compiled_and_verified({"backend": "interpret", "cache": False, "plan": plan})[0].program
         assert changed != plain
 

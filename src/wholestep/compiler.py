@@ -49,6 +49,8 @@ from wholestep.lower import (
 )
 from wholestep.options import Options
 from wholestep.passes.amp import amp
+from wholestep.passes.asked_layouts import layouts_of
+from wholestep.passes.channels_last import channels_last
 from wholestep.passes.pipeline import Pipeline, default_pipeline
 from wholestep.passes.update_early import update_early
 from wholestep.plan.budget import Budget, Fitting, ForSpeed, make_budget
@@ -124,7 +126,8 @@ class Compiler:
     def finish(self, made: Capture) -> None:
         """Prepared, planned, applied."""
         self.prepare(made)
-        made.plan = self.plan(made)
+        plan = self.plan(made)
+        made.plan = dataclasses.replace(plan, layout={**plan.layout, **layouts_of(made.graph)})
         self.apply(made, made.plan)
 
     def plan_for(self, captured: Capture) -> tuple[Plan, list[Note]]:
@@ -246,6 +249,8 @@ def pipeline_for(options: Options) -> Pipeline:
     if plan is not None and plan.precision:
         mixed = functools.partial(amp, precision=options.precision, modules=plan.precision)
         pipeline = pipeline.insert_before("fold_constants", mixed)
+    if plan is not None and plan.layout:
+        pipeline = pipeline.replaced("channels_last", functools.partial(channels_last, asked=plan.layout))
     if options.clip_scope == "layer":
         pipeline = pipeline.replaced("update_early", functools.partial(update_early, clip="layer", min_bytes=1))
     return pipeline.without("update_early") if options.early_update is False else pipeline

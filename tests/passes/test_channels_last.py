@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ import wholestep
 import wholestep.passes.channels_last as rules
 from wholestep.capture.dry import dry_capture
 from wholestep.cost.devices import find_device
+from wholestep.errors import BadOption
 from wholestep.graph.check import check
 from wholestep.graph.copies import copy_graph
 from wholestep.graph.liveness import peak_bytes
@@ -599,3 +601,32 @@ class Counted(nn.Module):
 
 def test_sizes_that_data_tells_stay_as_they_are() -> None:
     assert_right(Case(Counted, lambda: (torch.randn(1, 1, 2, 1),), guards=False), stage="channels_last")
+
+
+def test_a_plan_says_where() -> None:
+    """What it names is done, whether it pays or not; what it leaves as written is; `step.plan` says what became of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 2))
+    batch = torch.randn(2, 3, 8, 8)
+
+    def compiled(**layout: str) -> Any:
+        made, named = copy.deepcopy(model), {"0": layout.get("first"), "2": layout.get("second")}
+        plan = Plan(layout={place: said for place, said in named.items() if said})
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+        return wholestep.compile(
+            made, lambda m, x: m(x).square().mean(), optimizer, batch, plan=plan, backend="interpret", cache=False
+        )
+
+    plain, one, both = (
+        compiled(),
+        compiled(second="channels_last"),
+        compiled(first="channels_last", second="channels_last"),
+    )
+    assert (dict(plain.plan.layout), dict(one.plan.layout)) == ({}, {"2": "channels_last"})
+    assert set(both.plan.layout) == {"0", "2"}
+    losses = [[float(step(batch)) for _ in range(3)] for step in (plain, one, both)]
+    assert losses[0] == pytest.approx(losses[1]) == pytest.approx(losses[2])
+    with pytest.raises(BadOption, match=r"the plan asks for a layout of '9', where nothing has one"):
+        wholestep.compile(model, lambda m, x: m(x).sum(), None, batch, plan=Plan(layout={"9": "channels_last"}))
+    with pytest.raises(BadOption, match="layout 'nhwc' for '0'"):
+        wholestep.compile(model, lambda m, x: m(x).sum(), None, batch, plan=Plan(layout={"0": "nhwc"}))

@@ -16,6 +16,7 @@ In go module paths, or a graph whose nodes know their phase and module path. Thr
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import functools
 import itertools
 import operator
@@ -178,3 +179,9 @@ def without_calls(path: str) -> str:
 def layer_pattern(path: str) -> str:
     """`blocks.3.mlp.0` -> `blocks.*.mlp.*`: what modules at equal places of equal layers share."""
     return ".".join("*" if part.isdecimal() else part for part in path.split("."))
+
+
+def holds_module(place: str, path: str) -> bool:
+    """Whether a path or pattern (`h.*`, `encoder`) names a module, or one that holds it."""
+    parts = path.split(".")
+    return any(fnmatch.fnmatchcase(".".join(parts[: i + 1]), place) for i in range(len(parts)))

@@ -44,6 +44,9 @@ class Plan:
     """Values of the forward pass that are not kept for the backward pass but made again there; `key@12` in the first 12 layers."""
     precision: Mapping[str, str] = _field({}, numbers=True)
     """Module path or pattern (`lm_head`, `*.attn`) -> fp32, bf16 or fp16, where it is not what the whole step has."""
+    layout: Mapping[str, str] = _field({})
+    """Module path or pattern of convolutions -> `channels_last` or `as_written`; all others as it pays. `step.plan` has
+    what was done."""
     kernel: Mapping[str, str] = _field({})
     """Value, module path or pattern -> the implementation it takes (`*.attn` -> `flash`); all others are measured. `step.plan` has
     what was chosen. Implementations round differently, and compute the same."""

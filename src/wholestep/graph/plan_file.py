@@ -95,7 +95,7 @@ def _checked(plan: Plan) -> Plan:
             raise BadOption(f"{field.name} = {value!r}", hint=f"it must be {kinds[0].__name__}")
     if isinstance(plan.budget_bytes, int) and plan.budget_bytes <= 0:
         raise BadOption(f"budget_bytes = {plan.budget_bytes}", hint="it must be positive")
-    for table in ("precision", "kernel", "reasons"):
+    for table in ("precision", "layout", "kernel", "reasons"):
         odd = next((key for key, value in getattr(plan, table).items() if not isinstance(value, str)), None)
         if odd is not None:
             raise BadOption(f"{table}.{odd} = {getattr(plan, table)[odd]!r}", hint="write it in quotes")

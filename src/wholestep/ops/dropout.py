@@ -83,6 +83,6 @@ record(
     flops=per_output_element(RANDOM_BITS + 3),
     precision=Precision("dropout", "follow"),
     fuses=True,
-    any_layout=True,
+    layout="elements",
     decomposition=reference,
 )

@@ -78,8 +78,10 @@ class Operator:
     precision: Precision | None = None
     fuses: bool | None = None
     """Whether a compiler writes code for it instead of calling it; None: by its kind."""
-    any_layout: bool = False
-    """Whether it works element by element in whatever order these lie in memory, though torch does not tag it so."""
+    layout: Literal["", "elements", "two", "any", "memory"] = ""
+    """In memory orders that it was not captured with: it works element by element, as all that torch tags as pointwise; its kernels
+    know two orders, and want gradients and saved values in the same (some do not look whether they are); it takes any strides, and
+    gives those that it announces; it gives others, or picks elements by their place in memory. Not said: it wants its own."""
     compiled: bool = True
     """Whether a compiler may see it."""
     guards: bool = False

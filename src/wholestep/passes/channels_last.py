@@ -14,12 +14,14 @@ the strides they were captured with. Where the copies would cost what they save,
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
+from wholestep.errors import BadOption
 from wholestep.graph.check import where
 from wholestep.graph.copies import copy_graph
 from wholestep.graph.liveness import tensor_bytes
@@ -28,7 +30,8 @@ from wholestep.graph.training_graph import TrainingGraph, tensors_in
 from wholestep.graph.views import shares_memory
 from wholestep.ops.flops import flops
 from wholestep.ops.record import record_of
-from wholestep.passes.fx_edit import is_static, same_sizes, tensor_of
+from wholestep.passes.asked_layouts import AS_WRITTEN, LAID_OUT, wanted_layouts
+from wholestep.passes.fx_edit import has_static_sizes, is_static, same_sizes, tensor_of
 from wholestep.passes.pipeline import compiler_pass
 
 aten = torch.ops.aten
@@ -36,31 +39,6 @@ aten = torch.ops.aten
 _FORMAT = torch.channels_last
 _SLOTS: dict[Any, tuple[int, ...]] = {aten.convolution.default: (0, 1), aten.convolution_backward.default: (0, 1, 2)}
 """Convolution -> the arguments that are to be channels-last, the weight last."""
-
-# fmt: off
-_UNLIKE = frozenset(("aten::log_sigmoid_forward", "aten::log_sigmoid_backward", "aten::as_strided"))
-"""Tagged so, but their results lie in memory otherwise than announced; and a view that picks elements by their place in memory."""
-_TWO_LAYOUTS = frozenset((
-    "aten::_native_batch_norm_legit_functional", "aten::_native_batch_norm_legit", "aten::_native_batch_norm_legit_no_training",
-    "aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::_batch_norm_with_update_functional",
-    "aten::_batch_norm_no_update", "aten::native_batch_norm_backward", "aten::cudnn_batch_norm_backward",
-    "aten::batch_norm_backward", "aten::max_pool2d_with_indices",
-    "aten::max_pool2d_with_indices_backward", "aten::avg_pool2d", "aten::avg_pool2d_backward", "aten::_adaptive_avg_pool2d",
-    "aten::_adaptive_avg_pool2d_backward", "aten::adaptive_max_pool2d", "aten::adaptive_max_pool2d_backward",
-    "aten::upsample_nearest2d", "aten::upsample_nearest2d_backward", "aten::upsample_bilinear2d",
-    "aten::upsample_bilinear2d_backward", "aten::hardtanh", "aten::hardtanh_backward", "aten::leaky_relu_backward",
-    "aten::elu_backward", "aten::hardswish", "aten::hardswish_backward", "aten::hardsigmoid_backward", "aten::softplus_backward",
-    "aten::mish_backward", "aten::_prelu_kernel", "aten::_prelu_kernel_backward",
-))
-"""Their kernels know two layouts, and want gradients and saved values in the same; some do not look whether they are."""
-_ANY_STRIDES = frozenset((
-    "aten::constant_pad_nd", "aten::_unsafe_index", "aten::_unsafe_index_put", "aten::slice_backward", "aten::select_backward",
-    "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::empty_like", "aten::new_zeros", "aten::new_full",
-    "aten::new_ones", "aten::new_empty", "aten::mean", "aten::sum", "aten::amax", "aten::any", "aten::mm", "aten::addmm",
-    "aten::bmm", "aten::mse_loss", "aten::mse_loss_backward",
-))
-"""Take any strides, and give at run time those that they announce."""
-# fmt: on
 
 _SMALL_CHANNELS = 64
 """Up to here a convolution is too narrow for the layout to matter (the line that TorchInductor draws)."""
@@ -79,25 +57,41 @@ class GivenUp(Exception):
 
 
 @compiler_pass(numerics="rounding")
-def channels_last(graph: TrainingGraph, *, force: bool = False) -> TrainingGraph:
+def channels_last(
+    graph: TrainingGraph, *, force: bool = False, asked: Mapping[str, str] = MappingProxyType({})
+) -> TrainingGraph:
     """convolution(x, w) => convolution(channels_last(x), channels_last(w)), and the same layout for all between two of them.
 
     Args:
         force: on every device and for every convolution over images, whether it pays or not.
+        asked: a plan's `layout`; what it names is done, whether it pays or not.
     """
     found = [node for node in graph.operations() if _convolves_images(node)]
+    wanted = wanted_layouts(found, asked)
     if not found or not has_static_sizes(graph):
+        if LAID_OUT in wanted.values():
+            raise BadOption("the plan's layout cannot be had: sizes vary", hint="use dynamic=False")
         return graph
-    chosen = [node for node in found if force or (graph.target.is_gpu and _gains(node))]
-    if not chosen or not (force or _matters(graph, chosen)):
+    chosen = [
+        node for node in found if wanted.get(node) != AS_WRITTEN and (force or (graph.target.is_gpu and _gains(node)))
+    ]
+    if not (force or _matters(graph, chosen)):
+        chosen = []
+    told = [node for node, layout in wanted.items() if layout == LAID_OUT]
+    chosen = list(dict.fromkeys([*chosen, *told]))
+    if not chosen:
         return graph
     try:
         rewrite = Relayout(copy_graph(graph), {node.name for node in chosen})
         rewrite.run()
     except GivenUp as error:
+        if told:
+            raise BadOption(
+                f"the plan's layout cannot be had: {error}", hint="take the module out of [layout]"
+            ) from error
         graph.notes.append(f"channels-last is not used: {error}")
         return graph
-    if not force and rewrite.copied_bytes > _MOST_COPIED * rewrite.moved_bytes:
+    if not (force or told) and rewrite.copied_bytes > _MOST_COPIED * rewrite.moved_bytes:
         graph.notes.append(
             f"channels-last is not used: it would take {len(rewrite.copies_of_activations)} copies of activations"
         )
@@ -116,14 +110,6 @@ def _convolves_images(node: fx.Node) -> bool:
         return False
     values = [tensor_of(node.args[slot]) for slot in _SLOTS[node.target]]
     return all(value is not None and value.dim() == 4 and is_static(value) for value in values)
-
-
-def has_static_sizes(graph: TrainingGraph) -> bool:
-    """Whether no size is symbolic, of inputs or (where a mask picks places) of what is made from them."""
-    values = [node.meta.get("val") for node in (*graph.placeholders, *graph.operations())]
-    return all(is_static(t) for value in values for t in tensors_in(value)) and not any(
-        isinstance(v, torch.SymInt) for v in values
-    )
 
 
 def _gains(node: fx.Node) -> bool:
@@ -207,9 +193,9 @@ class Relayout:
             if not _follows(node) and not (self.plain_follows and self._reads_plain(node)):
                 self._read_as_captured(node)
                 return
-            if _name(node) in _TWO_LAYOUTS and any(map(_is_turned, node.all_input_nodes)):
+            if record_of(node).layout == "two" and any(map(_is_turned, node.all_input_nodes)):
                 self._turn_images(node)
-            elif _name(node) in _TWO_LAYOUTS:
+            elif record_of(node).layout == "two":
                 self._read_as_captured(node)
             elif node.target is aten.cat.default:
                 self._settle_channels(node)
@@ -389,7 +375,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    return record_of(node).any_layout or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return record_of(node).layout == "elements" or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _follows(node: fx.Node) -> bool:
@@ -398,13 +384,13 @@ def _follows(node: fx.Node) -> bool:
         return True
     if _looks_at_memory(node) or node.target in _SLOTS:  # a convolution that was not chosen
         return False
-    return shares_memory(node.target) or _is_elementwise(node) or _name(node) in _TWO_LAYOUTS | _ANY_STRIDES
+    return shares_memory(node.target) or _is_elementwise(node) or record_of(node).layout in ("two", "any")
 
 
 def _looks_at_memory(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in node.target.tags:
         return True
-    return _name(node) in _UNLIKE
+    return record_of(node).layout == "memory"
 
 
 def _computed(node: fx.Node) -> Any:

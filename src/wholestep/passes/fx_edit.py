@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.graph.training_graph import TrainingGraph, phase_of
+from wholestep.graph.training_graph import TrainingGraph, phase_of, tensors_in
 
 aten = torch.ops.aten
 
@@ -104,3 +104,11 @@ def same_phase(a: fx.Node, b: fx.Node) -> bool:
 
 def _written(size: Any) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def has_static_sizes(graph: TrainingGraph) -> bool:
+    """Whether no size is symbolic, of inputs or (where a mask picks places) of what is made from them."""
+    values = [node.meta.get("val") for node in (*graph.placeholders, *graph.operations())]
+    return all(is_static(t) for value in values for t in tensors_in(value)) and not any(
+        isinstance(v, torch.SymInt) for v in values
+    )

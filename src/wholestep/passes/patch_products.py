@@ -16,8 +16,8 @@ from torch import fx
 
 from wholestep.graph.copies import copy_graph
 from wholestep.graph.training_graph import TrainingGraph
-from wholestep.passes.channels_last import GivenUp, Relayout, has_static_sizes
-from wholestep.passes.fx_edit import Editor, is_static, tensor_of
+from wholestep.passes.channels_last import GivenUp, Relayout
+from wholestep.passes.fx_edit import Editor, has_static_sizes, is_static, tensor_of
 from wholestep.passes.pipeline import compiler_pass
 
 aten = torch.ops.aten

@@ -8,9 +8,9 @@ not, or that does not support the call on this machine, is one clear error.
 from __future__ import annotations
 
 import difflib
-import fnmatch
 
 from wholestep.errors import BadOption
+from wholestep.graph.layers import holds_module, without_calls
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.ops.tuned import Asking, calls_that_ask
@@ -36,8 +36,7 @@ def take_kernels(graph: TrainingGraph, plan: Plan) -> TrainingGraph:
 
 def _fits(call: Asking, place: str) -> bool:
     """Whether a place of the plan is the call's own key, or its module, a pattern of it, or a module that holds it."""
-    parts = [part.partition("#")[0] for part in call.module.split(".")]
-    return call.key == place or any(fnmatch.fnmatchcase(".".join(parts[: i + 1]), place) for i in range(len(parts)))
+    return call.key == place or holds_module(place, without_calls(call.module))
 
 
 def _refuse_unknown(plan: Plan, calls: list[Asking]) -> None:

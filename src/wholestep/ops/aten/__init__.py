@@ -4,6 +4,7 @@ from wholestep.ops.aten import (
     attention,
     convolution,
     elementwise,
+    layouts,
     lowering,
     matmul,
     movement,
@@ -14,6 +15,6 @@ from wholestep.ops.aten import (
 )
 
 __all__ = [
-    "attention", "convolution", "elementwise", "lowering", "matmul", "movement", "optimizers", "precision", "reductions",
+    "attention", "convolution", "elementwise", "layouts", "lowering", "matmul", "movement", "optimizers", "precision", "reductions",
     "unordered",
 ]  # fmt: skip

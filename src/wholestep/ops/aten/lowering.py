@@ -13,4 +13,3 @@ LIBRARY_CALLS = (
 """Called as they are, with their operands and results in memory."""
 
 record(*(f"aten::{name}" for name in LIBRARY_CALLS), fuses=False)
-record("aten::fill", "aten::_to_copy", "aten::clone", "aten::cat", any_layout=True)
