@@ -625,7 +625,7 @@ def test_a_plan_says_where() -> None:
     assert (dict(plain.plan.layout), dict(one.plan.layout)) == ({}, {"2": "channels_last"})
     assert set(both.plan.layout) == {"0", "2"}
     losses = [[float(step(batch)) for _ in range(3)] for step in (plain, one, both)]
-    assert losses[0] == pytest.approx(losses[1]) == pytest.approx(losses[2])
+    assert losses[0] == pytest.approx(losses[1]) and losses[0] == pytest.approx(losses[2])
     with pytest.raises(BadOption, match=r"the plan asks for a layout of '9', where nothing has one"):
         wholestep.compile(model, lambda m, x: m(x).sum(), None, batch, plan=Plan(layout={"9": "channels_last"}))
     with pytest.raises(BadOption, match="layout 'nhwc' for '0'"):
