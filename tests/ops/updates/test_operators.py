@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.ops.updates.settings import PLAIN, SETTINGS, matrices
 
+from wholestep.ops import IN_PLACE
 from wholestep.ops.updates import UPDATES, operators, update_of
 
 SHAPES = ((5, 3), (3, 8), (4, 6), (7,), (1,), (2, 3, 4))
@@ -136,6 +137,4 @@ def test_on_a_gpu_within_a_cuda_graph(name: str, dtype: torch.dtype) -> None:
 
 
 def test_every_operator_is_in_the_table_of_twins() -> None:
-    from wholestep.ops import IN_PLACE
-
     assert {update.operator: update.in_place for update in UPDATES.values()} == IN_PLACE
