@@ -135,11 +135,9 @@ class Binding:
         plans = {id(self.subject.parameters[n]): plan for plan, names in self.members.items() for n in names}
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             plan = plans.get(id(parameter))
-            if (
-                plan is not None
-                and not optimizer.state.get(parameter)
-                and (plan.state_keys or plan.update.counts_steps)
-            ):
+            if plan is None or optimizer.state.get(parameter):
+                continue
+            if plan.state_keys or plan.update.counts_steps:
                 optimizer.state[parameter] = optimizers.new_state(optimizer, plan, parameter)
 
     def _bind_group(self, optimizer: Optimizer, plan: UpdatePlan, parameters: list[torch.Tensor]) -> None:
@@ -149,9 +147,8 @@ class Binding:
             for key in plan.state_keys:
                 if table.get(key) is None:
                     table[key] = optimizers.new_state(optimizer, plan, parameter)[key]
-                elif (
-                    table[key].device != parameter.device
-                ):  # NAdam's product: on the CPU by itself, but a graph reads it
+                # torch keeps a number on the CPU (NAdam's product of momenta), where no graph of a GPU reads it
+                if table[key].device != parameter.device:
                     table[key] = table[key].to(parameter.device)
                 self._watch(table, key)
             tables.append(table)

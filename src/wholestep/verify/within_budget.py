@@ -199,8 +199,9 @@ def _rows(run: Any, variant: Variant, args: Any, whole_only: str | None) -> int:
 
 def _fresh_bytes(variant: Variant) -> int:
     """State that the step itself made, all zeros."""
-    first = [names for plan, names in variant.binding.members.items() if variant.binding.steps.get(plan, 1) == 0]
-    fresh = {name for names in first for name in names}
+    members, steps = variant.binding.members, variant.binding.steps
+    first = [plan for plan in members if steps.get(plan, 1) == 0 and not plan.update.has_state_from_the_start]
+    fresh = {name for plan in first for name in members[plan]}
     graphs = [graph for graph in (variant.capture.graph, variant.capture.update) if graph is not None]
     pairs = [pair for graph in graphs for pair in zip(graph.inputs, graph.placeholders, strict=True)]
     return sum(

@@ -9,8 +9,15 @@ import pytest
 import torch
 from tests.ops.updates.settings import PLAIN, SETTINGS, matrices
 
+from wholestep.ops import IN_PLACE
 from wholestep.ops.updates import UPDATES, operators, update_of
 
+VECTORS = " of vectors"
+ALONE = [
+    *(name for name in SETTINGS if "groups" not in name),
+    f"adafactor, all{VECTORS}",
+    f"adafactor, foreach{VECTORS}",
+]
 SHAPES = ((5, 3), (3, 8), (4, 6), (7,), (1,), (2, 3, 4))
 
 
@@ -21,9 +28,9 @@ def operands(
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in SHAPES]
     params = matrices(name, params)  # type: ignore[assignment]
-    if name.startswith("adafactor"):
-        params = [p for p in params if p.dim() > 1]
-    optimizer = SETTINGS[name](params)
+    if name.startswith("adafactor"):  # matrices and vectors are updated apart
+        params = [p for p in params if (p.dim() > 1) != name.endswith(VECTORS)]
+    optimizer = SETTINGS[name.removesuffix(VECTORS)](params)
     update = update_of(optimizer)
     assert update is not None
     group = optimizer.param_groups[0]
@@ -43,13 +50,13 @@ def on_device(update: Any, *rest: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", [name for name in SETTINGS if "groups" not in name])
+@pytest.mark.parametrize("name", ALONE)
 def test_the_arithmetic_is_torchs(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "BYTES_AT_ONCE", 100)  # several parts
     update, (group, flags), params, grads, states = operands(name, dtype)
     copies = [[t.clone() for t in ts] for ts in (params, *states)]
     hyper = torch.tensor(update.fill(group, 2.0), dtype=torch.float64)
-    scale = torch.tensor(0.5)
+    scale = torch.tensor(0.5) if dtype is torch.float32 else None
     update.in_place(params, grads, *states, hyper, scale, *flags.values())
     numbers = dict(zip(update.numbers, hyper.unbind(), strict=True))
     on_device(update, copies[0], grads, copies[1:], numbers, scale, flags)
@@ -101,7 +108,7 @@ def test_narrow_gradients_are_widened(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [name for name in SETTINGS if "groups" not in name])
+@pytest.mark.parametrize("name", ALONE)
 def test_on_a_gpu_within_a_cuda_graph(name: str, dtype: torch.dtype) -> None:
     """Recorded once and replayed with other numbers: as the CPU computes it, within rounding."""
     if dtype is torch.bfloat16 and name == "muon, plain":
@@ -136,6 +143,4 @@ def test_on_a_gpu_within_a_cuda_graph(name: str, dtype: torch.dtype) -> None:
 
 
 def test_every_operator_is_in_the_table_of_twins() -> None:
-    from wholestep.ops import IN_PLACE
-
     assert {update.operator: update.in_place for update in UPDATES.values()} == IN_PLACE

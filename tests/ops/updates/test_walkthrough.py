@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tests.ops.updates.settings import SETTINGS, mean_square
 
+import wholestep
 from wholestep.ops import IN_PLACE, updates
+from wholestep.ops.flops import flops
 from wholestep.ops.record import FACTS
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "add-an-optimizer.md"
@@ -41,3 +45,15 @@ def test_the_page_runs(tables: Any) -> None:
 
 def test_every_record_has_a_formula() -> None:
     assert all("flops" in FACTS[f"ws::{kind}"] for kind in updates.UPDATES)
+
+
+@pytest.mark.parametrize(("name", "each"), [("adagrad", 9), ("rmsprop, foreach", 18), ("nadam", 17), ("lion", 10)])
+def test_flops_are_counted_per_element(name: str, each: int) -> None:
+    """With clipping one more, for the factor."""
+    model = torch.nn.Linear(3, 4)
+    optimizer = SETTINGS[name](model.parameters())
+    step = wholestep.compile(
+        model, mean_square, optimizer, torch.ones(2, 3), clip_norm=1.0, backend="interpret", cache=False, check="off"
+    )
+    node = next(node for node in step.graph.operations() if node.target in IN_PLACE)
+    assert flops(node).count == (each + 1) * 16
