@@ -200,7 +200,9 @@ def test_a_step_does_not_fail_for_want_of_a_plan(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_plan_that_keeps_everything_can_be_asked_for() -> None:
-    assert compiled(None, plan=wholestep.Plan())[0].plan == compiled(None)[0].plan == wholestep.Plan()
+    asked, plain = compiled(None, plan=wholestep.Plan())[0].plan, compiled(None)[0].plan
+    assert asked == plain and dataclasses.replace(plain, kernel={}) == wholestep.Plan()
+    assert set(plain.kernel.values()) == {"cpu_flash"}  # which is no decision about memory
 
 
 @pytest.mark.gpu

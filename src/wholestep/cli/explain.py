@@ -77,6 +77,7 @@ def _plan_lines(path: Path, plan: Plan) -> list[str]:
         lines.append(f"memory      {show_bytes(plan.predicted_bytes)} allocated at the peak{budget} (predicted)")
     if plan.predicted_seconds is not None:
         lines.append(f"time        {show_ms(1e3 * plan.predicted_seconds)} per step (predicted)")
+    lines += [f"kernel      {place}: {name}" for place, name in plan.kernel.items()]
     lines += [f"{'decisions' if i == 0 else '':12}{text}" for i, text in enumerate(plan_words(plan))]
     return lines + _wrapped("made for", _joined(made), 8)
 

@@ -215,14 +215,15 @@ def _ruled_out(candidate: Candidate, stand_ins: Any, failures: dict[str, Failure
 
 @contextlib.contextmanager
 def _generator_kept(device: torch.device) -> Iterator[None]:
-    """Trial dropout must not move the user's random numbers."""
+    """On the device; trial dropout must not move the user's random numbers."""
     if device.type != "cuda":
         with torch.random.fork_rng(devices=[]):
             yield
         return
     state = torch.cuda.get_rng_state(device)
     try:
-        yield
+        with torch.cuda.device(device):  # on whose stream marks are taken
+            yield
     finally:
         torch.cuda.set_rng_state(state, device)
 

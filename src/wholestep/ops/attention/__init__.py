@@ -1,8 +1,8 @@
 """ws::attention and ws::attention_backward: one device-neutral attention with several implementations.
 
 reference.py is the specification, implementations.py and cuda.py wrap the kernels of torch (CPU flash; cuDNN,
-flash, efficient), choice.py picks one by measurement, operator.py registers the operators, biased.py is attention with a
-learned bias (a kernel of our own), sdpa.py is the drop-in for torch's function.
+flash, efficient), choice.py asks the tuner for one, trial.py is what they are tried on, operator.py registers the operators,
+biased.py is attention with a learned bias (a kernel of our own), sdpa.py is the drop-in for torch's function.
 """
 
 from wholestep.ops.attention import biased as biased
