@@ -20,6 +20,7 @@ from wholestep.ops import (
     packed_recurrent,
     random_bits,
     recurrent,
+    relational,
     require,
     scatter_shared,
     sgd,
@@ -35,5 +36,5 @@ IN_ORDER = overloads("in_order")
 __all__ = [
     "DECOMPOSITIONS", "IN_ORDER", "IN_PLACE", "adamw", "add_rows", "aten", "attention", "clip", "ctc", "draw", "dropout",
     "grouped_mm", "linear_cross_entropy", "linear_cross_entropy_record", "packed_recurrent", "random_bits", "record_of",
-    "recurrent", "require", "scatter_shared", "sgd", "sparse_mm", "traffic",
+    "recurrent", "relational", "require", "scatter_shared", "sgd", "sparse_mm", "traffic",
 ]  # fmt: skip

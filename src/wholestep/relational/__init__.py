@@ -1,0 +1,13 @@
+"""Relational graph networks: a message function in plain PyTorch; layout, order and kernels are found for it.
+
+from wholestep import relational as rel
+
+graph = rel.RelGraph(src, dst, etype, num_nodes=..., num_relations=...)
+layer = rel.layer(message, aggregate="sum")
+out = layer(graph, {"x": x}, {"W": W})
+"""
+
+from wholestep.relational.graph import RelGraph
+from wholestep.relational.layer import Layer, edge_softmax, layer
+
+__all__ = ["Layer", "RelGraph", "edge_softmax", "layer"]

@@ -1,0 +1,168 @@
+"""A relational layer: a message function and how messages are added up.
+
+In: `message(e, p)` in plain PyTorch over all edges at once: e.src.x and e.dst.x (features of the edge's nodes), e.type (its
+relation, to index parameters), e.x (features of the edge itself), p.W (parameters). Out: a callable over a RelGraph. The function
+is traced at the first call for every combination of shapes; `reference` runs it edge by edge as it is written.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wholestep.errors import BadOption
+from wholestep.relational.graph import RelGraph
+from wholestep.relational.trace import Program, trace
+
+AGGREGATES = ("sum", "mean", "max")
+_at_work = threading.local()
+
+LIBRARY = torch.library.Library("ws", "FRAGMENT")
+LIBRARY.define("edge_softmax(Tensor logits, Tensor dst) -> Tensor")
+
+
+def _edge_softmax(logits: Tensor, dst: Tensor) -> Tensor:
+    """Edges in any order."""
+    order = dst.argsort(stable=True)
+    last = int(dst.max()) + 1 if dst.numel() else 0
+    ptr = torch.searchsorted(dst[order], torch.arange(last + 1, device=dst.device))
+    return torch.ops.ws.segment_softmax(logits[order], ptr)[order.argsort()]  # type: ignore[no-any-return]
+
+
+LIBRARY.impl("edge_softmax", _edge_softmax, "CompositeExplicitAutograd")
+torch.library.register_fake("ws::edge_softmax", lambda logits, dst: torch.empty_like(logits), lib=LIBRARY)
+
+
+def edge_softmax(logits: Tensor) -> Tensor:
+    """Inside of a message function: softmax over the edges that come in at one node; logits (edges,) or (edges, heads)."""
+    dst = getattr(_at_work, "dst", None)
+    if dst is None:
+        raise BadOption("edge_softmax outside of a message function", hint="call it in the function given to rel.layer")
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        out: Tensor = torch.ops.ws.edge_softmax(logits, dst)
+        return out
+    return _softmax_by_edges(logits, dst)
+
+
+def _softmax_by_edges(logits: Tensor, dst: Tensor) -> Tensor:
+    """In plain PyTorch, with its own derivative."""
+    place = dst.reshape(-1, *[1] * (logits.dim() - 1)).expand(logits.shape)
+    nodes = int(dst.max()) + 1 if dst.numel() else 0
+    top = (
+        logits.detach()
+        .new_full((nodes, *logits.shape[1:]), float("-inf"))
+        .scatter_reduce(0, place, logits.detach(), "amax")
+    )
+    risen = (logits - top[dst]).exp()
+    return risen / risen.new_zeros(nodes, *logits.shape[1:]).index_add(0, dst, risen)[dst]
+
+
+def layer(message: Callable[[Any, Any], Tensor], *, aggregate: str = "sum") -> Layer:
+    """A layer from a message function; `aggregate`: sum, mean or max over the edges that come in at a node."""
+    if aggregate not in AGGREGATES:
+        raise BadOption(f"aggregate={aggregate!r}", hint=f"one of {', '.join(AGGREGATES)}")
+    return Layer(message, aggregate)
+
+
+class Layer:
+    """See the module."""
+
+    def __init__(self, message: Callable[[Any, Any], Tensor], aggregate: str) -> None:
+        self.message, self.aggregate = message, aggregate
+        self.programs: dict[Any, Program] = {}
+
+    def __call__(
+        self,
+        graph: RelGraph,
+        nodes: Mapping[str, Tensor],
+        params: Mapping[str, Tensor] | None = None,
+        edges: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """One row per node. `edges`: features of the edges, in the order in which the graph was given them."""
+        params, edges = params or {}, edges or {}
+        program = self.program(graph, nodes, params, edges)
+        ordered = [edge.index_select(0, graph.order) for edge in edges.values()]
+        return program.module(graph, *nodes.values(), *ordered, *params.values())  # type: ignore[no-any-return]
+
+    def program(
+        self,
+        graph: RelGraph,
+        nodes: Mapping[str, Tensor],
+        params: Mapping[str, Tensor],
+        edges: Mapping[str, Tensor] | None = None,
+    ) -> Program:
+        """What was made of the message function for such tensors."""
+        like = {"nodes": nodes, "edges": edges or {}, "params": params}
+        key = tuple(
+            (kind, n, t.shape[1:] if kind != "params" else t.shape, t.dtype)
+            for kind, ts in like.items()
+            for n, t in ts.items()
+        )
+        found = self.programs.get(key)
+        if found is None:
+            self._refuse_wrong(graph, like)
+            names = {kind: tuple(tensors) for kind, tensors in like.items()}
+            found = self.programs[key] = trace(self._called, names, like, self.aggregate)
+        return found
+
+    def _called(self, src: Any, dst: Any, edge: Any, params: Any, etype: Tensor, target: Tensor) -> Tensor:
+        e = types.SimpleNamespace(
+            src=types.SimpleNamespace(**src), dst=types.SimpleNamespace(**dst), type=etype, **edge
+        )  # fmt: skip
+        before, _at_work.dst = getattr(_at_work, "dst", None), target
+        try:
+            return self.message(e, types.SimpleNamespace(**params))
+        finally:
+            _at_work.dst = before
+
+    def reference(
+        self,
+        graph: RelGraph,
+        nodes: Mapping[str, Tensor],
+        params: Mapping[str, Tensor] | None = None,
+        edges: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """The same edge by edge, as it is written."""
+        src, dst = graph.src.long(), graph.dst.long()
+        at_src, at_dst = ({n: x[ids] for n, x in nodes.items()} for ids in (src, dst))
+        given = {n: x[graph.order] for n, x in (edges or {}).items()}
+        messages = self._called(at_src, at_dst, given, params or {}, graph.etype.long(), dst)
+        place = dst.reshape(-1, *[1] * (messages.dim() - 1)).expand(messages.shape)
+        out = messages.new_zeros(graph.num_nodes, *messages.shape[1:])
+        if self.aggregate == "max":
+            return out.scatter_reduce(0, place, messages, "amax", include_self=False)
+        total = out.index_add(0, dst, messages)
+        if self.aggregate == "sum":
+            return total
+        return total / graph.degree.clamp(min=1).reshape(-1, *[1] * (total.dim() - 1))
+
+    def explain(
+        self,
+        graph: RelGraph,
+        nodes: Mapping[str, Tensor],
+        params: Mapping[str, Tensor],
+        edges: Mapping[str, Tensor] | None = None,
+    ) -> str:
+        """The steps, each with the space it runs in and how many rows that has."""
+        rows = {
+            "relations": graph.num_relations, "source nodes": graph.num_nodes, "destination nodes": graph.num_nodes,
+            "source pairs": graph.sources.relation.shape[0], "destination pairs": graph.destinations.relation.shape[0],
+            "edges": graph.num_edges,
+        }  # fmt: skip
+        steps = self.program(graph, nodes, params, edges).steps
+        lines = [f"{what:<60}{space:<20}{rows.get(space, ''):>12}" for what, space in steps]
+        return "\n".join([graph.report(), "", *lines])
+
+    def _refuse_wrong(self, graph: RelGraph, like: Mapping[str, Mapping[str, Tensor]]) -> None:
+        for kind, rows in (("nodes", graph.num_nodes), ("edges", graph.num_edges)):
+            for name, tensor in like[kind].items():
+                if tensor.dim() < 1 or tensor.shape[0] != rows:
+                    raise BadOption(
+                        f"{kind}[{name!r}] has shape {tuple(tensor.shape)}",
+                        hint=f"it needs {rows} rows, one for each of the {kind}",
+                    )

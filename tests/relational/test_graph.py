@@ -1,0 +1,110 @@
+"""RelGraph: its tables against edges taken one by one; bad ids by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from tests.relational.graphs import NAMES, edges_of, made
+
+from wholestep.capture.batch import flatten
+from wholestep.errors import BadOption
+from wholestep.relational import RelGraph
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_holds_the_edges_it_was_given(name: str) -> None:
+    src, dst, etype, nodes, relations = edges_of(name)
+    graph = made(name)
+    assert (graph.num_nodes, graph.num_edges, graph.num_relations) == (nodes, len(src), relations)
+    for here, given in ((graph.src, src), (graph.dst, dst), (graph.etype, etype)):
+        assert here.dtype == torch.int32 and torch.equal(here.long(), given[graph.order])
+    keys = graph.dst.long() * relations + graph.etype
+    assert bool((keys[1:] >= keys[:-1]).all())
+    assert torch.equal(graph.degree, torch.bincount(dst, minlength=nodes))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pairs_are_the_nodes_with_a_relation(name: str) -> None:
+    graph = made(name)
+    for pairs, node in ((graph.sources, graph.src), (graph.destinations, graph.dst)):
+        told = list(zip(pairs.relation.tolist(), pairs.of_node.index.tolist(), strict=True))
+        assert told == sorted({(r, n) for r, n in zip(graph.etype.tolist(), node.tolist(), strict=True)})
+        found = [told[pair] for pair in pairs.to_edge.index.tolist()]
+        assert found == list(zip(graph.etype.tolist(), node.tolist(), strict=True))
+        ends = [sum(r <= relation for r, _ in told) for relation in range(graph.num_relations)]
+        assert pairs.ends.tolist() == ends
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rows", ["rows", "only_sources"])
+def test_rows_sum_over_all_edges_whatever_the_side(name: str, rows: str) -> None:
+    graph = made(name)
+    table, generator = getattr(graph, rows), torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, generator=generator, dtype=torch.float64) for n in (graph.num_nodes, graph.num_edges))
+    found = table.spread(table.gathered(x[:, None], weight), weight)[:, 0]
+    wanted = torch.zeros(graph.num_nodes, dtype=torch.float64)
+    wanted = wanted.index_add(0, graph.dst.long(), weight * x[graph.src.long()])
+    assert torch.allclose(found, wanted)
+    assert bool(graph.only_sources.by_source.all())
+    assert table.gathered.ptr.shape[0] - 1 <= max(graph.num_edges, 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tables_turned_round_are_the_same_entries(name: str) -> None:
+    graph = made(name)
+    for table in (graph.rows.gathered, graph.rows.spread, graph.incoming, graph.neighbours):
+        forth = {
+            (t, int(table.index[j]), int(table.edge[j]), j - int(table.ptr[t]) if table.edge[j] < 0 else 0)
+            for t in range(table.ptr.shape[0] - 1) for j in range(int(table.ptr[t]), int(table.ptr[t + 1]))
+        }  # fmt: skip
+        back = [
+            (int(table.back_index[j]), r, int(table.back_edge[j]))
+            for r in range(table.back_ptr.shape[0] - 1)
+            for j in range(int(table.back_ptr[r]), int(table.back_ptr[r + 1]))
+        ]
+        assert sorted(entry[:3] for entry in forth) == sorted(back)
+
+
+def test_the_better_side_has_fewer_rows() -> None:
+    graph = made("hubs")
+    rows = graph.rows.gathered.ptr.shape[0] - 1
+    assert rows <= min(graph.sources.relation.shape[0], graph.destinations.relation.shape[0])
+    assert f"{rows}" in graph.report() and "5 relations" in graph.report()
+
+
+def test_it_is_tensors_only_so_that_graphs_of_equal_sizes_are_one_batch() -> None:
+    src, dst, etype, nodes, relations = edges_of("plain")
+    graphs = [RelGraph(s, d, etype, num_nodes=nodes, num_relations=relations) for s, d in ((src, dst), (dst, src))]
+    tensors, spec = flatten({"graph": graphs[0]})
+    assert spec == flatten({"graph": graphs[1]})[1] and len(tensors) > 30
+
+
+def test_from_triples_and_without_counts() -> None:
+    graph = RelGraph.from_triples([(0, 1, 2), (3, 0, 2)])
+    assert (graph.num_nodes, graph.num_relations, graph.src.tolist(), graph.etype.tolist()) == (4, 2, [3, 0], [0, 1])
+    moved = graph.to("meta")
+    assert all(t.device.type == "meta" for t in flatten(moved)[0]) and moved.num_edges == 2
+    assert [f.name for f in dataclasses.fields(moved)] == [f.name for f in dataclasses.fields(graph)]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (
+            dict(src=[0, 9], dst=[0, 1], etype=[0, 0], num_nodes=3),
+            r"src\[1\] is 9, and num_nodes is 3.*ids go from 0 to 2",
+        ),
+        (dict(src=[0, 1], dst=[0, -1], etype=[0, 0]), r"dst\[1\] is -1"),
+        (dict(src=[0], dst=[0], etype=[4], num_relations=4), r"etype\[0\] is 4, and num_relations is 4"),
+        (dict(src=[0, 1], dst=[0], etype=[0, 0]), "edges of unequal number: src 2, dst 1, etype 2"),
+        (dict(src=[0.5], dst=[0], etype=[0]), "src is torch.float32"),
+        (dict(src=[[0]], dst=[0], etype=[0]), r"src is torch.int64 of shape \(1, 1\)"),
+        (dict(src=[0], dst=[0], etype=[0], num_nodes=-1), "num_nodes=-1"),
+    ],
+)
+def test_bad_ids_are_named_with_their_place(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(BadOption, match=told):
+        RelGraph(**given)

@@ -1,0 +1,198 @@
+"""Message functions: over index spaces against edge by edge, outputs and all gradients; what cannot be traced, by its line."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.relational.graphs import NAMES, made
+from torch import Tensor, nn
+
+import wholestep
+from wholestep import relational as rel
+from wholestep.errors import BadOption, UnsupportedModel
+from wholestep.relational.graph import RelGraph
+
+WIDE, OUT = 6, 4
+
+
+def rgcn(e: Any, p: Any) -> Tensor:
+    return (e.src.x.unsqueeze(1) @ p.W[e.type]).squeeze(1)
+
+
+def rgat(e: Any, p: Any) -> Tensor:
+    m = (e.src.x.unsqueeze(1) @ p.W[e.type]).squeeze(1)
+    a = rel.edge_softmax(F.leaky_relu((e.dst.x * p.u[e.type]).sum(-1) + (m * p.v[e.type]).sum(-1)))
+    return a[:, None] * m
+
+
+def gcn(e: Any, p: Any) -> Tensor:
+    return e.src.x @ p.A
+
+
+def gated(e: Any, p: Any) -> Tensor:
+    """Not linear in its source."""
+    return torch.relu((e.src.x.unsqueeze(1) @ p.W[e.type]).squeeze(1)) * torch.sigmoid(
+        (e.dst.x * p.u[e.type]).sum(-1, True)
+    )
+
+
+def featured(e: Any, p: Any) -> Tensor:
+    """Features of edges, by a matrix of their relation."""
+    own = (e.x.unsqueeze(1) @ p.B[e.type]).squeeze(1)
+    return torch.tanh(own + e.src.x @ p.A) * (e.dst.x * e.src.x).sum(-1, keepdim=True)
+
+
+def of_the_destination(e: Any, p: Any) -> Tensor:
+    return (e.dst.x.unsqueeze(1) @ p.W[e.type]).squeeze(1) + p.v[e.type]
+
+
+def heads(e: Any, p: Any) -> Tensor:
+    """Two heads that share a matrix, with a weight each."""
+    m = e.src.x.reshape(-1, 2, 3) @ p.H[e.type]
+    return rel.edge_softmax((m * m).sum(-1)).unsqueeze(-1) * m
+
+
+MESSAGES = (rgcn, rgat, gcn, gated, featured, of_the_destination, heads)
+
+
+def tensors(graph: RelGraph, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    torch.manual_seed(1)
+    sizes = {"W": (WIDE, OUT), "u": (WIDE,), "v": (OUT,), "B": (3, OUT), "H": (3, OUT)}
+    params = {n: torch.randn(graph.num_relations, *s, dtype=dtype) for n, s in sizes.items()}
+    params["A"] = torch.randn(WIDE, OUT, dtype=dtype)
+    x, own = torch.randn(graph.num_nodes, WIDE, dtype=dtype), torch.randn(graph.num_edges, 3, dtype=dtype)
+    return x.requires_grad_(), own.requires_grad_(), {n: p.requires_grad_() for n, p in params.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: m.__name__)
+@pytest.mark.parametrize("aggregate", ["sum", "mean", "max"])
+def test_it_is_the_message_function_edge_by_edge(name: str, message: Any, aggregate: str) -> None:
+    graph = made(name)
+    x, own, params = tensors(graph)
+    edges = {"x": own} if message is featured else None
+    layer = rel.layer(message, aggregate=aggregate)
+    found, wanted = (f(graph, {"x": x}, params, edges) for f in (layer, layer.reference))
+    assert found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-12)
+    pull, leaves = torch.randn_like(wanted), [x, own, *params.values()]
+    for one, other in zip(*(torch.autograd.grad((f * pull).sum(), leaves, allow_unused=True) for f in (found, wanted))):
+        assert torch.allclose(*(torch.zeros(()) if g is None else g for g in (one, other)), atol=1e-10)
+
+
+def test_gradcheck() -> None:
+    graph = made("loops, edges twice")
+    x, _, params = tensors(graph)
+    layer = rel.layer(rgat)
+
+    def run(x: Tensor, W: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        return layer(graph, {"x": x}, {"W": W, "u": u, "v": v})
+
+    assert torch.autograd.gradcheck(run, (x, params["W"], params["u"], params["v"]))
+
+
+def test_bits_repeat() -> None:
+    graph = made("hubs")
+    x, _, params = tensors(graph, torch.float32)
+    runs = []
+    for _ in range(2):
+        out = rel.layer(rgat)(graph, {"x": x}, params)
+        runs.append([out.detach(), *torch.autograd.grad(out.square().sum(), [x, params["W"], params["u"]])])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_what_is_computed_where() -> None:
+    """Products per pair, weights folded per relation, one number per edge: no vector per edge."""
+    graph = made("hubs")
+    x, _, params = tensors(graph)
+    steps = rel.layer(rgat).program(graph, {"x": x}, params).steps
+    assert (
+        ("fold", "relations") in steps
+        and ("product", "source pairs") in steps
+        and ("product", "destination pairs") in steps
+    )
+    assert steps[-1][0].startswith("weighted sum of products")
+    told = rel.layer(rgat).explain(graph, {"x": x}, params)
+    assert "the better side per relation" in told and "leaky_relu" in told
+
+
+class Net(nn.Module):
+    def __init__(self, graph: RelGraph) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.x = nn.Embedding(graph.num_nodes, WIDE)
+        self.W = nn.Parameter(torch.randn(graph.num_relations, WIDE, OUT) * 0.3)
+        self.u, self.v = (nn.Parameter(torch.randn(graph.num_relations, n)) for n in (WIDE, OUT))
+        self.head, self.layer, self.plain = nn.Linear(OUT, 3), rel.layer(rgat), False
+
+    def forward(self, graph: RelGraph) -> Tensor:
+        run = self.layer.reference if self.plain else self.layer
+        return self.head(torch.relu(run(graph, {"x": self.x.weight}, {"W": self.W, "u": self.u, "v": self.v})))
+
+
+@pytest.mark.parametrize("backend", ["interpret", "inductor"])
+@pytest.mark.parametrize("in_batch", [False, True], ids=["closure", "batch"])
+def test_a_whole_step(backend: str, in_batch: bool) -> None:
+    graph = made("hubs")
+    labels = torch.randint(0, 3, (graph.num_nodes,), generator=torch.Generator().manual_seed(0))
+    batch = {"labels": labels, "graph": graph} if in_batch else {"labels": labels}
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch.get("graph", graph)), batch["labels"])
+
+    model = Net(graph)
+    plain = copy.deepcopy(model)
+    plain.plain = True
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain)]
+    step = wholestep.compile(model, loss, optimizers[0], batch, backend=backend, cache=False)
+    for _ in range(4):
+        optimizers[1].zero_grad()
+        wanted = loss(plain, batch)
+        wanted.backward()
+        optimizers[1].step()
+        torch.testing.assert_close(step(batch), wanted.detach())
+    assert step.rung == "whole step" and not step.falls
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def turned(e: Any, p: Any) -> Tensor:
+    return (e.src.x.t() @ e.dst.x).sum() * e.src.x
+
+
+def counting(e: Any, p: Any) -> Tensor:
+    return e.src.x * e.type[:, None]
+
+
+def summing(e: Any, p: Any) -> Tensor:
+    return e.src.x.sum(0)
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (turned, "does not work edge by edge.*test_layer.py.*keep edges in dimension 0"),
+        (counting, "computes with the ids of relations"),
+        (summing, "does not work edge by edge"),
+        (lambda e, p: p.A, "does not return a tensor with a row per edge"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused_with_its_line(message: Any, told: str) -> None:
+    graph = made("plain")
+    x, _, params = tensors(graph)
+    with pytest.raises(UnsupportedModel, match=told):
+        rel.layer(message)(graph, {"x": x}, params)
+
+
+def test_bad_calls_are_told() -> None:
+    graph = made("plain")
+    x, _, params = tensors(graph)
+    with pytest.raises(BadOption, match=r"nodes\['x'\] has shape \(3, 6\).*20 rows"):
+        rel.layer(rgcn)(graph, {"x": x[:3]}, params)
+    with pytest.raises(BadOption, match=r"aggregate='median'.*sum, mean, max"):
+        rel.layer(rgcn, aggregate="median")
+    with pytest.raises(BadOption, match="edge_softmax outside of a message function"):
+        rel.edge_softmax(torch.zeros(3))
