@@ -11,9 +11,10 @@ with their product, which is made once per relation. A sum of weighted messages 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
-import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep.errors import UnsupportedModel
 from wholestep.relational import spaces
@@ -79,10 +81,12 @@ def trace(
         params = {n: torch.empty(like["params"][n].shape, dtype=like["params"][n].dtype) for n in names["params"]}
         ids = [torch.empty(EDGES, dtype=torch.int64) for _ in range(2)]
         del mode
-        # not `run` itself: of a bound method one argument more would be expected
-        traced = make_fx(lambda *args: run(*args), tracing_mode="fake", record_stack_traces=True)(
-            rowed["src"], rowed["dst"], rowed["edge"], params, *ids
-        )
+
+        def noted(*args: Any) -> Tensor:
+            with _Lines():
+                return run(*args)
+
+        traced = make_fx(noted, tracing_mode="fake")(rowed["src"], rowed["dst"], rowed["edge"], params, *ids)
     kinds = [
         (kind, n) for kind, source in (("src", "nodes"), ("dst", "nodes"), ("edge", "edges")) for n in names[source]
     ]
@@ -338,6 +342,25 @@ def _through_view(node: fx.Node, value: Value) -> tuple[Value, Value] | None:
 
 
 def _refused(node: fx.Node, what: str, hint: str) -> UnsupportedModel:
-    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    where = f"{Path(found[-1][0]).name}:{found[-1][1]}" if found else None
-    return UnsupportedModel(f"{node.target} in the message function: {what}", where=where, hint=hint)
+    return UnsupportedModel(f"{node.target} in the message function: {what}", where=node.meta.get("line"), hint=hint)
+
+
+class _Lines(TorchDispatchMode):
+    """Every traced node gets the line of the user's that made it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out, mode = func(*args, **(kwargs or {})), get_proxy_mode()
+        if mode is not None:
+            node = next(iter(reversed(mode.tracer.graph.nodes)))
+            node.meta.setdefault("line", _users_line())
+        return out
+
+
+def _users_line() -> str | None:
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THEIRS):
+        frame = frame.f_back
+    return None if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+_NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__)
