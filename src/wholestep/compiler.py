@@ -127,7 +127,8 @@ class Compiler:
         """Prepared, planned, applied."""
         self.prepare(made)
         plan = self.plan(made)
-        made.plan = dataclasses.replace(plan, layout={**plan.layout, **layouts_of(made.graph)})
+        layout = {**plan.layout, **layouts_of(made.graph)}
+        made.plan = plan if layout == plan.layout else dataclasses.replace(plan, layout=layout)
         self.apply(made, made.plan)
 
     def plan_for(self, captured: Capture) -> tuple[Plan, list[Note]]:

@@ -38,6 +38,7 @@ from wholestep.graph.keys import value_keys
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Input, OutputKind, Role, Target, TrainingGraph
 from wholestep.lower import lower_interpret
+from wholestep.ops.tuned import calls_that_ask
 from wholestep.passes.pipeline import TABLE, Pass, Pipeline, compiler_pass
 from wholestep.runtime.variant import Variant
 
@@ -274,6 +275,10 @@ def passes_for(case: Case) -> dict[str, Pass]:
     found["patch_products"] = _as("patch_products", products, "rounding")
     found["update_early"] = _as("update_early", functools.partial(early, min_bytes=0), "bitwise", for_updates=True)
     found["recompute"] = _as("recompute", lambda graph: again(graph, drawn_plan(graph, case.plan_seed)), "bitwise")  # type: ignore[call-arg]
+    named = found["take_kernels"]
+    found["take_kernels"] = _as(
+        "take_kernels", lambda graph: named(graph, drawn_kernels(graph, case.plan_seed)), "rounding"
+    )  # type: ignore[call-arg]
     found["share_scatters"] = functools.partial(found["share_scatters"], least_shared=1)
     for name in ("fold_constants", "bound_counts", "share_scatters"):
         numerics = "rounding" if name == "share_scatters" else "bitwise"
@@ -312,6 +317,15 @@ def drawn_plan(graph: TrainingGraph, seed: int) -> Plan:
     share = source.choice((0.2, 0.5, 1.0))
     keys = sorted(set(value_keys(graph).values()))
     return Plan(recompute=tuple(key for key in keys if source.random() < share))
+
+
+def drawn_kernels(graph: TrainingGraph, seed: int) -> Plan:
+    """Some implementation, of those that can, for every call that has a choice."""
+    source, chosen = random.Random(seed), {}
+    for call in calls_that_ask(graph):
+        able = [one.name for one in call.question.candidates if one.supports() is None]
+        chosen.setdefault(call.key, source.choice(able)) if able else None
+    return Plan(kernel=chosen)
 
 
 def _check_each(case: Case, recording: Recording, stages: dict[str, list[Pass]]) -> None:

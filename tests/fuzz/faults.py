@@ -1,4 +1,4 @@
-"""Fourteen faults, one in every pass, planted while the fuzzer looks: does it find them, and after how many graphs?
+"""Seventeen faults, one in every pass, planted while the fuzzer looks: does it find them, and after how many graphs?
 
 A fault is a small patch of the pass's own file, of the kind that reviews miss. `planted` puts it there and takes it away again.
 """
@@ -220,6 +220,13 @@ def _first_window_for_all(graph: TrainingGraph) -> None:
             node.update_arg(3, first)
 
 
+def _hide_the_future(graph: TrainingGraph) -> None:
+    """An attention that names its kernel is causal."""
+    for node in graph.operations():
+        if node.target is ws.attention.default and "implementation" in node.kwargs:
+            node.update_arg(4, True)
+
+
 FAULTS = (
     Fault("fold_views", "views around a size of 1 are merged by announced strides",
           {"_one_view": _view_of_fakes, "_keeps_order": lambda source, node: True}),
@@ -238,6 +245,7 @@ FAULTS = (
           {"_rewrite": _count_from_one}),
     Fault("share_scatters", "all rows go by the first row's index", _after("share_scatters", _shift_scatters)),
     Fault("share_bias", "all windows are masked as the first", _after("share_bias", _first_window_for_all)),
+    Fault("take_kernels", "an attention that names its kernel is causal", _after("take_kernels", _hide_the_future)),
     Fault("recompute", "what is recomputed drops others", _after("recompute", _draw_anew)),
     Fault("update_early", "a weight of the first layer stays stale", _after("update_early", _leave_weights_stale)),
 )  # fmt: skip
