@@ -46,7 +46,8 @@ def test_a_plan_is_carried_out() -> None:
         wholestep.compile(model, loss_fn, optimizer, batches(1)[0], memory="1KiB", backend="interpret", cache=False)
     least = refused.value.smallest_bytes
     step = wholestep.compile(model, loss_fn, optimizer, batches(1)[0], memory=least, backend="interpret", cache=False)
-    assert step.plan is not None and step.plan.recompute
+    plan = step.plan
+    assert plan is not None and plan.recompute
     seen: list[wholestep.Plan] = []
 
     def watching(graph: Any, plan: wholestep.Plan) -> Any:
@@ -54,8 +55,8 @@ def test_a_plan_is_carried_out() -> None:
         return graph
 
     watched = wholestep.default_passes().insert_before("recompute", watching)
-    report = report_of(plan=step.plan, passes=watched, eval_too=False)
-    assert report.ok and values(report) == values(report_of(eval_too=False)) and set(map(id, seen)) == {id(step.plan)}
+    report = report_of(plan=plan, passes=watched, eval_too=False)
+    assert report.ok and values(report) == values(report_of(eval_too=False)) and set(map(id, seen)) == {id(plan)}
 
 
 def test_a_wrong_apply_pass_is_named_under_a_budget() -> None:

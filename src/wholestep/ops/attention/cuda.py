@@ -145,7 +145,7 @@ def cudnn_backward(
     dropout_p: float,
     key: Tensor | None,
 ) -> Grads:
-    q, k, v = last_contiguous(q, k, v)
+    q, k, v, out = last_contiguous(q, k, v, out)
     bias = _bias(mask, causal, q, k.shape[2], 8)
     grad_out = _like_out(_zero_rows(grad_out, bias.rows), out)
     logsumexp = _silence_rows(logsumexp, bias.rows)
@@ -207,7 +207,7 @@ def flash_backward(
     dropout_p: float,
     key: Tensor | None,
 ) -> Grads:
-    q, k, v = last_contiguous(q, k, v)
+    q, k, v, out = last_contiguous(q, k, v, out)
     state = torch.stack((seed, offset)).view(torch.uint64)
     return aten._scaled_dot_product_flash_attention_backward(
         _like_out(grad_out, out), q, k, v, out, logsumexp, None, None, q.shape[2], k.shape[2],
@@ -264,7 +264,7 @@ def efficient_backward(
     key: Tensor | None,
 ) -> Grads:
     groups = k.shape[1]
-    q, k, v = last_contiguous(q, k, v)
+    q, k, v, out = last_contiguous(q, k, v, out)
     k, v = expand_groups(q, k, v)
     bias = _bias(mask, causal, q, k.shape[2], 16)
     # The kernel takes (B, T, H, D) memory for the output.

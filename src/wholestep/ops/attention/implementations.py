@@ -104,7 +104,7 @@ def cpu_flash_backward(
     key: Tensor | None,
 ) -> Grads:
     groups, bias = k.shape[1], _cpu_bias(mask, q)
-    q, k, v, grad_out = last_contiguous(q, k, v, grad_out)
+    q, k, v, grad_out, out = last_contiguous(q, k, v, grad_out, out)  # `out` has the layout of q, which may be any
     k, v = expand_groups(q, k, v)
     # The kernel walks logsumexp in its own (B, T, H) order.
     logsumexp = logsumexp.transpose(1, 2).contiguous().transpose(1, 2)

@@ -209,6 +209,8 @@ def _cases() -> Iterator[tuple[Any, ...]]:
         mask[..., 0] = True
         yield q, k, v, None, False, 0.3, 0.0, None
         yield q, k, v, None, True, 0.3, 0.0, None
+        turned = torch.randn(8, heads, queries, 2).transpose(0, 3)  # as models of pictures have it: width is not dense
+        yield turned, k, v, None, False, 0.3, 0.0, None
         yield q.double(), k.double(), v.double(), mask, False, 0.3, 0.0, None
         hidden = mask.clone()
         hidden[0, :, 0] = False  # a row that sees no key: what kernels of torch note of it is theirs
