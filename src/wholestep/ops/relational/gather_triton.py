@@ -1,4 +1,4 @@
-"""The Triton bodies of gather_sum and gather_dot: no atomic additions, sums in float32 and in a fixed order, nothing read on the host.
+"""The Triton bodies of gather_sum and gather_dot: no atomics, sums in float32 and in a fixed order, nothing read on the host.
 
 Legend: x (N, *F) is seen as (N, width), columns in heads of `inner`; ptr, index, edge as in `gather.py`; out (T, *F).
 
@@ -140,7 +140,14 @@ def gather_sum(x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, edg
         "CHUNK": segments.CHUNK, "num_warps": NUM_WARPS, "num_stages": 1,
     }  # fmt: skip
     # Where a table has no weights or no edges, another tensor stands in, which is not read.
-    given = (flat, flat if weight is None else weight.contiguous(), ptr, index, index if edge is None else edge, partial)
+    given = (
+        flat,
+        flat if weight is None else weight.contiguous(),
+        ptr,
+        index,
+        index if edge is None else edge,
+        partial,
+    )
     sizes = (width, flat.stride(0), heads, width // heads)
     if chunks:
         _chunks_kernel[(chunks, tiles)](
