@@ -98,6 +98,37 @@ def test_triton_bodies_under_their_interpreter() -> None:
     assert_equal_when_interpreted(INTERPRETED)
 
 
+LAYER = """
+import torch
+from tests.relational.graphs import made
+from tests.relational.test_layer import heads, rgat, tensors
+from wholestep import relational as rel
+from wholestep.ops.relational import gather, gather_triton, segments_triton, softmax
+
+gather.in_triton = softmax.in_triton = lambda *_: True
+segments_triton.CHUNK = 16
+called, kernel = [], gather_triton.gather_dot
+gather_triton.gather_dot = lambda *given: called.append(1) or kernel(*given)
+for message in (rgat, heads):
+    graph = made("hubs")
+    x, _, params = tensors(graph, torch.float32)
+    layer = rel.layer(message)
+    found, wanted = (f(graph, {"x": x}, params) for f in (layer, layer.reference))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    leaves = [x, params["W"] if message is rgat else params["H"]]
+    pairs = zip(*(torch.autograd.grad(f.square().sum(), leaves) for f in (found, wanted)), strict=True)
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+assert called
+print("equal")
+"""
+
+
+def test_layers_on_the_kernels_under_their_interpreter() -> None:
+    """Through the operators and their derivatives, as on a GPU."""
+    assert_equal_when_interpreted(LAYER)
+
+
 @pytest.mark.gpu
 def test_cuda() -> None:
     """The same tables, and one whose hub has many chunks, at the sizes that kernels really have."""
