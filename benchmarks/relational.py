@@ -211,7 +211,7 @@ def measured(options: dict[str, Any]) -> dict[str, Any]:
     checks = [float(t.double().square().mean().sqrt()) for t in results]
     checks += [float((results[0].double() * pull.double()).sum())]
     return {
-        "ms": 1e3 * statistics.median(times), "runs": len(times), "peak_mb": peak, "checks": checks,
+        "ms": 1e3 * statistics.median(times), "times_ms": [1e3 * t for t in times], "peak_mb": peak, "checks": checks,
         "clock": clock_of(device), "threads": torch.get_num_threads(), "load": round(os.getloadavg()[0], 1),
         "nodes": nodes, "edges": edges[0].shape[0], "relations": relations, **floors(edges, n, p, model),
     }  # fmt: skip
