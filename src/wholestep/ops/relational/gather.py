@@ -9,7 +9,7 @@ index (Z,) is a row of x, edge (Z,) the row of `weight` that it is multiplied by
 
 Every table comes with itself turned round (back_ptr, back_index, back_edge: for every row of x the targets that read it), so that a
 derivative is a gather_sum too: no atomic additions, hence the same bits in every run. On the CPU the sums are products with a
-sparse matrix where torch has them.
+sparse matrix where torch has them, on a GPU Triton kernels (`gather_triton.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from wholestep.ops.amounts import numel
+from wholestep.ops.multi_tensor import triton_reason
 from wholestep.ops.record import record
 
 LIBRARY = torch.library.Library("ws", "FRAGMENT")
@@ -34,6 +35,17 @@ LIBRARY.define(
 LIBRARY.define("gather_dot(Tensor grad, Tensor x, Tensor weight, Tensor ptr, Tensor index, Tensor edge) -> Tensor")
 CHUNK = 1 << 16
 """Entries whose products exist at a time, on the CPU."""
+
+
+def in_triton(*tensors: Tensor | None) -> bool:
+    """Whether kernels know these numbers, and Triton is there."""
+    known = {torch.float32, torch.bfloat16, torch.float16}
+    return all(t is None or (t.is_cuda and t.dtype in known) for t in tensors) and triton_reason() is None
+
+
+def _one_weight_per_head(x: Tensor, weight: Tensor | None) -> bool:
+    """The kernels know a number per entry, or one per head, and no other broadcasting."""
+    return weight is None or weight.shape[1:] == x.shape[1 : weight.dim()]
 
 
 def targets_of(ptr: Tensor, entries: int) -> Tensor:
@@ -81,6 +93,10 @@ def gather_sum(
     back_index: Tensor,
     back_edge: Tensor | None,
 ) -> Tensor:
+    if in_triton(x, weight) and _one_weight_per_head(x, weight):
+        from wholestep.ops.relational import gather_triton
+
+        return gather_triton.gather_sum(x, weight, ptr, index, edge)
     if x.dtype not in (torch.float32, torch.float64) or x.device.type != "cpu" or index.shape[0] == 0 or x.numel() == 0:
         return sum_reference(x, weight, ptr, index, edge, back_ptr, back_index, back_edge)
     values = values_of(weight, edge, index.shape[0], x)
@@ -122,6 +138,14 @@ def dot_reference(grad: Tensor, x: Tensor, weight: Tensor, ptr: Tensor, index: T
     return out
 
 
+def gather_dot(grad: Tensor, x: Tensor, weight: Tensor, ptr: Tensor, index: Tensor, edge: Tensor) -> Tensor:
+    if in_triton(grad, x, weight) and _one_weight_per_head(x, weight):
+        from wholestep.ops.relational import gather_triton
+
+        return gather_triton.gather_dot(grad, x, weight, ptr, index, edge)
+    return dot_reference(grad, x, weight, ptr, index, edge)
+
+
 def take_reference(x: Tensor, index: Tensor, back_ptr: Tensor, back_index: Tensor) -> Tensor:
     return x.index_select(0, index)
 
@@ -129,7 +153,7 @@ def take_reference(x: Tensor, index: Tensor, back_ptr: Tensor, back_index: Tenso
 for _device in ("CPU", "CUDA"):
     LIBRARY.impl("take_rows", take_reference, _device)
     LIBRARY.impl("gather_sum", gather_sum, _device)
-    LIBRARY.impl("gather_dot", dot_reference, _device)
+    LIBRARY.impl("gather_dot", gather_dot, _device)
 
 
 @torch.library.register_fake("ws::take_rows", lib=LIBRARY)

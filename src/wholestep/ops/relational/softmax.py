@@ -1,7 +1,8 @@
 """ws::segment_softmax: softmax over the edges of every node, edges in the order of their nodes.
 
 logits (E,) or (E, heads); ptr (N + 1,): the edges of node n stand at ptr[n] to ptr[n + 1]. The largest of each node is subtracted
-first, so nothing overflows; a node whose logits are all -inf gives zeros. bf16 and fp16 compute in float32.
+first, so nothing overflows; a node whose logits are all -inf gives zeros. bf16 and fp16 compute in float32. On a GPU Triton kernels
+compute it (`softmax_triton.py`).
 
     a = exp(l - max) / sum;  dl = a (da - sum over the node's edges of a da)
 """
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from wholestep.ops.amounts import numel
 from wholestep.ops.record import record
-from wholestep.ops.relational.gather import targets_of
+from wholestep.ops.relational.gather import in_triton, targets_of
 
 LIBRARY = torch.library.Library("ws", "FRAGMENT")
 LIBRARY.define("segment_softmax(Tensor logits, Tensor ptr) -> Tensor")
@@ -45,9 +46,25 @@ def reference_backward(grad: Tensor, out: Tensor, ptr: Tensor) -> Tensor:
     return (pulled - a * total.index_select(0, targets)).to(out.dtype)
 
 
+def softmax(logits: Tensor, ptr: Tensor) -> Tensor:
+    if not in_triton(logits):
+        return reference(logits, ptr)
+    from wholestep.ops.relational import softmax_triton
+
+    return softmax_triton.softmax(logits, ptr)
+
+
+def softmax_backward(grad: Tensor, out: Tensor, ptr: Tensor) -> Tensor:
+    if not in_triton(grad, out):
+        return reference_backward(grad, out, ptr)
+    from wholestep.ops.relational import softmax_triton
+
+    return softmax_triton.softmax_backward(grad, out, ptr)
+
+
 for _device in ("CPU", "CUDA"):
-    LIBRARY.impl("segment_softmax", reference, _device)
-    LIBRARY.impl("segment_softmax_backward", reference_backward, _device)
+    LIBRARY.impl("segment_softmax", softmax, _device)
+    LIBRARY.impl("segment_softmax_backward", softmax_backward, _device)
 
 
 @torch.library.register_fake("ws::segment_softmax", lib=LIBRARY)

@@ -1,0 +1,178 @@
+"""The Triton bodies of gather_sum and gather_dot: no atomics, sums in float32 and in a fixed order, nothing read on the host.
+
+Legend: x (N, *F) is seen as (N, width), columns in heads of `inner`; ptr, index, edge as in `gather.py`; out (T, *F).
+
+    gather_sum  1. every whole chunk (`segments_triton.py`) is added up by a program of its own: partial (Z // CHUNK, width)
+                2. a block of targets adds up its direct entries, then its chunks
+    gather_dot  one program for a block of entries, which find their targets by bisection of ptr
+
+Cost beside the rows that must be read: 2 / CHUNK of their bytes for the partial sums, and a target waits for at most 2 CHUNK
+entries and its number of chunks, one after another. A chunk that is not whole costs log2(T) reads. Import only where Triton exists.
+"""
+
+# Kernel bodies are Triton's language, whose arguments carry no Python types.
+# mypy: disallow-untyped-defs=False
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wholestep.ops.relational import segments_triton as segments
+from wholestep.ops.relational.segments_triton import direct_entries, is_whole, pieces, target_of
+
+TILE, COLUMNS, NUM_WARPS = 4096, 128, 4
+"""Numbers that a program holds, and the most columns among them."""
+
+
+@triton.jit
+def _terms(
+    x, weight, index, edge, entry, real, column, width, x_row, heads, inner,
+    WEIGHTED: tl.constexpr, NAMED: tl.constexpr, PER_HEAD: tl.constexpr,
+):  # fmt: skip
+    """weight[edge] * x[index] of a block of entries: (*entry.shape, columns), zeros where an entry is not real."""
+    row = tl.load(index + entry, mask=real, other=0).to(tl.int64)
+    inside = real[:, :, None] & (column < width)[None, None, :]
+    value = tl.load(x + row[:, :, None] * x_row + column[None, None, :], mask=inside, other=0.0).to(tl.float32)
+    if WEIGHTED:
+        place = entry
+        if NAMED:
+            place = tl.load(edge + entry, mask=real, other=-1).to(tl.int64)
+        counts = real & (place >= 0)
+        if PER_HEAD:
+            at = place[:, :, None] * heads + (column // inner)[None, None, :]
+            value *= tl.load(weight + at, mask=inside & counts[:, :, None], other=1.0).to(tl.float32)
+        else:
+            factor = tl.load(weight + place, mask=counts, other=1.0).to(tl.float32)
+            value *= factor[:, :, None]
+    return value
+
+
+@triton.jit
+def _chunks_kernel(
+    x, weight, ptr, index, edge, partial, targets, steps, width, x_row, heads, inner,
+    WEIGHTED: tl.constexpr, NAMED: tl.constexpr, PER_HEAD: tl.constexpr,
+    ENTRIES: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """partial[chunk] of every whole chunk; the others are not written, and never read."""
+    chunk = tl.program_id(0)
+    if is_whole(ptr, chunk, targets, steps, CHUNK):
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        total = tl.zeros((1, ENTRIES, COLUMNS), tl.float32)
+        for done in range(0, CHUNK, ENTRIES):
+            entry = (chunk.to(tl.int64) * CHUNK + done + tl.arange(0, ENTRIES))[None, :]
+            total += _terms(
+                x, weight, index, edge, entry, entry >= 0, column, width, x_row, heads, inner, WEIGHTED, NAMED, PER_HEAD
+            )
+        place = partial + chunk.to(tl.int64) * width + column[None, :]
+        tl.store(place, tl.sum(total, 1), mask=(column < width)[None, :])
+
+
+@triton.jit
+def _targets_kernel(
+    x, weight, ptr, index, edge, partial, out, targets, width, x_row, heads, inner,
+    WEIGHTED: tl.constexpr, NAMED: tl.constexpr, PER_HEAD: tl.constexpr,
+    TARGETS: tl.constexpr, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """out[target] = its direct entries + its whole chunks."""
+    target = tl.program_id(0) * TARGETS + tl.arange(0, TARGETS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    start, head, direct, first, last = pieces(ptr, target, targets, CHUNK)
+    number = tl.arange(0, ENTRIES)[None, :]
+    total = tl.zeros((TARGETS, ENTRIES, COLUMNS), tl.float32)
+    for done in range(0, tl.max(direct.to(tl.int32), 0), ENTRIES):
+        entry = direct_entries(start, head, last, done, ENTRIES, CHUNK)
+        real = done + number < direct[:, None]
+        total += _terms(
+            x, weight, index, edge, entry, real, column, width, x_row, heads, inner, WEIGHTED, NAMED, PER_HEAD
+        )
+    for done in range(0, tl.max((last - first).to(tl.int32), 0), ENTRIES):
+        chunk = first[:, None] + done + number
+        inside = (chunk < last[:, None])[:, :, None] & (column < width)[None, None, :]
+        total += tl.load(partial + chunk[:, :, None] * width + column[None, None, :], mask=inside, other=0.0)
+    place = out + target.to(tl.int64)[:, None] * width + column[None, :]
+    inside = (target < targets)[:, None] & (column < width)[None, :]
+    tl.store(place, tl.sum(total, 1).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _dots_kernel(
+    grad, x, ptr, index, edge, out, targets, steps, entries, grad_row, x_row, heads, inner,
+    ENTRIES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """out[edge, head] = <grad[target, head], x[index, head]>."""
+    entry = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
+    head = tl.program_id(1)
+    place = tl.load(edge + entry, mask=entry < entries, other=-1).to(tl.int64)
+    real = place >= 0
+    row = tl.load(index + entry, mask=real, other=0).to(tl.int64)
+    target = target_of(ptr, entry, targets, steps).to(tl.int64)
+    total = tl.zeros((ENTRIES, COLUMNS), tl.float32)
+    for done in range(0, inner, COLUMNS):
+        column = done + tl.arange(0, COLUMNS)
+        inside = real[:, None] & (column < inner)[None, :]
+        at = (head * inner + column)[None, :]
+        left = tl.load(grad + target[:, None] * grad_row + at, mask=inside, other=0.0).to(tl.float32)
+        right = tl.load(x + row[:, None] * x_row + at, mask=inside, other=0.0).to(tl.float32)
+        total += left * right
+    tl.store(out + place * heads + head, tl.sum(total, 1).to(out.dtype.element_ty), mask=real)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """(N, width), dense along the rows."""
+    flat = x.reshape(x.shape[0], x.shape[1:].numel())
+    return flat if flat.stride(1) == 1 else flat.contiguous()
+
+
+def gather_sum(x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, edge: Tensor | None) -> Tensor:
+    """As `gather.sum_reference`."""
+    targets, entries = ptr.shape[0] - 1, index.shape[0]
+    if entries == 0 or targets == 0 or x.numel() == 0:
+        return x.new_zeros(targets, *x.shape[1:])
+    flat, out = _flat(x), x.new_empty(targets, *x.shape[1:])
+    width, chunks = flat.shape[1], entries // segments.CHUNK
+    heads = 1 if weight is None else weight.shape[1:].numel()
+    columns = min(triton.next_power_of_2(width), COLUMNS)
+    at_a_time, tiles = segments.entries_at_a_time(entries, targets), triton.cdiv(width, columns)
+    partial = flat.new_empty(max(chunks, 1), width, dtype=torch.float32)
+    known = {
+        "WEIGHTED": weight is not None, "NAMED": edge is not None, "PER_HEAD": heads > 1, "COLUMNS": columns,
+        "CHUNK": segments.CHUNK, "num_warps": NUM_WARPS, "num_stages": 1,
+    }  # fmt: skip
+    # Where a table has no weights or no edges, another tensor stands in, which is not read.
+    given = (
+        flat,
+        flat if weight is None else weight.contiguous(),
+        ptr,
+        index,
+        index if edge is None else edge,
+        partial,
+    )
+    sizes = (width, flat.stride(0), heads, width // heads)
+    if chunks:
+        _chunks_kernel[(chunks, tiles)](
+            *given, targets, segments.bisections(targets), *sizes, ENTRIES=min(TILE // columns, segments.CHUNK), **known
+        )
+    block = min(max(TILE // columns // at_a_time, 1), 64)
+    _targets_kernel[(triton.cdiv(targets, block), tiles)](
+        *given, out, targets, *sizes, TARGETS=block, ENTRIES=at_a_time, **known
+    )
+    return out
+
+
+def gather_dot(grad: Tensor, x: Tensor, weight: Tensor, ptr: Tensor, index: Tensor, edge: Tensor) -> Tensor:
+    """As `gather.dot_reference`."""
+    out = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+    targets, entries = ptr.shape[0] - 1, index.shape[0]
+    if entries == 0 or x.numel() == 0 or grad.numel() == 0 or out.numel() == 0:
+        return out
+    left, right = _flat(grad), _flat(x)
+    heads = weight.shape[1:].numel()
+    inner = left.shape[1] // heads
+    columns = min(triton.next_power_of_2(inner), COLUMNS)
+    block = min(max(TILE // columns, 1), 128)
+    _dots_kernel[(triton.cdiv(entries, block), heads)](
+        left, right, ptr, index, edge, out, targets, segments.bisections(targets), entries, left.stride(0), right.stride(0),
+        heads, inner, ENTRIES=block, COLUMNS=columns, num_warps=NUM_WARPS, num_stages=1,
+    )  # fmt: skip
+    return out
