@@ -161,7 +161,7 @@ def _bindings(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[str, st
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield (alias.asname, alias.name) if alias.asname else (alias.name.partition(".")[0],) * 2
-                yield alias.name, alias.name
+                yield alias.name, alias.name  # `import a.b` binds a, and it is a.b that is imported
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else ()
             origin = ".".join([*above, *([node.module] if node.module else [])])
@@ -173,7 +173,8 @@ def _dotted(node: ast.AST) -> tuple[str | None, str]:
     """`a.b.c` as ("a", ".b.c"); None where it begins with something else than a name."""
     rest = ""
     while isinstance(node, ast.Attribute):
-        node, rest = node.value, f".{node.attr}{rest}"
+        rest = f".{node.attr}{rest}"
+        node = node.value
     return (node.id, rest) if isinstance(node, ast.Name) else (None, rest)
 
 
