@@ -15,7 +15,7 @@ def test_it_names_held_out_nodes_better_than_one_answer_for_all(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = call("train", "rgcn", "--set", "files=40", "--steps", "40", "--backend", "interpret")
+    done = call("train", "rgcn", "--set", "files=24", "--steps", "40", "--backend", "interpret")
     assert done.code == 0, done.err
     shares = [float(share) for share in re.findall(r"([\d.]+) %", " ".join(done.out.split()))]
     learned, commonest = shares[-2:]

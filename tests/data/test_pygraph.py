@@ -11,7 +11,10 @@ from wholestep.data.pygraph import KINDS, RELATIONS, PyGraph, PyGraphBatches, re
 from wholestep.errors import BadOption
 
 PACKAGE = {
-    "base.py": "import os\nclass Base:\n    def run(self):\n        self.stop()\n    def stop(self): pass\ndef helper(): return Base()\n",
+    "base.py": (
+        "import os\nclass Base:\n    def run(self):\n        self.stop()\n    def stop(self): pass\n"
+        "def helper(): return Base()\n"
+    ),
     "pack/__init__.py": "from . import child\n",
     "pack/child.py": (
         "import base as b\nfrom base import helper\nclass Child(b.Base):\n    async def go(self):\n"
@@ -71,7 +74,7 @@ def test_what_is_held_out_is_never_told() -> None:
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(BadOption, match="there are no .py files"):
+    with pytest.raises(BadOption, match=r"there are no \.py files"):
         read_pygraph(root=tmp_path)
     with pytest.raises(BadOption, match="files=0"):
         read_pygraph(0)

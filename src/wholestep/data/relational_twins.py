@@ -60,10 +60,16 @@ def twin(name: str, seed: int = 0, scale: float = 1.0, device: Any = "cpu") -> T
     before = [sum(group.relations for group in wanted.groups[:i]) for i in range(len(parts))]
     etype = torch.cat([part[2] + first for part, first in zip(parts, before, strict=True)])
     # Within its type a node's number so far was its rank in popularity, which real numbers do not tell.
-    number = torch.cat([torch.randperm(count, generator=generator) + start for start, count in place.values()]).to(device)
+    number = torch.cat([torch.randperm(count, generator=generator) + start for start, count in place.values()]).to(
+        device
+    )
     src, dst = number[src], number[dst]
     if wanted.inverses:
-        src, dst, etype = torch.cat([src, dst]), torch.cat([dst, src]), torch.cat([etype, etype + wanted.relations // 2])
+        src, dst, etype = (
+            torch.cat([src, dst]),
+            torch.cat([dst, src]),
+            torch.cat([etype, etype + wanted.relations // 2]),
+        )
     node_type = torch.repeat_interleave(torch.tensor(counts)).to(device)
     return Twin(
         name=name, seed=seed, scale=scale, src=src, dst=dst, etype=etype, node_type=node_type, num_nodes=sum(counts),
@@ -166,7 +172,11 @@ class _Draws:
         return torch.minimum(value.long(), counts.cpu() - 1).to(self.device)
 
     def distinct(
-        self, counts: Tensor, spaces: Tensor, draw: Callable[[Tensor], Tensor], given: tuple[Tensor, Tensor] | None = None
+        self,
+        counts: Tensor,
+        spaces: Tensor,
+        draw: Callable[[Tensor], Tensor],
+        given: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """counts[r] different numbers below spaces[r] for every relation r, as (relation, number), sorted. `draw`: relations ->
         a number for each; what came twice is drawn again. `given`: those to begin with."""

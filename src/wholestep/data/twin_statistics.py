@@ -22,7 +22,7 @@ class Group:
     top_share: float | None = None
     """What the largest tenth of the relations holds; None: sizes by Zipf's law with an exponent of 1."""
     largest: int | None = None
-    smallest: int = 1
+    smallest: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,8 @@ class Statistics:
 
 def fitted_sizes(group: Group, scale: float) -> list[int]:
     """Edges of every relation, the largest first: (k + shift) ** -exponent, fitted to what is known."""
-    edges, least = max(round(group.edges * scale), group.relations), max(round(group.smallest * scale), 1)
+    edges = max(round(group.edges * scale), group.relations)
+    least = None if group.smallest is None else max(round(group.smallest * scale), 1)
     exponent, shift = 1.0, 1.0
     if group.top_share is not None:
         low, high = 0.0, 200.0
@@ -76,7 +77,7 @@ def fitted_sizes(group: Group, scale: float) -> list[int]:
     return _sizes(group.relations, edges, least, exponent, shift)
 
 
-def _exponent(group: Group, shift: float, edges: int, least: int) -> float:
+def _exponent(group: Group, shift: float, edges: int, least: int | None) -> float:
     """That for which the largest tenth holds its share."""
     low, high, top = 0.0, 40.0, max(round(group.relations / 10), 1)
     for _ in range(50):
@@ -86,21 +87,32 @@ def _exponent(group: Group, shift: float, edges: int, least: int) -> float:
     return (low + high) / 2
 
 
-def _sizes(relations: int, edges: int, least: int, exponent: float, shift: float) -> list[int]:
-    """Whole numbers that sum to `edges`, none below `least`."""
+def _sizes(relations: int, edges: int, least: int | None, exponent: float, shift: float) -> list[int]:
+    """Whole numbers that sum to `edges`, the last of them `least` where it is known."""
     weights = [((k + shift) / shift) ** -exponent for k in range(relations)]
+    if least is not None:
+        weights = [weight - weights[-1] for weight in weights]
+    least = least or 1
     total, spare = sum(weights), edges - least * relations
-    sizes = [least + int(spare * weight / total) for weight in weights]
+    sizes = [least + int(spare * weight / (total or 1.0)) for weight in weights]
     for k in range(edges - sum(sizes)):  # what rounding left, one each
         sizes[k % relations] += 1
     return sizes
 
 
-def _plain(name: str, nodes: int, edges: int, relations: int, source: float, destination: float, *known: str) -> Statistics:
+def _plain(
+    name: str, nodes: int, edges: int, relations: int, source: float, destination: float, *known: str
+) -> Statistics:
     """One type of nodes; ratios are assumed except for the known ones."""
     group = Group(relations=relations, edges=edges, source_ratio=source, destination_ratio=destination)
     return Statistics(
-        name=name, nodes=nodes, edges=edges, relations=relations, groups=(group,), types={"node": nodes}, published=known
+        name=name,
+        nodes=nodes,
+        edges=edges,
+        relations=relations,
+        groups=(group,),
+        types={"node": nodes},
+        published=known,
     )
 
 
@@ -137,7 +149,7 @@ _ALL = (
         ),
     ),
     Statistics(  # 237 relations; the side with fewer pairs is that of the destinations, and that of the sources once turned round
-        name="fb15k-237", nodes=14_541, edges=620_232, relations=474, inverses=True, types={"node": 14_541},
+        name="fb15k-237", nodes=14_541, edges=620_232, relations=474, inverses=True, types={"node": 14_541}, pool_zipf=0.45, pair_zipf=0.68,
         groups=(Group(
             relations=237, edges=310_116, source_ratio=0.419, destination_ratio=0.103, top_share=0.55, largest=16_391, smallest=45,
         ),),
