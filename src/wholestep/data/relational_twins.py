@@ -1,7 +1,7 @@
 """Twins of published relational data sets: made up, without a network, with the sizes and ratios that decide how fast a layer runs.
 
 In: a name, a seed, a scale (of nodes and edges; relations stay as many), a device. Out: a Twin, and `report(twin)`: what was wanted
-beside what was achieved. The same seed gives the same twin on every device: random numbers are drawn on the CPU, the sorts run there.
+beside what was achieved. The same seed gives the same twin on every device: random numbers come from the CPU, sorts run there.
 
 A relation of e edges gets a pool of sources and one of destinations, as large as the ratios of pairs to edges say; nodes get into
 pools by Zipf's law, so a popular one is in many. Every member of a pool has an edge; the rest are pairs of members, again by Zipf's
@@ -97,11 +97,15 @@ def _edges(
     ends = place[group.source], place[group.destination]
     pools = _pool_sizes(sizes, group, ends[0][1], ends[1][1], wanted.name)
     draw = _Draws(generator, device)
-    members = []
-    for pool, (first, count) in zip(pools, ends, strict=True):
-        space = torch.full_like(pool, count)
-        _, node = draw.distinct(pool, space, lambda r, n=space: draw.zipf(n.to(device)[r], wanted.pool_zipf))
-        members.append(node + first)
+
+    def pool_members(pool: Tensor, first: int, count: int) -> Tensor:
+        among = torch.full_like(pool, count)
+        _, node = draw.distinct(
+            pool, among, lambda relation: draw.zipf(torch.full_like(relation, count), wanted.pool_zipf)
+        )
+        return node + first
+
+    members = [pool_members(pool, *end) for pool, end in zip(pools, ends, strict=True)]
     of_source, of_destination = (pool.to(device) for pool in pools)
 
     def pairs(relation: Tensor) -> Tensor:
@@ -234,7 +238,7 @@ def achieved(made: Twin) -> dict[str, float]:
         "median relation": int(sizes.median()), "largest relation": int(sizes.max()),
         "top 10 % of relations": float(sizes.sort(descending=True).values[:top].sum() / edges),
         "in-degree, largest": int(degree[-1]), "in-degree, 99 %": int(degree[int(0.99 * (len(degree) - 1))]),
-        "nodes without edges": float((torch.bincount(torch.cat([made.src, made.dst]), minlength=made.num_nodes) == 0).double().mean()),
+        "nodes without edges": 1 - len(torch.cat([made.src, made.dst]).unique()) / made.num_nodes,
     }  # fmt: skip
 
 

@@ -54,7 +54,7 @@ class Statistics:
             ratios = [sum(ratios) / 2] * 2
         counts = {"nodes": round(self.nodes * scale), "edges": round(self.edges * scale), "relations": self.relations}
         names = dict(zip(("source pairs / edges", "destination pairs / edges"), ratios, strict=True))
-        told = {name: (value, True) for name, value in counts.items()}
+        told: dict[str, tuple[float, bool]] = {name: (value, True) for name, value in counts.items()}
         told |= {name: (value, name in self.published) for name, value in names.items()}
         if len(self.groups) == 1 and self.groups[0].top_share is not None:
             told["top 10 % of relations"] = (self.groups[0].top_share, True)
@@ -149,7 +149,8 @@ _ALL = (
         ),
     ),
     Statistics(  # 237 relations; the side with fewer pairs is that of the destinations, and that of the sources once turned round
-        name="fb15k-237", nodes=14_541, edges=620_232, relations=474, inverses=True, types={"node": 14_541}, pool_zipf=0.45, pair_zipf=0.68,
+        name="fb15k-237", nodes=14_541, edges=620_232, relations=474, inverses=True, types={"node": 14_541},
+        pool_zipf=0.45, pair_zipf=0.68,
         groups=(Group(
             relations=237, edges=310_116, source_ratio=0.419, destination_ratio=0.103, top_share=0.55, largest=16_391, smallest=45,
         ),),
