@@ -30,6 +30,7 @@ TINY = {
     "vit-small": ((*SMALL_HF, "image_size=16", "patch_size=4", "num_channels=1"), {}),
     "resnet-18": (("width=8", "image_size=16"), {}),
     "resnet-50": (("width=4", "image_size=32"), {}),
+    "rgcn": (("width=8", "files=8", "bases=3", "dropout=0.1"), {"batch": 1}),
 }
 
 
@@ -51,7 +52,7 @@ def test_a_preset_has_its_stated_size(name: str) -> None:
         model = family.build(config, False)
     assert sum(p.numel() for p in model.parameters()) == row.parameters
     assert all(p.is_meta for p in model.parameters())
-    assert (row.seq is None) == family.reads_images
+    assert (row.seq is None) == (family.reads_images or family.reads_graphs)
     assert row.seq is None or row.seq <= (family.context(config) or row.seq)
 
 
@@ -67,8 +68,8 @@ def test_a_row_holds_values_that_set_would_take(name: str) -> None:
 def test_a_preset_trains_when_made_small(name: str, tmp_path: Path) -> None:
     sets, sizes = TINY[name]
     (tmp_path / "notes.txt").write_text("Whence cam'st thou, worthy thane?\n" * 200)
-    data = str(tmp_path / "notes.txt") if sizes else "digits"
-    job = make_job(name, sets=sets, batch=4, data=data, device="cpu", **sizes)
+    data = str(tmp_path / "notes.txt") if "seq" in sizes else PRESETS[name].data
+    job = make_job(name, sets=sets, data=data, device="cpu", **{"batch": 4, **sizes})
     step = wholestep.compile(
         job.model, job.loss_fn, job.optimizer, job.batches.batch(0), backend="interpret", check="off", verbose=False,
         **job.compile_options,

@@ -23,7 +23,8 @@ Sets = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of model or training; again for more."),
 ]
 Data = Annotated[
-    str | None, typer.Option(metavar="NAME|FILE", help="What to train on: shakespeare, stdlib, digits, or a text file.")
+    str | None,
+    typer.Option(metavar="NAME|FILE", help="What to train on: shakespeare, stdlib, digits, pygraph, or a text file."),
 ]
 Batch = Annotated[int | None, typer.Option(min=1, metavar="B", help="Sequences (or samples) per batch.")]
 Seq = Annotated[int | None, typer.Option(min=1, metavar="S", help="Tokens per sequence.")]

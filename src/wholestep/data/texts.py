@@ -19,7 +19,7 @@ TEXTS = {
     "stdlib": "the source code of your Python's standard library, the first 8 MB",
 }
 STDLIB_BYTES = 8_000_000
-_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "ensurepip", "lib2to3"}
+NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "ensurepip", "lib2to3"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def _standard_library() -> bytes:
     parts: list[bytes] = []
     size = 0
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        if _NOT_LIBRARY & set(path.relative_to(root).parts):
+        if NOT_LIBRARY & set(path.relative_to(root).parts):
             continue
         try:
             parts.append(path.read_bytes())

@@ -1,7 +1,7 @@
 """From settings to the parts of a Job: data, model, held-out and awkward batches, and what there is to show.
 
 In: settings (plain JSON), a Family, a device. Out: Parts, and in it the fields that only the data decides (the digest of the
-data, a GPT's vocabulary), so that the settings saved with a run make the same Job again.
+data, a GPT's vocabulary, the nodes of a graph), so that the settings saved with a run make the same Job again.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from wholestep.data.digits import CLASSES, DigitBatches
+from wholestep.data.pygraph import KINDS, PyGraphBatches, read_pygraph
 from wholestep.data.texts import TEXTS, Text, read_text
 from wholestep.data.tokens import RESERVED, Tokens, make_tokens, read_tokens
 from wholestep.data.windows import (
@@ -28,8 +29,11 @@ from wholestep.data.windows import (
 from wholestep.errors import BadOption
 from wholestep.train import families, sampling
 from wholestep.train.families import Family
+from wholestep.train.held_out import evaluating
 
 TOKENIZER_FILE = "tokenizer.json"
+OTHER_DATA = {"digits": "images", "pygraph": "a graph"}
+"""Data that is no text, and what it is."""
 _WRITES_FROM = 1024
 """Tokens the sample looks back on, for a model without a longest sequence."""
 FORMS: dict[str, tuple[Form, int, int]] = {
@@ -43,7 +47,7 @@ class Parts:
     """What a Job is put together from."""
 
     model: nn.Module
-    batches: TextBatches | DigitBatches
+    batches: TextBatches | DigitBatches | PyGraphBatches
     held_out: Sequence[Any]
     edge_batches: Sequence[Any]
     write_sample: Callable[[], str]
@@ -53,16 +57,24 @@ class Parts:
 
 def build(settings: Mapping[str, Any], family: Family, device: torch.device) -> Parts:
     """All that depends on the data or is large."""
-    return _images(settings, family, device) if family.reads_images else _texts(settings, family, device)
+    made = _images if family.reads_images else _graphs if family.reads_graphs else _texts
+    return made(settings, family, device)
 
 
 def check_data_fits(data: str, family: Family, said: str) -> None:
-    """Text for what reads text, images for what sees them."""
-    if family.reads_images and data != "digits":
-        raise BadOption(f"data {data!r} is text, {said} sees images", hint="use digits")
-    if not family.reads_images and data == "digits":
-        hint = f"use {', '.join(TEXTS)} or the path of a text file"
-        raise BadOption(f"data 'digits' is images, {said} reads text", hint=hint)
+    """Text for what reads text, images for what sees them, a graph for what runs over one."""
+    is_a = OTHER_DATA.get(data, "text")
+    wanted, verb = (
+        ("images", "sees")
+        if family.reads_images
+        else ("a graph", "runs over")
+        if family.reads_graphs
+        else ("text", "reads")
+    )
+    if is_a != wanted:
+        fitting = [name for name, what in OTHER_DATA.items() if what == wanted]
+        hint = f"use {fitting[0]}" if fitting else f"use {', '.join(TEXTS)} or the path of a text file"
+        raise BadOption(f"data {data!r} is {is_a}, {said} {verb} {wanted}", hint=hint)
 
 
 # ---- texts ----
@@ -70,7 +82,7 @@ def check_data_fits(data: str, family: Family, said: str) -> None:
 
 def _texts(settings: Mapping[str, Any], family: Family, device: torch.device) -> Parts:
     said, seq = settings["model"], settings["seq"]
-    text = read_text(settings["data"], others=("digits",))
+    text = read_text(settings["data"], others=tuple(OTHER_DATA))
     config, tokens = _config_and_tokens(settings, family, text)
     form, window = _form(family, tokens, config, seq, said)
     batches = TextBatches(
@@ -195,6 +207,31 @@ def image_logits(model: nn.Module) -> Callable[[dict[str, Tensor]], Tensor]:
         return made if isinstance(made, Tensor) else made.logits
 
     return of
+
+
+# ---- graphs ----
+
+
+def _graphs(settings: Mapping[str, Any], family: Family, device: torch.device) -> Parts:
+    asked = family.configure(dict(settings["config"]))
+    batches = PyGraphBatches(read_pygraph(asked.files), device=device)
+    sizes = {"nodes": batches.graph.num_nodes, "relations": batches.graph.num_relations}
+    for name, least in (*sizes.items(), ("classes", len(KINDS))):
+        if getattr(asked, name) not in (0, least):
+            what = f"{name}={getattr(asked, name)}: the graph has {least}"
+            raise BadOption(what, hint=f"leave it out, or --set {name}={least}")
+    config = {**settings["config"], **sizes}
+    model = _drawn(family, family.configure(config), settings, device)
+    # Message functions are traced at their first call: here, or the first step could not be captured with the others.
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings["precision"])
+    with evaluating(model), torch.autocast(device.type, half, enabled=half is not None):
+        model(batches.graph)
+    held_out = batches.held_out()
+    return Parts(
+        model=model, batches=batches, held_out=held_out, found={"data_digest": batches.digest, "config": config},
+        edge_batches=batches.edges(),
+        write_sample=lambda: sampling.name_kinds(model, held_out, batches.commonest()),
+    )  # fmt: skip
 
 
 # ---- the model ----

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from wholestep.train import families
 from wholestep.train.build import FORMS
 from wholestep.train.families import Family
-from wholestep.train.job import compile_options_of, own_job, resolve_settings
+from wholestep.train.job import Job, compile_options_of, make_job, own_job, resolve_settings
 from wholestep.train.optimizers import make_optimizer
 
 _BYTE_IDS = 256
@@ -58,7 +58,9 @@ def make_dry_job(
     where = torch.device("cuda" if on_gpu else "cpu")
     settings, family = resolve_settings(model, sets=sets, batch=batch, seq=seq, precision=precision, where=where)
     if family is None:
-        return _own(settings)
+        return _own(own_job(settings, torch.device("cpu")))
+    if family.reads_graphs:  # its tables have sizes that only their values decide
+        return _own(make_job(model, sets=sets, batch=batch, seq=seq, precision=settings["precision"], device="cpu"))
     config = family.configure(_with_vocabulary(settings, family))
     with torch.device("meta"):
         module = family.build(config, False)
@@ -72,9 +74,8 @@ def make_dry_job(
     )  # fmt: skip
 
 
-def _own(settings: dict[str, Any]) -> DryJob:
-    """The user's function decides what it makes; a batch is the first that its loader yields, one micro-batch of it."""
-    job = own_job(settings, torch.device("cpu"))
+def _own(job: Job) -> DryJob:
+    """What was made with values; a batch is the first that its loader yields, one micro-batch of it."""
     return DryJob(
         name=job.name, settings=job.settings, model=job.model, loss_fn=job.loss_fn, optimizer=job.optimizer,
         example=job.batches.batch(0), compile_options=job.compile_options, real=True,

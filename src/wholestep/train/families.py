@@ -1,7 +1,7 @@
-"""The three families a model can belong to, behind one face: what `--set` may change, how it is built, what a batch looks like.
+"""The families a model can belong to, behind one face: what `--set` may change, how it is built, what a batch looks like.
 
-In: the name of a family (`gpt`, `resnet`, `hf:<model_type>` or a folder). Out: a Family. A family knows models, not data: which
-tokens or images it is given is decided in `build.py`.
+In: the name of a family (`gpt`, `resnet`, `rgcn`, `hf:<model_type>` or a folder). Out: a Family. A family knows models, not data:
+which tokens, images or graph it is given is decided in `build.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from wholestep.errors import BadOption
 from wholestep.train import hf_models
 from wholestep.train.models.gpt import GPT, GPTConfig, next_token_loss
 from wholestep.train.models.resnet import ResNet, ResNetConfig, class_loss
+from wholestep.train.models.rgcn import RGCN, RGCNConfig, kind_loss
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +25,7 @@ class Family:
     """How to make models of one kind."""
 
     task: str
-    """`next` (own GPT), `causal`, `masked`, `seq2seq`, or `image`."""
+    """`next` (own GPT), `causal`, `masked`, `seq2seq`, `image`, or `graph`."""
     fields: dict[str, Any]
     """What `--set` may change, with defaults."""
     where: str
@@ -47,6 +48,10 @@ class Family:
     def reads_images(self) -> bool:
         return self.task == "image"
 
+    @property
+    def reads_graphs(self) -> bool:
+        return self.task == "graph"
+
 
 def find_family(name: str, *, said: str) -> Family:
     """`said` is what the user typed, for messages."""
@@ -54,6 +59,8 @@ def find_family(name: str, *, said: str) -> Family:
         return _gpt()
     if name == "resnet":
         return _resnet()
+    if name == "rgcn":
+        return _rgcn()
     return _hugging_face(hf_models.find(name, say=said), said)
 
 
@@ -71,6 +78,15 @@ def _resnet() -> Family:
     return Family(
         task="image", fields=fields, where=", ".join(fields), typed=True, loss_fn=class_loss,
         configure=lambda changes: ResNetConfig(**changes), build=lambda config, init: ResNet(config),
+        context=lambda config: None, longer="",
+    )  # fmt: skip
+
+
+def _rgcn() -> Family:
+    fields = _defaults(RGCNConfig)
+    return Family(
+        task="graph", fields=fields, where=", ".join(fields), typed=True, loss_fn=kind_loss,
+        configure=lambda changes: RGCNConfig(**changes), build=lambda config, init: RGCN(config),
         context=lambda config: None, longer="",
     )  # fmt: skip
 

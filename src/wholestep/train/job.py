@@ -22,10 +22,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from wholestep.data.texts import TEXTS
 from wholestep.data.tokens import bpe_available
 from wholestep.errors import BadOption, WholestepWarning
 from wholestep.train import resolve, wishes
-from wholestep.train.build import TOKENIZER_FILE, build, check_data_fits, check_sequence
+from wholestep.train.build import OTHER_DATA, TOKENIZER_FILE, build, check_data_fits, check_sequence
 from wholestep.train.families import Family, find_family
 from wholestep.train.loader import LoaderBatches, OneBatch, is_iterable_of_batches, on_device
 from wholestep.train.optimizers import make_optimizer
@@ -44,6 +45,8 @@ _ALWAYS_SET = ("family", "config", "model", "steps", "precision", "clip_norm", "
 """In the settings of every job."""
 OWN_STEPS = 100
 """Steps of a run over the user's own function, when nothing is said."""
+GRAPHS = ("runs over one whole graph at every step", "--set files=N changes its size")
+"""Why there is nothing to cut, and what there is instead."""
 _FORMS = "a preset, hf:<model_type>, a folder with a config.json, or package.module:callable"
 
 
@@ -106,7 +109,7 @@ def make_job(
         model: a preset, `hf:<model_type>`, a folder with a config.json, or `package.module:callable`; None is a small GPT,
             larger on a GPU.
         sets: `key=value` texts: training values and fields of the model's configuration.
-        data: `shakespeare`, `stdlib`, `digits`, or the path of a text file.
+        data: `shakespeare`, `stdlib`, `digits`, `pygraph`, or the path of a text file.
         batch, seq: rows per batch, tokens per row.
         precision: fp32, bf16 or fp16; None is the model's own on a GPU, fp32 on a CPU.
         steps: how long the run is meant to be.
@@ -240,6 +243,9 @@ def _settings(
         for key in ("optimizer", "lr", "weight_decay", "warmup", "schedule", "clip_norm")
     }
     steps, batch, accumulate = sizes["steps"] or row.steps, sizes["batch"] or row.batch, training.get("accumulate", 1)
+    if family.reads_graphs and (batch, accumulate) != (1, 1):
+        what = f"--batch {batch}" if batch != 1 else f"--set accumulate={accumulate}"
+        raise BadOption(f"{what}: {name} {GRAPHS[0]}", hint=f"leave it out; {GRAPHS[1]}")
     if batch % accumulate:
         raise BadOption(
             f"--batch {batch} cannot be cut into accumulate={accumulate} equal parts", hint="use a multiple"
@@ -256,7 +262,7 @@ def _settings(
 def _absolute(data: str) -> str:
     """A path that also leads to the file from elsewhere; the names of data sets as they are."""
     path = os.path.expanduser(data)
-    return os.path.abspath(path) if os.path.exists(path) and data not in ("shakespeare", "stdlib", "digits") else data
+    return os.path.abspath(path) if os.path.exists(path) and data not in (*TEXTS, *OTHER_DATA) else data
 
 
 def _text_settings(
@@ -267,13 +273,12 @@ def _text_settings(
     training: Mapping[str, Any],
     sizes: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Sequence length and tokens; nothing for images."""
-    if family.reads_images:
+    """Sequence length and tokens; nothing for images and graphs."""
+    if family.reads_images or family.reads_graphs:
+        sees, size = ("sees images", "--set image_size=N changes their size") if family.reads_images else GRAPHS
         for key, given in (("--seq", sizes["seq"]), ("--set tokenizer", training.get("tokenizer"))):
             if given is not None:
-                raise BadOption(
-                    f"{key} {given}: {name} sees images", hint="leave it out; --set image_size=N changes their size"
-                )
+                raise BadOption(f"{key} {given}: {name} {sees}", hint=f"leave it out; {size}")
         return {}
     with_vocabulary = {"vocab_size": 256, **config} if family.task == "next" else dict(config)
     longest = family.context(family.configure(with_vocabulary))

@@ -16,17 +16,17 @@ class Preset:
 
     summary: str
     family: str
-    """`gpt` and `resnet` are this package's own; `hf:<model_type>` is built by transformers."""
+    """`gpt`, `resnet` and `rgcn` are this package's own; `hf:<model_type>` is built by transformers."""
     config: dict[str, Any]
     parameters: int
-    """How many the model has as it stands here, tied ones counted once."""
+    """How many the model has as it stands here, tied ones counted once; without the embeddings of a graph's nodes."""
     data: str
     batch: int
     steps: int
     lr: float
     """The peak."""
     seq: int | None = None
-    """Tokens per row; None for images, whose size is in the configuration."""
+    """Tokens per row; None for images, whose size is in the configuration, and for graphs."""
     tokenizer: str = "bpe"
     vocabulary: int = 8192
     """How many ids a BPE is trained to have."""
@@ -94,6 +94,11 @@ PRESETS: dict[str, Preset] = {
         summary="ResNet-50 at 224 pixels, on handwritten digits", family="resnet",
         config={"depth": 50, "image_size": 224, "channels": 3, "stem": "large"}, parameters=23_528_522,
         data="digits", batch=64, steps=500, lr=2e-3, weight_decay=0.05, warmup=50,
+    ),
+    "rgcn": Preset(
+        summary="an R-GCN that tells modules, classes, functions and methods apart by who contains, imports, calls, inherits whom",
+        family="rgcn", config={"width": 32}, parameters=18_660,
+        data="pygraph", batch=1, steps=60, lr=1e-2, warmup=10, precision="fp32",
     ),
 }
 # fmt: on
