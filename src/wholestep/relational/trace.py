@@ -5,8 +5,9 @@ dimension of edges is known wherever it is. Out: `Program`, a graph module that 
 
 What each value depends on says in which space it is computed (`spaces.py`); it is handed to larger ones where it is read. Products
 with the matrix of an edge's relation become one product per relation. A product with a vector after one with a matrix becomes one
-with their product, which is made once per relation. A sum of weighted messages that are linear in the source is given to
-`linear_sum`, which chooses the side. What is none of this and not row by row is refused, with its line.
+with their product, which is made once per relation; so does one with a narrow matrix that all relations share. A sum of weighted
+messages that are linear in the source is given to `linear_sum`, which chooses the side. What is none of this and not row by row is
+refused, with its line.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep.errors import UnsupportedModel
@@ -83,7 +85,7 @@ def trace(
         del mode
 
         def noted(*args: Any) -> Tensor:
-            with _Lines():
+            with _Lines(), _HeadProducts():
                 return run(*args)
 
         traced = make_fx(noted, tracing_mode="fake")(rowed["src"], rowed["dst"], rowed["edge"], params, *ids)
@@ -131,16 +133,32 @@ class _Lowering:
     def _lower(self, node: fx.Node) -> Value:
         if node.target is aten.index.Tensor and node.args[1] == [self.etype]:
             return Value(self._read(node.args[0], Space.NONE), Space.RELATION)
+        if node.target is aten.index.Tensor and self._is_row_of_id(node.args[1]):
+            tables, ids = self._read(node.args[0], Space.NONE), self.values[node.args[1][1]].node  # type: ignore[index]
+            return self._made(node, spaces.rows_of_ids, (self.table, tables, ids), Space.SOURCE_PAIR)
         if node.target is torch.ops.ws.edge_softmax.default:
             logits = self.at(self.values[node.args[0]], Space.EDGE)  # type: ignore[index]
-            return self._made(node, spaces.softmax_of, (self.table, logits), Space.EDGE)
+            softmax = spaces.softmax_of if len(node.args) == 2 else spaces.softmax_within_relation
+            return self._made(node, softmax, (self.table, logits), Space.EDGE)
         if node.target is aten.bmm.default:
             return self._bmm(node)
+        if node.target is torch.ops.ws.head_product.default:
+            return self._head_product(node)
+        if node.target is aten.mm.default:
+            folded = self._shared(node)
+            if folded is not None:
+                return folded
         if node.target is aten.sum.dim_IntList:
             dotted = self._dot(node)
             if dotted is not None:
                 return dotted
         return self._row_by_row(node)
+
+    def _is_row_of_id(self, index: Any) -> bool:
+        """p.T[e.type, e.src.id]."""
+        if len(index) != 2 or index[0] is not self.etype or index[1] not in self.values:
+            return False
+        return self.values[index[1]].space is Space.SOURCE
 
     def _row_by_row(self, node: fx.Node) -> Value:
         """The same operator in the smallest space; dimension 0 is that of rows, or the operator is refused."""
@@ -198,6 +216,31 @@ class _Lowering:
         made.linear = (rows, matrices)
         return made
 
+    def _head_product(self, node: fx.Node) -> Value:
+        """(edges, heads, m, d) @ (edges, heads, d, k)."""
+        left, right = (self.values[n] for n in node.all_input_nodes)
+        one_row = node.all_input_nodes[0].meta["val"].shape[2] == 1
+        if one_row and right.space is Space.RELATION and left.space not in (Space.RELATION, Space.NONE):
+            rows = self._made(node, aten.squeeze.dim, (left.node, 2), left.space, told=False)
+            flat = self._by_relation(node, rows, right)
+            made = self._made(node, aten.unsqueeze.default, (flat.node, 2), flat.space, told=False)
+            made.linear = left, right
+            return made
+        space = joined(left.space, right.space)
+        return self._made(node, torch.matmul, (self.at(left, space), self.at(right, space)), space)
+
+    def _shared(self, node: fx.Node) -> Value | None:
+        """(x W[relation]) A = x (W[relation] A), where that is not wider."""
+        left, right = (self.values.get(n) for n in node.args)  # type: ignore[arg-type]
+        if left is None or right is None or left.linear is None or right.space is not Space.NONE:
+            return None
+        wide, narrow = node.args[1].meta["val"].shape  # type: ignore[union-attr]
+        if narrow > wide:
+            return None
+        rows, before = left.linear
+        matrix = self._made(node, torch.matmul, (before.node, right.node), Space.RELATION, what="fold")
+        return self._by_relation(node, rows, matrix)
+
     def _dot(self, node: fx.Node) -> Value | None:
         """(x * v[relation]).sum(-1), as a product with a matrix of one column."""
         source, dims, *keep = node.args
@@ -233,8 +276,16 @@ class _Lowering:
         if self.aggregate == "max":
             return self._node("max over edges", spaces.edge_max, (self.table, self.at(value, Space.EDGE)))
         weight, body = self._weighted(message)
+        if self.aggregate == "mean per relation":
+            weight = self._shared_out(weight, message.meta["val"].dtype)
+            return self._sum_of(weight, body)
         total = self._sum_of(weight, body)
         return total if self.aggregate == "sum" else self._node("mean", spaces.mean_of, (self.table, total))
+
+    def _shared_out(self, weight: Any, dtype: torch.dtype) -> Any:
+        """The weight of an edge, divided among those of its relation and destination."""
+        share = self._node("share", spaces.share_of_pair, (self.table, dtype), space=Space.EDGE)
+        return share if weight is None else self._node("share", spaces_unsqueezed_product, (share, weight))
 
     def _sum_of(self, weight: Any, body: Value) -> Any:
         if body.linear is not None and body.linear[0].space is Space.SOURCE:
@@ -320,6 +371,10 @@ def spaces_unsqueezed(weight: Tensor, like: Tensor) -> Tensor:
     return weight.reshape(*weight.shape, *[1] * (like.dim() - weight.dim()))
 
 
+def spaces_unsqueezed_product(share: Tensor, weight: Tensor) -> Tensor:
+    return spaces_unsqueezed(share, weight) * weight
+
+
 def _sized(argument: Any) -> Any:
     """Sizes with the number of edges first are those of any number of rows."""
     if isinstance(argument, list | tuple) and argument and argument[0] == EDGES and isinstance(argument[0], int):
@@ -338,11 +393,29 @@ def _through_view(node: fx.Node, value: Value) -> tuple[Value, Value] | None:
     if source.dim() == 3 and source.shape[1] == 1 and node.meta["val"].shape == (EDGES, source.shape[2]):
         flat = rows.node.graph.call_function(aten.squeeze.dim, (rows.node, 1))
         return Value(flat, rows.space), matrices
+    if (
+        source.dim() == 4
+        and source.shape[2] == 1
+        and node.meta["val"].shape == (EDGES, source.shape[1], source.shape[3])
+    ):
+        flat = rows.node.graph.call_function(aten.squeeze.dim, (rows.node, 2))
+        return Value(flat, rows.space), matrices
     return None
 
 
 def _refused(node: fx.Node, what: str, hint: str) -> UnsupportedModel:
     return UnsupportedModel(f"{node.target} in the message function: {what}", where=node.meta.get("line"), hint=hint)
+
+
+class _HeadProducts(TorchFunctionMode):
+    """(edges, heads, m, d) @ (edges, heads, d, k) stays one operator: its parts no longer have edges in dimension 0."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and len(args) == 2:
+            left, right = args
+            if left.dim() == right.dim() == 4 and left.shape[:2] == right.shape[:2] and left.shape[0] == EDGES:
+                return torch.ops.ws.head_product(left, right)
+        return func(*args, **(kwargs or {}))
 
 
 class _Lines(TorchDispatchMode):
