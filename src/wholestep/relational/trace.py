@@ -39,6 +39,7 @@ _VIEWS = {
     aten.squeeze.dims, aten.squeeze.default, aten.expand.default, aten.permute.default, aten.transpose.int, aten.t.default,
     aten.slice.Tensor, aten.select.int, aten.alias.default, aten.detach.default,
 }  # fmt: skip
+_RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 _REDUCTIONS = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten._softmax.default, aten._log_softmax.default}
 
 
@@ -170,7 +171,10 @@ class _Lowering:
             self._refuse_other(node, [value.space is not Space.NONE for value in values])
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.at(self.values[n], space))
         args = tuple(_sized(arg) for arg in args) if space is not Space.NONE else args
-        made = self._made(node, node.target, args, space, kwargs)
+        target = node.target
+        if target in _RESHAPES and space is not Space.NONE:  # strides of the program's rows are not those of the trace
+            target, args = aten.reshape.default, (args[0], [-1, *node.meta["val"].shape[1:]])
+        made = self._made(node, target, args, space, kwargs)
         if node.target in _VIEWS and len(values) == 1:
             made.linear = _through_view(node, values[0])
         return made

@@ -86,7 +86,9 @@ class HGTConv(nn.Module):
         self.out_lin = TypedLinear(dict.fromkeys(self.node_types, out_channels), out_channels)
         self.k_rel, self.v_rel = (HeadMatrices(heads, len(self.edge_types), out_channels // heads) for _ in range(2))
         self.skip = nn.ParameterDict({name: nn.Parameter(torch.empty(1)) for name in self.node_types})
-        self.p_rel = nn.ParameterDict({_key(edge): nn.Parameter(torch.empty(1, heads)) for edge in self.edge_types})
+        self.p_rel = nn.ParameterDict()
+        for edge in self.edge_types:  # one by one: of a dict it would take the keys in another order
+            self.p_rel[_key(edge)] = nn.Parameter(torch.empty(1, heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -66,9 +66,14 @@ def message(s: Settings, e: Any, p: Any) -> Tensor:
     return a.unsqueeze(-1) * by_head.reshape(sent.shape[0], s.heads * s.dim, -1)
 
 
-@functools.cache
+_layers: dict[Settings, rel.Layer] = {}
+
+
 def layer_of(settings: Settings) -> rel.Layer:
-    return rel.layer(functools.partial(message, settings))
+    """A dict of our own: Dynamo looks past functools.cache, and would make a layer anew."""
+    if settings not in _layers:
+        _layers[settings] = rel.layer(functools.partial(message, settings))
+    return _layers[settings]
 
 
 class RGATConv(nn.Module):
