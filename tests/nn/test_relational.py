@@ -226,7 +226,7 @@ def test_converted_layers_share_parameters_and_agree() -> None:
     after = dict(model.named_parameters())
     assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
     torch.testing.assert_close(model.eval()(index, etype), wanted)
-    assert isinstance(model.first, wholestep.nn.RGCNConv) and not model.first._forward_hooks
+    assert isinstance(model.first, wholestep.nn.RGCNConv) and "forward" not in vars(model.first)
     assert all(p.grad is None for p in model.parameters()) and "2 replaced, 0 left" in str(report)
 
 
@@ -253,8 +253,11 @@ def test_what_is_left_and_why() -> None:
     )
     assert "largest: aggr='max'" in str(report)
     x, index = typed(torch.float32, dict.fromkeys(TYPES, 4))
-    model["hgt"](x, index)
-    assert "hgt" in report.replaced
+    wanted = copy.deepcopy(model["hgt"])(x, index)
+    hgt = model["hgt"]
+    found = hgt(x, hgt.graph(x, index))
+    assert "hgt" in report.replaced and model["hgt"] is hgt and "forward" not in vars(hgt)
+    assert all(torch.allclose(found[name], wanted[name], atol=1e-6) for name in wanted)
     assert wholestep.nn.convert_relational(nn.Linear(2, 2)) == converting.Report()
 
 
@@ -271,19 +274,36 @@ def test_the_original_comes_back_where_numbers_differ(fault: str, monkeypatch: p
 
     monkeypatch.setattr(wholestep.nn.RGCNConv, "_gathered", wrong)
     report = wholestep.nn.convert_relational(model)
-    assert torch.equal(model(index, etype), wanted) or report.replaced == {"second": "RGATConv"}
+    other = copy.deepcopy(model)
+    for _ in range(2):
+        torch.testing.assert_close(model(index, etype), wanted)
+    torch.testing.assert_close(other(made("plain")) if fault == "gradient" else other(index, etype), wanted)
+    assert type(other.first) is type(first) and other.first is not first
     torch.testing.assert_close(model(index, etype), wanted)
     assert model.first is first and report.replaced == {"second": "RGATConv"}
     assert ("output" if fault == "output" else "gradient") in report.left["first"]
 
 
-def test_two_layers_as_a_whole_step() -> None:
+def test_the_original_comes_back_where_ours_refuses_a_call() -> None:
+    index, etype, nodes, relations = edges("plain")
+    model = nn.ModuleList([pyg.RGATConv(WIDE, OUT, relations)])
+    layer, x = model[0], torch.randn(nodes, WIDE)
+    wanted = layer(x, index, etype, return_attention_weights=True)
+    report = wholestep.nn.convert_relational(model)
+    found = model[0](x, index, etype, return_attention_weights=True)
+    assert model[0] is layer and "return_attention_weights=True" in report.left["0"] and not report.replaced
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1][1], wanted[1][1])
+
+
+@pytest.mark.parametrize("called", [True, False], ids=["called before", "not called before"])
+def test_two_layers_as_a_whole_step(called: bool) -> None:
     index, etype, nodes, relations = edges("hubs")
     graph, labels = made("hubs"), torch.arange(nodes) % 3
     plain = Net(nodes, relations)
     model = copy.deepcopy(plain)
     report = wholestep.nn.convert_relational(model)
-    model(index, etype)
+    if called:
+        model(index, etype)
     assert not report.left
 
     def loss(model: nn.Module, batch: Any) -> Tensor:

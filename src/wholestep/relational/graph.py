@@ -145,6 +145,15 @@ class RelGraph:
     def num_relations(self) -> int:
         return self.sources.ends.shape[0]
 
+    def given(self) -> tuple[Tensor, Tensor]:
+        """(source, destination) and relation of every edge, in the order in which they were given."""
+        index, etype = (
+            torch.empty(2, self.num_edges, dtype=torch.int64, device=self.order.device),
+            torch.empty_like(self.order),
+        )
+        index[:, self.order], etype[self.order] = torch.stack([self.src, self.dst]).long(), self.etype.long()
+        return index, etype
+
     def to(self, device: Any) -> RelGraph:
         """The same graph elsewhere."""
         made = object.__new__(type(self))

@@ -1,14 +1,15 @@
 """convert_relational(model): torch_geometric's relational layers change into ours, with the same Parameter objects.
 
 In: any model. Out: a Report of what was replaced, what was left, and why. At the first call of a layer both forms get the same
-inputs; if outputs or gradients differ, the original comes back, its output is returned, and the report says so. That first call is
-one with real tensors: call the model once before `wholestep.compile`.
+inputs; if outputs or gradients differ, or ours refuses the inputs, the original comes back, its output is returned, and the report
+says so. A call that is being traced compares nothing: call the model once before `wholestep.compile`.
 
 HeteroConv is left: its parts are layers for one relation each.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from wholestep.errors import BadOption, WholestepError
 from wholestep.nn.relational.hgt import HGTConv
 from wholestep.nn.relational.rgat import RGATConv
 from wholestep.nn.relational.rgcn import RGCNConv
+from wholestep.relational import RelGraph
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Of the largest value of a tensor."""
@@ -61,7 +63,7 @@ def convert_relational(model: nn.Module) -> Report:
             else:
                 _put(model, module, made)
                 report.replaced[path] = kind
-                _compare_at_first_call(_Trial(model, path, module, made, report))
+                made.__dict__["forward"] = _FirstCall(model, path, module, made, report)
     return report
 
 
@@ -140,63 +142,77 @@ def _put(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 # ---- the first call ----
 
 
-@dataclass(frozen=True, slots=True)
-class _Trial:
+@dataclass
+class _FirstCall:
+    """Stands as `forward` in a layer of ours until that was called; copied and saved with it."""
+
     model: nn.Module
     path: str
     theirs: nn.Module
-    ours: nn.Module
+    ours: Any
     report: Report
 
-
-def _compare_at_first_call(trial: _Trial) -> None:
-    def compare(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or any(map(compat.is_fake, tensors)):
-            return None
-        hook.remove()
-        reason = _difference(trial, args, kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or _any_fake((args, kwargs)):
+            return type(self.ours).forward(self.ours, *args, **kwargs)
+        del self.ours.__dict__["forward"]
+        given = inspect.signature(self.ours.forward).bind(*args, **kwargs).arguments
+        known = _without_graph(self.ours, given)
+        try:
+            reason = self._difference(given, known)
+        except WholestepError as error:
+            reason = str(error)
         if reason is None:
-            return None
-        _put(trial.model, trial.ours, trial.theirs)
-        trial.theirs.train(trial.ours.training)
-        trial.report.left[trial.path] = reason
-        del trial.report.replaced[trial.path]
-        return trial.theirs(*args, **kwargs)
+            return self.ours.forward(*args, **kwargs)
+        _put(self.model, self.ours, self.theirs)
+        self.report.left[self.path] = reason
+        self.report.replaced.pop(self.path, None)
+        return self.theirs(**known)
 
-    hook = trial.ours.register_forward_hook(compare, with_kwargs=True)
-
-
-def _difference(trial: _Trial, args: Any, kwargs: Any) -> str | None:
-    """None if both give the same outputs and gradients. Without dropout, and without a trace in anyone's gradients."""
-    was = trial.ours.training
-    try:
-        theirs, ours = (_outcome(layer.eval(), args, kwargs) for layer in (trial.theirs, trial.ours))
-    except TypeError as error:  # a RelGraph was given: only ours takes it
-        return f"it could not be compared: {error}"
-    finally:
-        trial.ours.train(was)
-        trial.theirs.train(was)
-    if theirs.keys() != ours.keys():
-        return f"it gives other outputs: {', '.join(sorted(theirs.keys() ^ ours.keys()))}"
-    for name, wanted in theirs.items():
-        found = ours[name]
-        if found.shape != wanted.shape or found.dtype != wanted.dtype:
-            return f"{name} is {found.dtype} of {tuple(found.shape)}, wanted {wanted.dtype} of {tuple(wanted.shape)}"
-        most = float(wanted.abs().max()) if wanted.numel() else 0.0
-        off = float((found - wanted).abs().max()) if wanted.numel() else 0.0
-        if not off <= TOLERANCE.get(wanted.dtype, 0.0) * max(most, 1.0):
-            return f"{name} differs by {off:.3g} at the first call, its largest value is {most:.3g}"
-    return None
+    def _difference(self, given: dict[str, Any], known: dict[str, Any]) -> str | None:
+        """None if both give the same outputs and gradients. Without dropout, and without a trace in anyone's gradients."""
+        was = self.ours.training
+        try:
+            theirs, ours = _outcome(self.theirs.eval(), known), _outcome(self.ours.eval(), given)
+        finally:
+            self.ours.train(was)
+            self.theirs.train(was)
+        if theirs.keys() != ours.keys():
+            return f"it gives other outputs: {', '.join(sorted(theirs.keys() ^ ours.keys()))}"
+        reasons = (_distance(name, ours[name], theirs[name]) for name in theirs)
+        return next(filter(None, reasons), None)
 
 
-def _outcome(layer: nn.Module, args: Any, kwargs: Any) -> dict[str, Tensor]:
+def _any_fake(arguments: Any) -> bool:
+    return any(isinstance(t, Tensor) and compat.is_fake(t) for t in pytree.tree_leaves(arguments))
+
+
+def _without_graph(ours: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+    """A RelGraph as the tensors it was made of: theirs does not take it."""
+    if isinstance(given.get("edge_index"), RelGraph):
+        index, etype = given["edge_index"].given()
+        return {**given, "edge_index": index, "edge_type": etype}
+    if isinstance(ours, HGTConv) and isinstance(given["edge_index_dict"], RelGraph):
+        return {**given, "edge_index_dict": ours.edges(given["x_dict"], given["edge_index_dict"])}
+    return given
+
+
+def _distance(name: str, found: Tensor, wanted: Tensor) -> str | None:
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return f"{name} is {found.dtype} of {tuple(found.shape)}, wanted {wanted.dtype} of {tuple(wanted.shape)}"
+    most, off = (float(t.abs().max()) if t.numel() else 0.0 for t in (wanted, found - wanted))
+    if off <= TOLERANCE.get(wanted.dtype, 0.0) * max(most, 1.0):
+        return None
+    return f"{name} differs by {off:.3g} at the first call, its largest value is {most:.3g}"
+
+
+def _outcome(layer: nn.Module, arguments: dict[str, Any]) -> dict[str, Tensor]:
     """Outputs and gradients by name; a gradient that is not there is zero."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = pytree.tree_flatten(arguments)
     leaves = [_leaf(value) for value in leaves]
-    given, named = pytree.tree_unflatten(leaves, spec)
+    given = pytree.tree_unflatten(leaves, spec)
     with torch.enable_grad():
-        outs, _ = pytree.tree_flatten_with_path(layer(*given, **named))
+        outs, _ = pytree.tree_flatten_with_path(layer(**given))
         made = {f"output{pytree.keystr(path)}": out for path, out in outs if isinstance(out, Tensor)}
         wanted = {
             f"the gradient of input {i}": t for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.requires_grad

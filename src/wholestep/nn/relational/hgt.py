@@ -114,6 +114,15 @@ class HGTConv(nn.Module):
         src, dst, etype = torch.cat(parts, 1)
         return rel.RelGraph(src, dst, etype, num_nodes=nodes, num_relations=len(self.edge_types))
 
+    def edges(self, x_dict: dict[str, Tensor], graph: rel.RelGraph) -> dict[Any, Tensor]:
+        """What `graph` was made of."""
+        first, _ = self._offsets(x_dict)
+        index, etype = graph.given()
+        starts = {
+            edge: index.new_tensor([[first.get(edge[0], 0)], [first.get(edge[-1], 0)]]) for edge in self.edge_types
+        }
+        return {edge: index[:, etype == i] - starts[edge] for i, edge in enumerate(self.edge_types)}
+
     def forward(self, x_dict: dict[str, Tensor], edge_index_dict: Any) -> dict[str, Tensor]:
         """`edge_index_dict`: edge type -> (2, edges), or a RelGraph made by `graph`."""
         first, nodes = self._offsets(x_dict)
