@@ -180,6 +180,14 @@ def test_tables_are_made_once_and_again_after_a_write(monkeypatch: pytest.Monkey
     etype[3] = (etype[3] + 1) % relations
     torch.testing.assert_close(layers[1](x, index, etype), layers[0](x, index, etype))
     assert len(built) == 2
+    features, by_type = typed(torch.float64, dict.fromkeys(TYPES, 6))
+    layers = both("HGTConv", torch.float64, 6, 8, (TYPES, RELATIONS), 2)
+    for _ in range(2):
+        layers[1](features, by_type)
+    assert len(built) == 3
+    by_type[RELATIONS[0]][0, 0] = (by_type[RELATIONS[0]][0, 0] + 1) % 7
+    torch.testing.assert_close(layers[1](features, by_type), layers[0](features, by_type))
+    assert len(built) == 4
 
 
 @pytest.mark.parametrize(

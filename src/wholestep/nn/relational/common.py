@@ -1,7 +1,7 @@
 """What the relational layers share: a graph from edges as torch_geometric gives them, refusals, first values of parameters.
 
 In: edge_index (2, edges) and edge_type (edges,), or a RelGraph. Out: a RelGraph. Tables made of tensors are kept as long as the
-tensor of edges lives and neither was written to: layers called with the same edges share them. A write that torch does not count
+first of them lives and none was written to: layers called with the same edges share them. A write that torch does not count
 (through NumPy) is not seen.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from wholestep import compat
 from wholestep.errors import BadOption, NotBuiltYet
 from wholestep.relational import RelGraph
 
-Made = tuple[Any, Any, RelGraph]
+Made = tuple[Any, "list[weakref.ref[Tensor]]", RelGraph]
 _made: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""First tensor -> (what was said, all tensors, what was made of them)."""
 
 
 def graph_of(edges: Any, edge_type: Any, nodes: int, relations: int) -> RelGraph:
@@ -35,20 +37,22 @@ def graph_of(edges: Any, edge_type: Any, nodes: int, relations: int) -> RelGraph
         raise BadOption("edge_type is missing", hint="give the relation of every edge")
     if edges.dim() != 2 or edges.shape[0] != 2:
         raise BadOption(f"edge_index has shape {tuple(edges.shape)}", hint="it is (2, edges): sources, destinations")
-    sizes = nodes, relations
-    if edges.is_inference() or edge_type.is_inference() or compat.is_fake(edges):
-        return _built(edges, edge_type, *sizes)
-    said = sizes, edges._version, edge_type._version
-    found: Made | None = _made.get(edges)
-    if found is not None and found[0] == said and found[1]() is edge_type:
+    return remembered((edges, edge_type), (nodes, relations), lambda: RelGraph(
+        edges[0], edges[1], edge_type, num_nodes=nodes, num_relations=relations
+    ))  # fmt: skip
+
+
+def remembered(tensors: tuple[Tensor, ...], said: Any, make: Callable[[], RelGraph]) -> RelGraph:
+    """The graph last made of these very tensors and of what else was said, or a new one."""
+    if not tensors or any(t.is_inference() or compat.is_fake(t) for t in tensors):
+        return make()
+    said = said, tuple(t._version for t in tensors)
+    found: Made | None = _made.get(tensors[0])
+    if found is not None and found[0] == said and all(a() is b for a, b in zip(found[1], tensors, strict=True)):
         return found[2]
-    graph = _built(edges, edge_type, *sizes)
-    _made[edges] = said, weakref.ref(edge_type), graph
+    graph = make()
+    _made[tensors[0]] = said, [weakref.ref(t) for t in tensors], graph
     return graph
-
-
-def _built(edges: Tensor, edge_type: Tensor, nodes: int, relations: int) -> RelGraph:
-    return RelGraph(edges[0], edges[1], edge_type, num_nodes=nodes, num_relations=relations)
 
 
 def _fitting(graph: RelGraph, nodes: int, relations: int) -> RelGraph:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from wholestep import relational as rel
 from wholestep.errors import BadOption, NotBuiltYet
-from wholestep.nn.relational.common import constant, graph_of, refuse_others
+from wholestep.nn.relational.common import constant, graph_of, refuse_others, remembered
 
 EdgeType = tuple[str, str, str]
 
@@ -114,6 +114,14 @@ class HGTConv(nn.Module):
         src, dst, etype = torch.cat(parts, 1)
         return rel.RelGraph(src, dst, etype, num_nodes=nodes, num_relations=len(self.edge_types))
 
+    def _remembered(self, x_dict: dict[str, Tensor], edge_index_dict: dict[EdgeType, Tensor]) -> rel.RelGraph:
+        tensors = tuple(edge_index_dict.values())
+        if not all(isinstance(t, Tensor) for t in tensors):
+            return self.graph(x_dict, edge_index_dict)  # which says what is wrong
+        first, nodes = self._offsets(x_dict)
+        said = tuple(first.items()), nodes, tuple(self.edge_types), tuple(edge_index_dict)
+        return remembered(tensors, said, lambda: self.graph(x_dict, edge_index_dict))
+
     def edges(self, x_dict: dict[str, Tensor], graph: rel.RelGraph) -> dict[Any, Tensor]:
         """What `graph` was made of."""
         first, _ = self._offsets(x_dict)
@@ -127,7 +135,7 @@ class HGTConv(nn.Module):
         """`edge_index_dict`: edge type -> (2, edges), or a RelGraph made by `graph`."""
         first, nodes = self._offsets(x_dict)
         given = isinstance(edge_index_dict, rel.RelGraph)
-        graph = edge_index_dict if given else self.graph(x_dict, edge_index_dict)
+        graph = edge_index_dict if given else self._remembered(x_dict, edge_index_dict)
         graph = graph_of(graph, None, nodes, len(self.edge_types))
         told = torch.cat([self.kqv_lin(name, x_dict[name]) for name in first])
         k, q, v = (part.reshape(nodes, self.heads, -1) for part in told.tensor_split(3, 1))
