@@ -117,13 +117,14 @@ class _Lowering:
             if kind in spaces_of:
                 self.values[node] = Value(self.inputs[homes[kind], name], spaces_of[kind])
         self.etype, self.target = placeholders[-2:]
+        message: Any = next(iter(reversed(list(traced.nodes)))).args[0]
+        message = message[0] if isinstance(message, list | tuple) and len(message) == 1 else message
+        self.message = message
         for node in traced.nodes:
             if node.op == "call_function":
                 self.values[node] = self._lower(node)
             elif node.op == "get_attr":
                 raise _refused(node, "it makes a tensor of its own", "give it as a parameter")
-        message: Any = next(iter(reversed(list(traced.nodes)))).args[0]
-        message = message[0] if isinstance(message, list | tuple) and len(message) == 1 else message
         self.graph.output(self._summed(message))
         self.graph.eliminate_dead_code()
         told = (node.meta["told"] for node in self.graph.nodes if "told" in node.meta)
@@ -234,12 +235,13 @@ class _Lowering:
         return self._made(node, torch.matmul, (self.at(left, space), self.at(right, space)), space)
 
     def _shared(self, node: fx.Node) -> Value | None:
-        """(x W[relation]) A = x (W[relation] A), where that is not wider."""
+        """(x W[relation]) A = x (W[relation] A), where that is not wider and x W[relation] is not needed itself."""
         left, right = (self.values.get(n) for n in node.args)  # type: ignore[arg-type]
         if left is None or right is None or left.linear is None or right.space is not Space.NONE:
             return None
         wide, narrow = node.args[1].meta["val"].shape  # type: ignore[union-attr]
-        if narrow > wide:
+        others = [user for user in node.args[0].users if user not in (node, self.message)]  # type: ignore[union-attr]
+        if narrow > wide or others:
             return None
         rows, before = left.linear
         matrix = self._made(node, torch.matmul, (before.node, right.node), Space.RELATION, what="fold")
