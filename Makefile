@@ -77,5 +77,5 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing $(TORCH)"
 	@$(PIP) $(TORCH)
 	@echo "installing wholestep and its tools"
-	@$(PIP) -e '.[dev,hf]'
+	@$(PIP) -e '.[dev,hf,gnn]'
 	@touch $@

@@ -56,21 +56,36 @@ def heads(e: Any, p: Any) -> Tensor:
     return rel.edge_softmax((m * m).sum(-1)).unsqueeze(-1) * m
 
 
-MESSAGES = (rgcn, rgat, gcn, gated, featured, of_the_destination, heads)
+def own_heads(e: Any, p: Any) -> Tensor:
+    """A matrix per relation and head, softmax within a relation."""
+    m = (e.src.x.reshape(-1, 2, 1, 3) @ p.HH[e.type]).squeeze(2)
+    return rel.edge_softmax((m * e.dst.x[:, :1, None]).sum(-1), within_relation=True).unsqueeze(-1) * m
+
+
+def folded(e: Any, p: Any) -> Tensor:
+    """A product with a matrix that all relations share goes into theirs."""
+    m = (e.src.x.unsqueeze(1) @ p.W[e.type]).squeeze(1)
+    return (m @ p.C) * rel.edge_softmax(
+        ((e.dst.x.unsqueeze(1) @ p.W[e.type]).squeeze(1) @ p.C)[:, :1], within_relation=True
+    )
+
+
+MESSAGES = (rgcn, rgat, gcn, gated, featured, of_the_destination, heads, own_heads, folded)
 
 
 def tensors(graph: RelGraph, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     torch.manual_seed(1)
     sizes = {"W": (WIDE, OUT), "u": (WIDE,), "v": (OUT,), "B": (3, OUT), "H": (3, OUT)}
     params = {n: torch.randn(graph.num_relations, *s, dtype=dtype) for n, s in sizes.items()}
-    params["A"] = torch.randn(WIDE, OUT, dtype=dtype)
+    params["HH"] = torch.randn(graph.num_relations, 2, 3, OUT, dtype=dtype)
+    params["A"], params["C"] = torch.randn(WIDE, OUT, dtype=dtype), torch.randn(OUT, 2, dtype=dtype)
     x, own = torch.randn(graph.num_nodes, WIDE, dtype=dtype), torch.randn(graph.num_edges, 3, dtype=dtype)
     return x.requires_grad_(), own.requires_grad_(), {n: p.requires_grad_() for n, p in params.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: m.__name__)
-@pytest.mark.parametrize("aggregate", ["sum", "mean", "max"])
+@pytest.mark.parametrize("aggregate", ["sum", "mean", "max", "mean per relation"])
 def test_it_is_the_message_function_edge_by_edge(name: str, message: Any, aggregate: str) -> None:
     graph = made(name)
     x, own, params = tensors(graph)
@@ -81,6 +96,18 @@ def test_it_is_the_message_function_edge_by_edge(name: str, message: Any, aggreg
     pull, leaves = torch.randn_like(wanted), [x, own, *params.values()]
     for one, other in zip(*(torch.autograd.grad((f * pull).sum(), leaves, allow_unused=True) for f in (found, wanted))):
         assert torch.allclose(*(torch.zeros(()) if g is None else g for g in (one, other)), atol=1e-10)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_per_relation_and_id(name: str) -> None:
+    graph = made(name)
+    ids = torch.arange(graph.num_nodes) % 5
+    tables = torch.randn(graph.num_relations, 5, OUT, dtype=torch.float64, requires_grad=True)
+    layer = rel.layer(lambda e, p: p.T[e.type, e.src.id], aggregate="mean per relation")
+    found, wanted = (f(graph, {"id": ids}, {"T": tables}) for f in (layer, layer.reference))
+    assert torch.allclose(found, wanted, atol=1e-12)
+    grads = [torch.autograd.grad(f.square().sum(), tables)[0] for f in (found, wanted)]
+    assert torch.allclose(*grads, atol=1e-12)
 
 
 def test_gradcheck() -> None:

@@ -33,6 +33,10 @@ _PUBLIC = {
     "rms_norm_linear": "functional",
     "convert": "swap",
     "restore": "swap",
+    "RGCNConv": "relational.rgcn",
+    "RGATConv": "relational.rgat",
+    "HGTConv": "relational.hgt",
+    "convert_relational": "relational.convert",
 }
 
 __all__ = sorted(_PUBLIC)

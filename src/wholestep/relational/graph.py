@@ -93,6 +93,8 @@ class RelGraph:
     """Edge here -> edge as given."""
     ptr: Tensor
     """Node -> where its incoming edges begin."""
+    pair_ptr: Tensor
+    """Where the edges of every destination and relation begin, in the order of edges."""
     degree: Tensor
     """Incoming edges of a node."""
     from_src: Taking
@@ -142,6 +144,15 @@ class RelGraph:
     @property
     def num_relations(self) -> int:
         return self.sources.ends.shape[0]
+
+    def given(self) -> tuple[Tensor, Tensor]:
+        """(source, destination) and relation of every edge, in the order in which they were given."""
+        index, etype = (
+            torch.empty(2, self.num_edges, dtype=torch.int64, device=self.order.device),
+            torch.empty_like(self.order),
+        )
+        index[:, self.order], etype[self.order] = torch.stack([self.src, self.dst]).long(), self.etype.long()
+        return index, etype
 
     def to(self, device: Any) -> RelGraph:
         """The same graph elsewhere."""
@@ -220,6 +231,7 @@ def _tables(src: Tensor, dst: Tensor, etype: Tensor, nodes: int, relations: int)
     around = (src, dst, etype, nodes, relations, sources, destinations, fit)
     return {
         "src": fit(src), "dst": fit(dst), "etype": fit(etype), "order": order, "ptr": fit(ptr),
+        "pair_ptr": fit(_changes(dst * relations + etype)),
         "degree": torch.diff(ptr), "from_src": _taking(src, nodes, fit), "from_dst": _taking(dst, nodes, fit),
         "sources": sources, "destinations": destinations, "rows": _rows(*around, chosen),
         "only_sources": _rows(*around, torch.ones_like(chosen)),
@@ -237,6 +249,12 @@ def _narrow(most: int) -> Fit:
 def _ptr(sorted_ids: Tensor, count: int) -> Tensor:
     """Where each id begins, among ids that are sorted."""
     return torch.searchsorted(sorted_ids, torch.arange(count + 1, device=sorted_ids.device))
+
+
+def _changes(sorted_ids: Tensor) -> Tensor:
+    """Where each id that occurs begins, and the end."""
+    _, counts = torch.unique_consecutive(sorted_ids, return_counts=True)
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
 def _taking(index: Tensor, count: int, fit: Fit) -> Taking:

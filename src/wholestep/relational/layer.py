@@ -19,15 +19,21 @@ from wholestep.errors import BadOption
 from wholestep.relational.graph import RelGraph
 from wholestep.relational.trace import Program, trace
 
-AGGREGATES = ("sum", "mean", "max")
+AGGREGATES = ("sum", "mean", "max", "mean per relation")
 _at_work = threading.local()
 
 LIBRARY = torch.library.Library("ws", "FRAGMENT")
-LIBRARY.define("edge_softmax(Tensor logits, Tensor dst) -> Tensor")
+LIBRARY.define("edge_softmax(Tensor logits, Tensor dst, Tensor? etype=None) -> Tensor")
+LIBRARY.define("head_product(Tensor left, Tensor right) -> Tensor")
+LIBRARY.impl("head_product", torch.matmul, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "ws::head_product", lambda left, right: left.new_empty(*left.shape[:3], right.shape[3]), lib=LIBRARY
+)
 
 
-def _edge_softmax(logits: Tensor, dst: Tensor) -> Tensor:
+def _edge_softmax(logits: Tensor, dst: Tensor, etype: Tensor | None = None) -> Tensor:
     """Edges in any order."""
+    dst = dst if etype is None else _pair_of(dst, etype)
     order = dst.argsort(stable=True)
     last = int(dst.max()) + 1 if dst.numel() else 0
     ptr = torch.searchsorted(dst[order], torch.arange(last + 1, device=dst.device))
@@ -35,18 +41,28 @@ def _edge_softmax(logits: Tensor, dst: Tensor) -> Tensor:
 
 
 LIBRARY.impl("edge_softmax", _edge_softmax, "CompositeExplicitAutograd")
-torch.library.register_fake("ws::edge_softmax", lambda logits, dst: torch.empty_like(logits), lib=LIBRARY)
+torch.library.register_fake("ws::edge_softmax", lambda logits, dst, etype=None: torch.empty_like(logits), lib=LIBRARY)
 
 
-def edge_softmax(logits: Tensor) -> Tensor:
-    """Inside of a message function: softmax over the edges that come in at one node; logits (edges,) or (edges, heads)."""
+def _pair_of(dst: Tensor, etype: Tensor) -> Tensor:
+    """A number for every destination and relation of which there are edges."""
+    relations = int(etype.max()) + 1 if etype.numel() else 1
+    return torch.unique(dst * relations + etype, return_inverse=True)[1]
+
+
+def edge_softmax(logits: Tensor, *, within_relation: bool = False) -> Tensor:
+    """Inside of a message function: softmax over the edges that come in at one node; logits (edges,) or (edges, heads).
+
+    `within_relation`: over those of the same relation only.
+    """
     dst = getattr(_at_work, "dst", None)
     if dst is None:
         raise BadOption("edge_softmax outside of a message function", hint="call it in the function given to rel.layer")
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
-        out: Tensor = torch.ops.ws.edge_softmax(logits, dst)
+        ids = (dst, _at_work.etype) if within_relation else (dst,)
+        out: Tensor = torch.ops.ws.edge_softmax(logits, *ids)
         return out
-    return _softmax_by_edges(logits, dst)
+    return _softmax_by_edges(logits, _pair_of(dst, _at_work.etype) if within_relation else dst)
 
 
 def _softmax_by_edges(logits: Tensor, dst: Tensor) -> Tensor:
@@ -63,7 +79,8 @@ def _softmax_by_edges(logits: Tensor, dst: Tensor) -> Tensor:
 
 
 def layer(message: Callable[[Any, Any], Tensor], *, aggregate: str = "sum") -> Layer:
-    """A layer from a message function; `aggregate`: sum, mean or max over the edges that come in at a node."""
+    """A layer from a message function; `aggregate`: sum, mean or max over the edges that come in at a node, or the sum over
+    relations of the mean over a relation's edges."""
     if aggregate not in AGGREGATES:
         raise BadOption(f"aggregate={aggregate!r}", hint=f"one of {', '.join(AGGREGATES)}")
     return Layer(message, aggregate)
@@ -114,11 +131,12 @@ class Layer:
         e = types.SimpleNamespace(
             src=types.SimpleNamespace(**src), dst=types.SimpleNamespace(**dst), type=etype, **edge
         )  # fmt: skip
-        before, _at_work.dst = getattr(_at_work, "dst", None), target
+        before = getattr(_at_work, "dst", None), getattr(_at_work, "etype", None)
+        _at_work.dst, _at_work.etype = target, etype
         try:
             return self.message(e, types.SimpleNamespace(**params))
         finally:
-            _at_work.dst = before
+            _at_work.dst, _at_work.etype = before
 
     def reference(
         self,
@@ -133,11 +151,14 @@ class Layer:
         given = {n: x[graph.order] for n, x in (edges or {}).items()}
         messages = self._called(at_src, at_dst, given, params or {}, graph.etype.long(), dst)
         place = dst.reshape(-1, *[1] * (messages.dim() - 1)).expand(messages.shape)
+        if self.aggregate == "mean per relation":
+            pair = _pair_of(dst, graph.etype.long())
+            messages = messages / torch.bincount(pair)[pair].reshape(-1, *[1] * (messages.dim() - 1))
         out = messages.new_zeros(graph.num_nodes, *messages.shape[1:])
         if self.aggregate == "max":
             return out.scatter_reduce(0, place, messages, "amax", include_self=False)
         total = out.index_add(0, dst, messages)
-        if self.aggregate == "sum":
+        if self.aggregate != "mean":
             return total
         return total / graph.degree.clamp(min=1).reshape(-1, *[1] * (total.dim() - 1))
 

@@ -110,11 +110,30 @@ LIFTS: dict[tuple[Space, Space], Callable[[RelGraph, Tensor], Tensor]] = {
 
 
 def _by_relation(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """(rows, m, d) or (rows, d) times (relations, d, k): every row by its relation's matrix."""
+    """(rows, m, d) or (rows, d) times (relations, d, k): every row by its relation's matrix. With a matrix per relation and head:
+    (rows, heads, d) times (relations, heads, d, k)."""
+    if matrices.dim() == 4:
+        return _by_relation_and_head(x, matrices, ends)
     if x.dim() == 2:
         return torch.ops.ws.grouped_mm(x, matrices, ends)  # type: ignore[no-any-return]
     flat = torch.ops.ws.grouped_mm(x.reshape(-1, x.shape[-1]), matrices, ends * x.shape[1])
     return flat.reshape(x.shape[0], x.shape[1], matrices.shape[-1])  # type: ignore[no-any-return]
+
+
+def _by_relation_and_head(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Head after head, so that the rows of a relation and head lie together: one grouped product."""
+    count, heads, wide = x.shape
+    first = torch.arange(heads, dtype=ends.dtype, device=ends.device).unsqueeze(1) * count
+    by_head = matrices.transpose(0, 1).reshape(-1, *matrices.shape[2:])
+    rows = x.transpose(0, 1).reshape(heads * count, wide)
+    flat = torch.ops.ws.grouped_mm(rows, by_head, (first + ends).reshape(-1))
+    return flat.reshape(heads, count, matrices.shape[-1]).transpose(0, 1)  # type: ignore[no-any-return]
+
+
+def rows_of_ids(graph: RelGraph, tables: Tensor, ids: Tensor) -> Tensor:
+    """tables[relation, ids[source]] for every source pair."""
+    at_pairs = graph.sources.relation.long() * tables.shape[1] + ids[graph.sources.of_node.index.long()]
+    return tables.reshape(-1, *tables.shape[2:]).index_select(0, at_pairs)
 
 
 def product_at_source_pairs(graph: RelGraph, x: Tensor, matrices: Tensor) -> Tensor:
@@ -174,6 +193,16 @@ def mean_of(graph: RelGraph, total: Tensor) -> Tensor:
     return total / graph.degree.clamp(min=1).reshape(-1, *[1] * (total.dim() - 1))
 
 
+def share_of_pair(graph: RelGraph, dtype: torch.dtype) -> Tensor:
+    """For every edge one over the number of edges of its relation that come in at its node."""
+    return (1 / torch.diff(graph.destinations.to_edge.back_ptr).to(dtype))[graph.destinations.to_edge.index.long()]
+
+
 def softmax_of(graph: RelGraph, logits: Tensor) -> Tensor:
     out: Tensor = torch.ops.ws.segment_softmax(logits, graph.ptr)
+    return out
+
+
+def softmax_within_relation(graph: RelGraph, logits: Tensor) -> Tensor:
+    out: Tensor = torch.ops.ws.segment_softmax(logits, graph.pair_ptr)
     return out

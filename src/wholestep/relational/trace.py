@@ -5,8 +5,9 @@ dimension of edges is known wherever it is. Out: `Program`, a graph module that 
 
 What each value depends on says in which space it is computed (`spaces.py`); it is handed to larger ones where it is read. Products
 with the matrix of an edge's relation become one product per relation. A product with a vector after one with a matrix becomes one
-with their product, which is made once per relation. A sum of weighted messages that are linear in the source is given to
-`linear_sum`, which chooses the side. What is none of this and not row by row is refused, with its line.
+with their product, which is made once per relation; so does one with a narrow matrix that all relations share. A sum of weighted
+messages that are linear in the source is given to `linear_sum`, which chooses the side. What is none of this and not row by row is
+refused, with its line.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep.errors import UnsupportedModel
@@ -37,6 +39,7 @@ _VIEWS = {
     aten.squeeze.dims, aten.squeeze.default, aten.expand.default, aten.permute.default, aten.transpose.int, aten.t.default,
     aten.slice.Tensor, aten.select.int, aten.alias.default, aten.detach.default,
 }  # fmt: skip
+_RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 _REDUCTIONS = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten._softmax.default, aten._log_softmax.default}
 
 
@@ -83,7 +86,7 @@ def trace(
         del mode
 
         def noted(*args: Any) -> Tensor:
-            with _Lines():
+            with _Lines(), _HeadProducts():
                 return run(*args)
 
         traced = make_fx(noted, tracing_mode="fake")(rowed["src"], rowed["dst"], rowed["edge"], params, *ids)
@@ -114,13 +117,14 @@ class _Lowering:
             if kind in spaces_of:
                 self.values[node] = Value(self.inputs[homes[kind], name], spaces_of[kind])
         self.etype, self.target = placeholders[-2:]
+        message: Any = next(iter(reversed(list(traced.nodes)))).args[0]
+        message = message[0] if isinstance(message, list | tuple) and len(message) == 1 else message
+        self.message = message
         for node in traced.nodes:
             if node.op == "call_function":
                 self.values[node] = self._lower(node)
             elif node.op == "get_attr":
                 raise _refused(node, "it makes a tensor of its own", "give it as a parameter")
-        message: Any = next(iter(reversed(list(traced.nodes)))).args[0]
-        message = message[0] if isinstance(message, list | tuple) and len(message) == 1 else message
         self.graph.output(self._summed(message))
         self.graph.eliminate_dead_code()
         told = (node.meta["told"] for node in self.graph.nodes if "told" in node.meta)
@@ -131,16 +135,32 @@ class _Lowering:
     def _lower(self, node: fx.Node) -> Value:
         if node.target is aten.index.Tensor and node.args[1] == [self.etype]:
             return Value(self._read(node.args[0], Space.NONE), Space.RELATION)
+        if node.target is aten.index.Tensor and self._is_row_of_id(node.args[1]):
+            tables, ids = self._read(node.args[0], Space.NONE), self.values[node.args[1][1]].node  # type: ignore[index]
+            return self._made(node, spaces.rows_of_ids, (self.table, tables, ids), Space.SOURCE_PAIR)
         if node.target is torch.ops.ws.edge_softmax.default:
             logits = self.at(self.values[node.args[0]], Space.EDGE)  # type: ignore[index]
-            return self._made(node, spaces.softmax_of, (self.table, logits), Space.EDGE)
+            softmax = spaces.softmax_of if len(node.args) == 2 else spaces.softmax_within_relation
+            return self._made(node, softmax, (self.table, logits), Space.EDGE)
         if node.target is aten.bmm.default:
             return self._bmm(node)
+        if node.target is torch.ops.ws.head_product.default:
+            return self._head_product(node)
+        if node.target is aten.mm.default:
+            folded = self._shared(node)
+            if folded is not None:
+                return folded
         if node.target is aten.sum.dim_IntList:
             dotted = self._dot(node)
             if dotted is not None:
                 return dotted
         return self._row_by_row(node)
+
+    def _is_row_of_id(self, index: Any) -> bool:
+        """p.T[e.type, e.src.id]."""
+        if len(index) != 2 or index[0] is not self.etype or index[1] not in self.values:
+            return False
+        return self.values[index[1]].space is Space.SOURCE
 
     def _row_by_row(self, node: fx.Node) -> Value:
         """The same operator in the smallest space; dimension 0 is that of rows, or the operator is refused."""
@@ -152,7 +172,10 @@ class _Lowering:
             self._refuse_other(node, [value.space is not Space.NONE for value in values])
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.at(self.values[n], space))
         args = tuple(_sized(arg) for arg in args) if space is not Space.NONE else args
-        made = self._made(node, node.target, args, space, kwargs)
+        target = node.target
+        if target in _RESHAPES and space is not Space.NONE:  # strides of the program's rows are not those of the trace
+            target, args = aten.reshape.default, (args[0], [-1, *node.meta["val"].shape[1:]])
+        made = self._made(node, target, args, space, kwargs)
         if node.target in _VIEWS and len(values) == 1:
             made.linear = _through_view(node, values[0])
         return made
@@ -198,6 +221,32 @@ class _Lowering:
         made.linear = (rows, matrices)
         return made
 
+    def _head_product(self, node: fx.Node) -> Value:
+        """(edges, heads, m, d) @ (edges, heads, d, k)."""
+        left, right = (self.values[n] for n in node.all_input_nodes)
+        one_row = node.all_input_nodes[0].meta["val"].shape[2] == 1
+        if one_row and right.space is Space.RELATION and left.space not in (Space.RELATION, Space.NONE):
+            rows = self._made(node, aten.squeeze.dim, (left.node, 2), left.space, told=False)
+            flat = self._by_relation(node, rows, right)
+            made = self._made(node, aten.unsqueeze.default, (flat.node, 2), flat.space, told=False)
+            made.linear = left, right
+            return made
+        space = joined(left.space, right.space)
+        return self._made(node, torch.matmul, (self.at(left, space), self.at(right, space)), space)
+
+    def _shared(self, node: fx.Node) -> Value | None:
+        """(x W[relation]) A = x (W[relation] A), where that is not wider and x W[relation] is not needed itself."""
+        left, right = (self.values.get(n) for n in node.args)  # type: ignore[arg-type]
+        if left is None or right is None or left.linear is None or right.space is not Space.NONE:
+            return None
+        wide, narrow = node.args[1].meta["val"].shape  # type: ignore[union-attr]
+        others = [user for user in node.args[0].users if user not in (node, self.message)]  # type: ignore[union-attr]
+        if narrow > wide or others:
+            return None
+        rows, before = left.linear
+        matrix = self._made(node, torch.matmul, (before.node, right.node), Space.RELATION, what="fold")
+        return self._by_relation(node, rows, matrix)
+
     def _dot(self, node: fx.Node) -> Value | None:
         """(x * v[relation]).sum(-1), as a product with a matrix of one column."""
         source, dims, *keep = node.args
@@ -233,8 +282,16 @@ class _Lowering:
         if self.aggregate == "max":
             return self._node("max over edges", spaces.edge_max, (self.table, self.at(value, Space.EDGE)))
         weight, body = self._weighted(message)
+        if self.aggregate == "mean per relation":
+            weight = self._shared_out(weight, message.meta["val"].dtype)
+            return self._sum_of(weight, body)
         total = self._sum_of(weight, body)
         return total if self.aggregate == "sum" else self._node("mean", spaces.mean_of, (self.table, total))
+
+    def _shared_out(self, weight: Any, dtype: torch.dtype) -> Any:
+        """The weight of an edge, divided among those of its relation and destination."""
+        share = self._node("share", spaces.share_of_pair, (self.table, dtype), space=Space.EDGE)
+        return share if weight is None else self._node("share", spaces_unsqueezed_product, (share, weight))
 
     def _sum_of(self, weight: Any, body: Value) -> Any:
         if body.linear is not None and body.linear[0].space is Space.SOURCE:
@@ -320,6 +377,10 @@ def spaces_unsqueezed(weight: Tensor, like: Tensor) -> Tensor:
     return weight.reshape(*weight.shape, *[1] * (like.dim() - weight.dim()))
 
 
+def spaces_unsqueezed_product(share: Tensor, weight: Tensor) -> Tensor:
+    return spaces_unsqueezed(share, weight) * weight
+
+
 def _sized(argument: Any) -> Any:
     """Sizes with the number of edges first are those of any number of rows."""
     if isinstance(argument, list | tuple) and argument and argument[0] == EDGES and isinstance(argument[0], int):
@@ -338,11 +399,29 @@ def _through_view(node: fx.Node, value: Value) -> tuple[Value, Value] | None:
     if source.dim() == 3 and source.shape[1] == 1 and node.meta["val"].shape == (EDGES, source.shape[2]):
         flat = rows.node.graph.call_function(aten.squeeze.dim, (rows.node, 1))
         return Value(flat, rows.space), matrices
+    if (
+        source.dim() == 4
+        and source.shape[2] == 1
+        and node.meta["val"].shape == (EDGES, source.shape[1], source.shape[3])
+    ):
+        flat = rows.node.graph.call_function(aten.squeeze.dim, (rows.node, 2))
+        return Value(flat, rows.space), matrices
     return None
 
 
 def _refused(node: fx.Node, what: str, hint: str) -> UnsupportedModel:
     return UnsupportedModel(f"{node.target} in the message function: {what}", where=node.meta.get("line"), hint=hint)
+
+
+class _HeadProducts(TorchFunctionMode):
+    """(edges, heads, m, d) @ (edges, heads, d, k) stays one operator: its parts no longer have edges in dimension 0."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and len(args) == 2:
+            left, right = args
+            if left.dim() == right.dim() == 4 and left.shape[:2] == right.shape[:2] and left.shape[0] == EDGES:
+                return torch.ops.ws.head_product(left, right)
+        return func(*args, **(kwargs or {}))
 
 
 class _Lines(TorchDispatchMode):
