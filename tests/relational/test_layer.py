@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import wholestep
 from wholestep import relational as rel
+from wholestep.capture.dry import dry_capture
 from wholestep.errors import BadOption, UnsupportedModel
 from wholestep.relational.graph import RelGraph
 
@@ -223,3 +224,30 @@ def test_bad_calls_are_told() -> None:
         rel.layer(rgcn, aggregate="median")
     with pytest.raises(BadOption, match="edge_softmax outside of a message function"):
         rel.edge_softmax(torch.zeros(3))
+
+
+def test_autocast_is_traced_apart() -> None:
+    """A program holds the casts of autocast; what was made without it is another one."""
+    graph = made("hubs")
+    model = Net(graph)
+    wide = model(graph)
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow = model(graph)
+    assert (wide.dtype, narrow.dtype, len(model.layer.programs)) == (torch.float32, torch.bfloat16, 2)
+    assert torch.equal(model(graph), wide) and torch.allclose(narrow.float(), wide, atol=0.1)
+    step = wholestep.compile(
+        model, lambda m, b: m(graph).float().square().mean() + b.sum(), torch.optim.SGD(model.parameters(), lr=0.1), torch.zeros(1),
+        precision="bf16", backend="interpret", cache=False,
+    )  # fmt: skip
+    losses = [float(step(torch.zeros(1))) for _ in range(3)]
+    assert step.rung == "whole step" and losses[2] < losses[0]
+
+
+def test_a_capture_without_data_makes_the_program_by_itself() -> None:
+    graph = made("plain")
+    model = Net(graph)
+    captured = dry_capture(
+        model, lambda m, b: F.cross_entropy(m(graph), b), torch.optim.AdamW(model.parameters()),
+        torch.zeros(graph.num_nodes, dtype=torch.int64), device="cpu",
+    )  # fmt: skip
+    assert any("gather_sum" in str(node.target) for node in captured.graph.operations())

@@ -7,8 +7,10 @@ is traced at the first call for every combination of shapes; `reference` runs it
 
 from __future__ import annotations
 
+import itertools
 import threading
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -86,12 +88,35 @@ def layer(message: Callable[[Any, Any], Tensor], *, aggregate: str = "sum") -> L
     return Layer(message, aggregate)
 
 
+_numbers = itertools.count()
+_layers: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
+
+
+def _prepare(number: int, shapes: tuple[Any, ...], device: str, narrow: torch.dtype | None) -> bool:
+    """Make the program of a layer, unless it is there. All arguments are constants: a capture that comes by runs it as it is."""
+    self = _layers[number]
+    if (shapes, narrow) not in self.programs:
+        like: dict[str, dict[str, Tensor]] = {"nodes": {}, "edges": {}, "params": {}}
+        for kind, name, shape, dtype in shapes:
+            rows = shape if kind == "params" else (0, *shape)
+            like[kind][name] = torch.empty(rows, dtype=dtype, device="meta")
+        names = {kind: tuple(tensors) for kind, tensors in like.items()}
+        with torch.autocast("cpu", narrow, enabled=narrow is not None):  # where it is traced
+            self.programs[shapes, narrow] = trace(self._called, names, like, self.aggregate)
+    return True
+
+
+_prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result, without importing Dynamo
+
+
 class Layer:
     """See the module."""
 
     def __init__(self, message: Callable[[Any, Any], Tensor], aggregate: str) -> None:
         self.message, self.aggregate = message, aggregate
         self.programs: dict[Any, Program] = {}
+        self.number = next(_numbers)
+        _layers[self.number] = self
 
     def __call__(
         self,
@@ -113,19 +138,18 @@ class Layer:
         params: Mapping[str, Tensor],
         edges: Mapping[str, Tensor] | None = None,
     ) -> Program:
-        """What was made of the message function for such tensors."""
+        """What was made of the message function for such tensors, under autocast or not."""
         like = {"nodes": nodes, "edges": edges or {}, "params": params}
-        key = tuple(
-            (kind, n, t.shape[1:] if kind != "params" else t.shape, t.dtype)
-            for kind, ts in like.items()
-            for n, t in ts.items()
+        self._refuse_wrong(graph, like)
+        shapes = tuple(
+            (kind, name, tuple(t.shape if kind == "params" else t.shape[1:]), t.dtype)
+            for kind, tensors in like.items()
+            for name, t in tensors.items()
         )
-        found = self.programs.get(key)
-        if found is None:
-            self._refuse_wrong(graph, like)
-            names = {kind: tuple(tensors) for kind, tensors in like.items()}
-            found = self.programs[key] = trace(self._called, names, like, self.aggregate)
-        return found
+        device = graph.src.device.type
+        narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        _prepare(self.number, shapes, device, narrow)
+        return self.programs[shapes, narrow]
 
     def _called(self, src: Any, dst: Any, edge: Any, params: Any, etype: Tensor, target: Tensor) -> Tensor:
         e = types.SimpleNamespace(

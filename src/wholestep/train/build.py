@@ -29,7 +29,6 @@ from wholestep.data.windows import (
 from wholestep.errors import BadOption
 from wholestep.train import families, sampling
 from wholestep.train.families import Family
-from wholestep.train.held_out import evaluating
 
 TOKENIZER_FILE = "tokenizer.json"
 OTHER_DATA = {"digits": "images", "pygraph": "a graph"}
@@ -222,10 +221,6 @@ def _graphs(settings: Mapping[str, Any], family: Family, device: torch.device) -
             raise BadOption(what, hint=f"leave it out, or --set {name}={least}")
     config = {**settings["config"], **sizes}
     model = _drawn(family, family.configure(config), settings, device)
-    # Message functions are traced at their first call: here, or the first step could not be captured with the others.
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings["precision"])
-    with evaluating(model), torch.autocast(device.type, half, enabled=half is not None):
-        model(batches.graph)
     held_out = batches.held_out()
     return Parts(
         model=model, batches=batches, held_out=held_out, found={"data_digest": batches.digest, "config": config},

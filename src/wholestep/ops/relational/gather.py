@@ -75,12 +75,16 @@ def sum_reference(
     back_index: Tensor,
     back_edge: Tensor | None,
 ) -> Tensor:
-    """Entry by entry."""
-    values, rows = values_of(weight, edge, index.shape[0], x), x.index_select(0, index)
+    """Entry by entry, added in float32 (float64 for float64) and rounded once."""
+    values, rows = values_of(weight, edge, index.shape[0], x), _wide(x.index_select(0, index))
     if values is not None:
-        rows = rows * values.reshape(*values.shape, *[1] * (rows.dim() - values.dim()))
-    out = x.new_zeros(ptr.shape[0] - 1, *x.shape[1:])
-    return out.index_add(0, targets_of(ptr, index.shape[0]), rows)
+        rows = rows * values.to(rows.dtype).reshape(*values.shape, *[1] * (rows.dim() - values.dim()))
+    out = rows.new_zeros(ptr.shape[0] - 1, *x.shape[1:])
+    return out.index_add(0, targets_of(ptr, index.shape[0]), rows).to(x.dtype)
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t if t.dtype == torch.float64 else t.float()
 
 
 def gather_sum(
@@ -131,7 +135,7 @@ def dot_reference(grad: Tensor, x: Tensor, weight: Tensor, ptr: Tensor, index: T
     targets, wide = targets_of(ptr, index.shape[0]), weight.dim()
     for start in range(0, index.shape[0], CHUNK):
         part = slice(start, start + CHUNK)
-        products = grad.index_select(0, targets[part]) * x.index_select(0, index[part])
+        products = _wide(grad.index_select(0, targets[part])) * _wide(x.index_select(0, index[part]))
         dots = products.reshape(*products.shape[:wide], -1).sum(-1).to(weight.dtype)
         real = edge[part] >= 0
         out[edge[part][real].long()] = dots[real]
@@ -217,6 +221,7 @@ def _sum_cases() -> Iterator[tuple[Any, ...]]:
         yield torch.randn(5, 3).to(dtype), None, *table[:2], None, *table[3:5], None
         yield torch.randn(5, 3).to(dtype), torch.randn(3).to(dtype), *table
         yield torch.randn(5, 2, 3).to(dtype), torch.randn(3, 2).to(dtype), *table
+    yield torch.randn(5, 3).bfloat16(), torch.randn(3), *table  # as autocast has it
 
 
 def _dot_cases() -> Iterator[tuple[Any, ...]]:
