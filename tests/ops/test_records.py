@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from wholestep import ops
+from wholestep import relational as relational  # has operators of its own
 from wholestep.graph.training_graph import tensors_in
 from wholestep.ops.call import Call
 from wholestep.ops.flops import flops
@@ -21,8 +22,13 @@ from wholestep.ops.updates import UPDATES
 OWN = sorted(name for name in FACTS if name.startswith("ws::"))
 ON_CUDA_ONLY = {"ws::recurrent", "ws::recurrent_backward"}
 """cuDNN's; tests/ops/test_recurrent.py compares them with the unrolled layer there."""
-TRIED_ELSEWHERE = {*(f"ws::{kind}" for kind in UPDATES), "ws::packed_recurrent_backward"}
-"""By tests of their own, against torch's optimizers and by gradcheck."""
+TRIED_ELSEWHERE = {
+    *(f"ws::{kind}" for kind in UPDATES),
+    "ws::packed_recurrent_backward",
+    "ws::edge_softmax",
+    "ws::head_product",
+}
+"""By tests of their own, against torch's optimizers, by gradcheck, and as part of message functions."""
 
 
 def overload(name: str) -> Any:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from wholestep.errors import BadOption
+from wholestep.ops.amounts import numel
+from wholestep.ops.record import record
 from wholestep.relational.graph import RelGraph
 from wholestep.relational.trace import Program, trace
 
@@ -43,6 +45,9 @@ def _edge_softmax(logits: Tensor, dst: Tensor, etype: Tensor | None = None) -> T
 
 
 LIBRARY.impl("edge_softmax", _edge_softmax, "CompositeExplicitAutograd")
+# marks in a traced message function, of which a program has none
+record("ws::edge_softmax", kind="reduction", flops=lambda call: 5 * numel(call.outputs[0]))
+record("ws::head_product", kind="matmul", flops=lambda call: 2 * numel(call.outputs[0]) * call.shape("left")[-1])
 torch.library.register_fake("ws::edge_softmax", lambda logits, dst, etype=None: torch.empty_like(logits), lib=LIBRARY)
 
 
