@@ -96,6 +96,7 @@ def test_resnet_knows_digits_it_was_not_trained_on() -> None:
     assert "1 capture(s)" in said  # evaluation in between leaves the step alone
 
 
+@pytest.mark.slow
 def test_every_liar_is_named() -> None:
     said = example("find_the_liar.py", 1)
     culprits = {

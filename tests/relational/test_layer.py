@@ -84,9 +84,12 @@ def tensors(graph: RelGraph, dtype: torch.dtype = torch.float64) -> tuple[Tensor
     return x.requires_grad_(), own.requires_grad_(), {n: p.requires_grad_() for n, p in params.items()}
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: m.__name__)
-@pytest.mark.parametrize("aggregate", ["sum", "mean", "max", "mean per relation"])
+@pytest.mark.parametrize(
+    ("name", "aggregate"),
+    [(name, "sum") for name in NAMES]
+    + [(n, how) for n in ("hubs", "no edges") for how in ("mean", "max", "mean per relation")],
+)
 def test_it_is_the_message_function_edge_by_edge(name: str, message: Any, aggregate: str) -> None:
     graph = made(name)
     x, own, params = tensors(graph)

@@ -38,6 +38,7 @@ def trained(folder: Path, **options: Any) -> Any:
     return trainer
 
 
+@pytest.mark.slow
 def test_a_budget_and_a_plan_go_through(tmp_path: Path) -> None:
     with pytest.raises(BudgetTooSmall) as refused, pytest.warns(WholestepWarning, match="comes on top"):
         trained(tmp_path / "a", memory="1KiB")
