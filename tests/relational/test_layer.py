@@ -202,9 +202,19 @@ def summing(e: Any, p: Any) -> Tensor:
     return e.src.x.sum(0)
 
 
+def in_place(e: Any, p: Any) -> Tensor:
+    return e.src.x.mul_(2)
+
+
+def along_edges(e: Any, p: Any) -> Tensor:
+    return F.softmax(e.src.x, dim=0)
+
+
 @pytest.mark.parametrize(
     ("message", "told"),
     [
+        (in_place, "writes in place.*test_layer.py.*make a new tensor"),
+        (along_edges, "does not work edge by edge"),
         (turned, "does not work edge by edge.*test_layer.py.*keep edges in dimension 0"),
         (counting, "computes with the ids of relations"),
         (summing, "does not work edge by edge"),
@@ -254,3 +264,33 @@ def test_a_capture_without_data_makes_the_program_by_itself() -> None:
         torch.zeros(graph.num_nodes, dtype=torch.int64), device="cpu",
     )  # fmt: skip
     assert any("gather_sum" in str(node.target) for node in captured.graph.operations())
+
+
+@pytest.mark.parametrize("backend", ["eager", "interpret"])
+def test_what_is_drawn_is_drawn_for_every_edge(backend: str) -> None:
+    """Not once per pair: edges that share a source and a relation drop other things."""
+    hub = RelGraph([0] * 400, range(1, 401), [0] * 400)
+    weight = nn.Parameter(torch.ones(1))
+    layer = rel.layer(lambda e, p: F.dropout(e.src.x * p.w, 0.5, True))
+
+    def run(w: Tensor) -> Tensor:
+        return layer(hub, {"x": torch.ones(401, 1)}, {"w": w})
+
+    if backend == "eager":
+        kept = run(weight).detach().sum() / 2
+    else:
+        model = nn.Module()
+        model.weight = weight
+        step = wholestep.compile(
+            model, lambda m, b: run(m.weight).sum() + b.sum(), torch.optim.SGD([weight], lr=0.0), torch.zeros(1),
+            backend="interpret", cache=False,
+        )  # fmt: skip
+        kept = step(torch.zeros(1)) / 2
+        assert step.rung == "whole step"
+    assert 120 < float(kept) < 280
+
+
+def test_a_parameter_that_is_dropped_is_dropped_once() -> None:
+    layer = rel.layer(lambda e, p: (e.src.x.unsqueeze(1) @ F.dropout(p.W, 0.5)[e.type]).squeeze(1))
+    out = layer(RelGraph([0, 0], [1, 2], [0, 0]), {"x": torch.ones(3, 1)}, {"W": torch.ones(1, 1, 64)})
+    assert torch.equal(out[1], out[2]) and 0 < int((out[1] == 0).sum()) < 64

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
@@ -86,7 +87,7 @@ def trace(
         del mode
 
         def noted(*args: Any) -> Tensor:
-            with _Lines(), _HeadProducts():
+            with _Lines(), _Whole():
                 return run(*args)
 
         traced = make_fx(noted, tracing_mode="fake")(rowed["src"], rowed["dst"], rowed["edge"], params, *ids)
@@ -142,6 +143,12 @@ class _Lowering:
             logits = self.at(self.values[node.args[0]], Space.EDGE)  # type: ignore[index]
             softmax = spaces.softmax_of if len(node.args) == 2 else spaces.softmax_within_relation
             return self._made(node, softmax, (self.table, logits), Space.EDGE)
+        if node.target is aten.native_dropout.default:  # made anew, so that a capture sees what it knows
+            x = self.values[node.args[0]]  # type: ignore[index]
+            space = _drawn_in(x.space)
+            return self._made(node, F.dropout, (self.at(x, space), node.args[1]), space)
+        if node.target is operator.getitem and node.args[0].target is aten.native_dropout.default:  # type: ignore[union-attr]
+            return self.values[node.args[0]]  # type: ignore[index]
         if node.target is aten.bmm.default:
             return self._bmm(node)
         if node.target is torch.ops.ws.head_product.default:
@@ -167,7 +174,11 @@ class _Lowering:
         values = [self.values[n] for n in node.all_input_nodes if n in self.values]
         if len(values) != len(node.all_input_nodes):
             raise _refused(node, "it computes with the ids of relations or nodes", "index parameters by e.type")
+        if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+            raise _refused(node, "it writes in place", "make a new tensor")
         space = joined(*(value.space for value in values))
+        if _draws(node):
+            space = _drawn_in(space)
         if space is not Space.NONE:
             self._refuse_other(node, [value.space is not Space.NONE for value in values])
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.at(self.values[n], space))
@@ -187,7 +198,7 @@ class _Lowering:
         pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
         known = node.target in _VIEWS | _REDUCTIONS | {
             aten.mm.default, aten.addmm.default, aten.cat.default, operator.getitem, aten.split.Tensor, aten.clone.default,
-            aten.split_with_sizes.default, aten._to_copy.default, aten.unbind.int, torch.ops.ws.dropout.default,
+            aten.split_with_sizes.default, aten._to_copy.default, aten.unbind.int,
         }  # fmt: skip
         operands = [n.meta["val"] for n in node.all_input_nodes]
         aligned = all(
@@ -199,7 +210,11 @@ class _Lowering:
             for of_rows, t in zip(rowed, operands, strict=True)
             if of_rows and isinstance(t, Tensor)
         )
-        if not (keeps and aligned and wide and (pointwise or known)):
+        along_edges = node.target in (aten._softmax.default, aten._log_softmax.default) and node.args[1] in (
+            0,
+            -first.dim(),
+        )
+        if along_edges or not (keeps and aligned and wide and (pointwise or known or _draws(node))):
             raise _refused(node, "it does not work edge by edge", "keep edges in dimension 0 and leave that alone")
 
     def _bmm(self, node: fx.Node) -> Value:
@@ -381,6 +396,15 @@ def spaces_unsqueezed_product(share: Tensor, weight: Tensor) -> Tensor:
     return spaces_unsqueezed(share, weight) * weight
 
 
+def _draws(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _drawn_in(space: Space) -> Space:
+    """Every edge has a number of its own, whatever its nodes and relation are; a parameter is drawn for as it is."""
+    return space if space is Space.NONE else Space.EDGE
+
+
 def _sized(argument: Any) -> Any:
     """Sizes with the number of edges first are those of any number of rows."""
     if isinstance(argument, list | tuple) and argument and argument[0] == EDGES and isinstance(argument[0], int):
@@ -413,15 +437,23 @@ def _refused(node: fx.Node, what: str, hint: str) -> UnsupportedModel:
     return UnsupportedModel(f"{node.target} in the message function: {what}", where=node.meta.get("line"), hint=hint)
 
 
-class _HeadProducts(TorchFunctionMode):
-    """(edges, heads, m, d) @ (edges, heads, d, k) stays one operator: its parts no longer have edges in dimension 0."""
+class _Whole(TorchFunctionMode):
+    """Stay one operator: (edges, heads, m, d) @ (edges, heads, d, k), whose parts no longer have edges in dimension 0, and dropout,
+    whose parts write in place."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.dropout:
+            return self._dropout(*args, **(kwargs or {}))
         if func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and len(args) == 2:
             left, right = args
             if left.dim() == right.dim() == 4 and left.shape[:2] == right.shape[:2] and left.shape[0] == EDGES:
                 return torch.ops.ws.head_product(left, right)
         return func(*args, **(kwargs or {}))
+
+    def _dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if inplace or not training or not 0 < p <= 1:
+            return F.dropout(x, p, training, inplace)
+        return torch.native_dropout(x, p, True)[0]
 
 
 class _Lines(TorchDispatchMode):
