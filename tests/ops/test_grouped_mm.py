@@ -55,12 +55,13 @@ def test_the_operator_is_well_made() -> None:
 
 INTERPRETED = """
 import torch
-from wholestep.ops import grouped_mm, grouped_mm_triton as kernels
+from wholestep.ops import grouped_mm, grouped_mm_triton as kernels, grouped_narrow_triton as narrow
 
-kernels.ROWS = kernels.COLUMNS = 16
+kernels.ROWS = kernels.COLUMNS = narrow.ROWS = 16
+narrow.SPLIT, narrow.BLOCK, narrow.PARTS = 8, 64, 2
 kernels._depth = lambda x: 16
-for ends in ([2, 5, 9], [0, 4, 4, 9, 9], [9], [3, 6], [1], [0], [20, 20, 37]):
-    for transposed in (False, True):
+for ends in ([2, 5, 9], [0, 4, 4, 9, 9], [9], [3, 6], [1], [0], [20, 20, 37], [0, 1, 2, 3, 3, 3, 30, 30, 31, 70]):
+    for transposed, narrow.WIDEST in ((False, 0), (True, 0), (False, 128), (True, 128)):
         torch.manual_seed(0)
         x, w, grad = torch.randn(max(9, ends[-1]), 21), torch.randn(len(ends), 21, 18), torch.randn(max(9, ends[-1]), 18)
         if transposed:
@@ -94,23 +95,28 @@ def test_triton_bodies_under_their_interpreter() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["highest", "high"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ends", [[700, 700, 1531], [0, 3, 2048], [128, 256, 1000]], ids=str)
-def test_cuda(ends: list[int], dtype: torch.dtype, precision: str) -> None:
+@pytest.mark.parametrize("wide", [200, 120])
+@pytest.mark.parametrize(
+    "ends",
+    [[700, 700, 1531], [0, 3, 2048], [128, 256, 1000], [*range(0, 1000, 7), 1900, 1900]],
+    ids=lambda ends: str(ends[:4]),
+)
+def test_cuda(ends: list[int], dtype: torch.dtype, precision: str, wide: int) -> None:
     """Against one product per group in float64: the error is that of torch's own products, up to the order of the sums."""
     kept = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
         source = torch.Generator("cuda").manual_seed(0)
-        x = torch.randn(2048, 200, generator=source, device="cuda", dtype=dtype)
-        w = torch.randn(3, 136, 200, generator=source, device="cuda", dtype=dtype).transpose(1, 2)
+        x = torch.randn(2048, wide, generator=source, device="cuda", dtype=dtype)
+        w = torch.randn(len(ends), 100, wide, generator=source, device="cuda", dtype=dtype).transpose(1, 2)
         grad, last = (
-            torch.randn(2048, 136, generator=source, device="cuda", dtype=dtype),
+            torch.randn(2048, 100, generator=source, device="cuda", dtype=dtype),
             torch.tensor(ends, device="cuda"),
         )
         ours = [torch.ops.ws.grouped_mm(x, w, last), *torch.ops.ws.grouped_mm_backward(grad, x, w, last)]
         torchs = [grouped_mm.reference(x, w, last), *grouped_mm.reference_backward(grad, x, w, last)]
-        wide = [t.double() for t in (grad, x, w)]
-        exact = [grouped_mm.reference(*wide[1:], last), *grouped_mm.reference_backward(*wide, last)]
+        doubled = [t.double() for t in (grad, x, w)]
+        exact = [grouped_mm.reference(*doubled[1:], last), *grouped_mm.reference_backward(*doubled, last)]
     finally:
         torch.set_float32_matmul_precision(kept)
     for mine, theirs, truth in zip(ours, torchs, exact, strict=True):

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wholestep.ops import grouped_narrow_triton as narrow
+
 ROWS, COLUMNS, TILE, NUM_WARPS, NUM_STAGES = 128, 128, 64, 8, 3
 
 
@@ -123,6 +125,8 @@ def _ready(operand: Tensor, summed: int) -> Tensor:
 
 def rows_product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """As `grouped_mm.reference`."""
+    if narrow.takes(w):
+        return narrow.rows_product(x, w, ends, _precision())
     (rows, inner), (groups, _, columns) = x.shape, w.shape
     out = x.new_empty(rows, columns)
     if out.numel() == 0:
@@ -139,6 +143,8 @@ def rows_product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 def weights_product(grad: Tensor, x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """The gradient of w."""
+    if narrow.takes(w):
+        return narrow.weights_product(grad, x, w, ends, _precision())
     groups, inner, columns = w.shape
     out = torch.empty_like(w)
     if out.numel() == 0:

@@ -55,6 +55,12 @@ class Table:
         )
         return out
 
+    def dot(self, left: Tensor, right: Tensor) -> Tensor:
+        """For every edge the product of the row of its target and the one it reads, along the last dimension."""
+        table = self.ptr, self.index, self.edge, self.back_ptr, self.back_index, self.back_edge
+        out: Tensor = torch.ops.ws.edge_dot(left, right, *table)
+        return out
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pairs:

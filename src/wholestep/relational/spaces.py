@@ -162,6 +162,19 @@ PRODUCTS = {
     Space.EDGE: product_at_edges,
 }
 
+# ---- a number per edge, from two rows of smaller spaces ----
+
+
+def dot_of_nodes(graph: RelGraph, destination: Tensor, source: Tensor) -> Tensor:
+    return graph.neighbours.dot(destination, source)
+
+
+def dot_of_source_pairs(graph: RelGraph, destination: Tensor, source: Tensor) -> Tensor:
+    return graph.only_sources.spread.dot(destination, source)
+
+
+DOTS = {Space.SOURCE: dot_of_nodes, Space.SOURCE_PAIR: dot_of_source_pairs}
+
 # ---- sums over the edges of a node ----
 
 

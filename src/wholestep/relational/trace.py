@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep.errors import UnsupportedModel
 from wholestep.relational import spaces
-from wholestep.relational.spaces import LIFTS, PRODUCTS, Space, joined, pair_space
+from wholestep.relational.spaces import DOTS, LIFTS, PRODUCTS, Space, joined, pair_space
 
 aten = torch.ops.aten
 EDGES = 10_007
@@ -40,6 +40,8 @@ _VIEWS = {
     aten.squeeze.dims, aten.squeeze.default, aten.expand.default, aten.permute.default, aten.transpose.int, aten.t.default,
     aten.slice.Tensor, aten.select.int, aten.alias.default, aten.detach.default,
 }  # fmt: skip
+_UNTAGGED = {aten.leaky_relu.default}
+"""Pointwise, though not every torch says so."""
 _RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 _REDUCTIONS = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten._softmax.default, aten._log_softmax.default}
 
@@ -195,7 +197,7 @@ class _Lowering:
         result = node.meta["val"]
         first = result[0] if isinstance(result, list | tuple) else result
         keeps = isinstance(first, Tensor) and first.dim() > 0 and first.shape[0] == EDGES
-        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _UNTAGGED
         known = node.target in _VIEWS | _REDUCTIONS | {
             aten.mm.default, aten.addmm.default, aten.cat.default, operator.getitem, aten.split.Tensor, aten.clone.default,
             aten.split_with_sizes.default, aten._to_copy.default, aten.unbind.int,
@@ -268,10 +270,22 @@ class _Lowering:
         if not isinstance(source, fx.Node) or source.target is not aten.mul.Tensor or len(source.users) > 1:
             return None
         shape = source.meta["val"].shape
-        if list(dims) not in ([-1], [len(shape) - 1]) or len(shape) != 2 or keep not in ([], [False]):  # type: ignore[arg-type]
+        if list(dims) not in ([-1], [len(shape) - 1]) or keep not in ([], [False]) or "dtype" in node.kwargs:  # type: ignore[arg-type]
             return None
         sides = [self.values[n] for n in source.all_input_nodes if n in self.values]
-        if len(sides) != 2 or any(n.meta["val"].shape != shape for n in source.all_input_nodes):
+        same = all(
+            n.meta["val"].shape == shape and n.meta["val"].dtype == node.meta["val"].dtype
+            for n in source.all_input_nodes
+        )
+        if len(sides) != 2 or not same:
+            return None
+        ends = {value.space: value.node for value in sides}
+        start = next((space for space in DOTS if space in ends), None)
+        if Space.DESTINATION in ends and start is not None and len(shape) in (2, 3):
+            return self._made(
+                node, DOTS[start], (self.table, ends[Space.DESTINATION], ends[start]), Space.EDGE, what="dot"
+            )
+        if len(shape) != 2:
             return None
         vectors = [v for v in sides if v.space is Space.RELATION]
         rows = [v for v in sides if v.space not in (Space.RELATION, Space.NONE)]

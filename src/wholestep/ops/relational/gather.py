@@ -1,4 +1,4 @@
-"""Rows that are taken and summed by a table: ws::take_rows, ws::gather_sum, ws::gather_dot.
+"""Rows that are taken and summed by a table: ws::take_rows, ws::gather_sum, ws::gather_dot, ws::edge_dot.
 
 Legend: x (N, *F), F the features, (D,) or (heads, D). A table has T targets; the entries of target t stand at ptr[t] to ptr[t + 1]:
 index (Z,) is a row of x, edge (Z,) the row of `weight` that it is multiplied by, or -1 for one. weight (E,) or (E, heads).
@@ -6,6 +6,7 @@ index (Z,) is a row of x, edge (Z,) the row of `weight` that it is multiplied by
     take_rows   out[i] = x[index[i]]
     gather_sum  out[t] = sum over its entries of weight[edge] * x[index]
     gather_dot  out[edge] = <grad[t], x[index]> for every entry of target t that has an edge, per head: the gradient of `weight`
+    edge_dot    out[edge] = <left[t], right[index]>, the same where every entry has an edge, with derivatives of its own
 
 Every table comes with itself turned round (back_ptr, back_index, back_edge: for every row of x the targets that read it), so that a
 derivative is a gather_sum too: no atomic additions, hence the same bits in every run. On the CPU the sums are products with a
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ LIBRARY.define(
     "Tensor? back_edge) -> Tensor"
 )
 LIBRARY.define("gather_dot(Tensor grad, Tensor x, Tensor weight, Tensor ptr, Tensor index, Tensor edge) -> Tensor")
+LIBRARY.define(
+    "edge_dot(Tensor left, Tensor right, Tensor ptr, Tensor index, Tensor edge, Tensor back_ptr, Tensor back_index, "
+    "Tensor back_edge) -> Tensor"
+)
 CHUNK = 1 << 16
 """Entries whose products exist at a time, on the CPU."""
 
@@ -150,6 +155,16 @@ def gather_dot(grad: Tensor, x: Tensor, weight: Tensor, ptr: Tensor, index: Tens
     return dot_reference(grad, x, weight, ptr, index, edge)
 
 
+def _edge_dot_with(dot: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def edge_dot(left: Tensor, right: Tensor, ptr: Tensor, index: Tensor, edge: Tensor, *back: Tensor) -> Tensor:
+        return dot(left, right, left.new_empty(index.shape[0], *left.shape[1:-1]), ptr, index, edge)
+
+    return edge_dot
+
+
+edge_dot_reference, edge_dot = _edge_dot_with(dot_reference), _edge_dot_with(gather_dot)
+
+
 def take_reference(x: Tensor, index: Tensor, back_ptr: Tensor, back_index: Tensor) -> Tensor:
     return x.index_select(0, index)
 
@@ -158,6 +173,7 @@ for _device in ("CPU", "CUDA"):
     LIBRARY.impl("take_rows", take_reference, _device)
     LIBRARY.impl("gather_sum", gather_sum, _device)
     LIBRARY.impl("gather_dot", gather_dot, _device)
+    LIBRARY.impl("edge_dot", edge_dot, _device)
 
 
 @torch.library.register_fake("ws::take_rows", lib=LIBRARY)
@@ -173,6 +189,11 @@ def _sum_fake(x: Tensor, weight: Tensor | None, ptr: Tensor, *_: Any) -> Tensor:
 @torch.library.register_fake("ws::gather_dot", lib=LIBRARY)
 def _dot_fake(grad: Tensor, x: Tensor, weight: Tensor, ptr: Tensor, index: Tensor, edge: Tensor) -> Tensor:
     return torch.empty_like(weight, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("ws::edge_dot", lib=LIBRARY)
+def _edge_dot_fake(left: Tensor, right: Tensor, ptr: Tensor, index: Tensor, *_: Any) -> Tensor:
+    return left.new_empty(index.shape[0], *left.shape[1:-1])
 
 
 def _keep_take(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -200,6 +221,15 @@ def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return of_x, of_weight, None, None, None, None, None, None
 
 
+def _edge_dot_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    left, right, *table = ctx.saved_tensors
+    turned = (*table[3:], *table[:3])
+    of_left = torch.ops.ws.gather_sum(right, grad, *table) if ctx.needs_input_grad[0] else None
+    of_right = torch.ops.ws.gather_sum(left, grad, *turned) if ctx.needs_input_grad[1] else None
+    return of_left, of_right, None, None, None, None, None, None
+
+
+torch.library.register_autograd("ws::edge_dot", _edge_dot_backward, setup_context=_keep_sum, lib=LIBRARY)
 torch.library.register_autograd("ws::take_rows", _take_backward, setup_context=_keep_take, lib=LIBRARY)
 torch.library.register_autograd("ws::gather_sum", _sum_backward, setup_context=_keep_sum, lib=LIBRARY)
 
@@ -230,6 +260,15 @@ def _dot_cases() -> Iterator[tuple[Any, ...]]:
     yield torch.randn(4, 2, 3), torch.randn(5, 2, 3), torch.randn(3, 2), ptr, index, edge
 
 
+def _edge_dot_cases() -> Iterator[tuple[Any, ...]]:
+    ptr, index, _, back_ptr, back_index, _ = (t.int() for t in _table())
+    edge, back_edge = (torch.tensor(t, dtype=torch.int32) for t in ([2, 5, 0, 3, 1, 4], [2, 3, 1, 4, 5, 0]))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for inner in ((3,), (2, 3)):
+            left, right = torch.randn(4, *inner).to(dtype), torch.randn(5, *inner).to(dtype)
+            yield left, right, ptr, index, edge, back_ptr, back_index, back_edge
+
+
 def _take_cases() -> Iterator[tuple[Any, ...]]:
     yield torch.randn(3, 2), *(torch.tensor(t, dtype=torch.int32) for t in ([2, 0, 2], [0, 1, 1, 3], [1, 0, 2]))
 
@@ -253,5 +292,14 @@ record(
     tolerance=1e-5,
     kind="reduction",
     flops=lambda call: 2 * numel(call.tensor("index")) * numel(call.tensor("x")) // call.tensor("x").shape[0],
+    compiled=False,
+)
+record(
+    "ws::edge_dot",
+    reference=edge_dot_reference,
+    cases=_edge_dot_cases,
+    tolerance=1e-5,
+    kind="reduction",
+    flops=lambda call: 2 * numel(call.tensor("index")) * numel(call.tensor("right")) // call.tensor("right").shape[0],
     compiled=False,
 )

@@ -1,13 +1,14 @@
 """The Triton bodies of gather_sum and gather_dot: no atomics, sums in float32 and in a fixed order, nothing read on the host.
 
-Legend: x (N, *F) is seen as (N, width), columns in heads of `inner`; ptr, index, edge as in `gather.py`; out (T, *F).
+Legend: x (N, *F) is seen as (N, width), columns in heads of `inner`; ptr, index, edge as in `gather.py`; out (T, *F). A program
+has TARGETS targets and takes ENTRIES of each at a time: LANES = TARGETS * ENTRIES rows.
 
     gather_sum  1. every whole chunk (`segments_triton.py`) is added up by a program of its own: partial (Z // CHUNK, width)
                 2. a block of targets adds up its direct entries, then its chunks
-    gather_dot  one program for a block of entries, which find their targets by bisection of ptr
+    gather_dot  1. whole chunks, 2. the direct entries of a block of targets
 
 Cost beside the rows that must be read: 2 / CHUNK of their bytes for the partial sums, and a target waits for at most 2 CHUNK
-entries and its number of chunks, one after another. A chunk that is not whole costs log2(T) reads. Import only where Triton exists.
+entries and its number of chunks, one after another. Import only where Triton exists.
 """
 
 # Kernel bodies are Triton's language, whose arguments carry no Python types.
@@ -19,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from wholestep.ops.relational import segments_triton as segments
-from wholestep.ops.relational.segments_triton import direct_entries, is_whole, pieces, target_of
+from wholestep.ops.relational.segments_triton import direct_entry, pieces
 
-TILE, COLUMNS, NUM_WARPS = 4096, 128, 4
+TILE, COLUMNS, NUM_WARPS = 2048, 128, 4
 """Numbers that a program holds, and the most columns among them."""
 
 
@@ -30,92 +31,121 @@ def _terms(
     x, weight, index, edge, entry, real, column, width, x_row, heads, inner,
     WEIGHTED: tl.constexpr, NAMED: tl.constexpr, PER_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """weight[edge] * x[index] of a block of entries: (*entry.shape, columns), zeros where an entry is not real."""
+    """weight[edge] * x[index] of a block of entries: (entries, columns), zeros where an entry is not real."""
     row = tl.load(index + entry, mask=real, other=0).to(tl.int64)
-    inside = real[:, :, None] & (column < width)[None, None, :]
-    value = tl.load(x + row[:, :, None] * x_row + column[None, None, :], mask=inside, other=0.0).to(tl.float32)
+    inside = real[:, None] & (column < width)[None, :]
+    value = tl.load(x + row[:, None] * x_row + column[None, :], mask=inside, other=0.0).to(tl.float32)
     if WEIGHTED:
         place = entry
         if NAMED:
             place = tl.load(edge + entry, mask=real, other=-1).to(tl.int64)
         counts = real & (place >= 0)
         if PER_HEAD:
-            at = place[:, :, None] * heads + (column // inner)[None, None, :]
-            value *= tl.load(weight + at, mask=inside & counts[:, :, None], other=1.0).to(tl.float32)
+            at = place[:, None] * heads + (column // inner)[None, :]
+            value *= tl.load(weight + at, mask=inside & counts[:, None], other=1.0).to(tl.float32)
         else:
             factor = tl.load(weight + place, mask=counts, other=1.0).to(tl.float32)
-            value *= factor[:, :, None]
+            value *= factor[:, None]
     return value
 
 
 @triton.jit
-def _chunks_kernel(
-    x, weight, ptr, index, edge, partial, targets, steps, width, x_row, heads, inner,
+def _sum_of_chunks_kernel(
+    x, weight, index, edge, owner, partial, width, x_row, heads, inner,
     WEIGHTED: tl.constexpr, NAMED: tl.constexpr, PER_HEAD: tl.constexpr,
-    ENTRIES: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    LANES: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """partial[chunk] of every whole chunk; the others are not written, and never read."""
-    chunk = tl.program_id(0)
-    if is_whole(ptr, chunk, targets, steps, CHUNK):
+    chunk = tl.program_id(0).to(tl.int64)
+    if tl.load(owner + chunk) >= 0:
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        total = tl.zeros((1, ENTRIES, COLUMNS), tl.float32)
-        for done in range(0, CHUNK, ENTRIES):
-            entry = (chunk.to(tl.int64) * CHUNK + done + tl.arange(0, ENTRIES))[None, :]
+        total = tl.zeros((LANES, COLUMNS), tl.float32)
+        for done in range(0, CHUNK, LANES):
+            entry = chunk * CHUNK + done + tl.arange(0, LANES)
             total += _terms(
                 x, weight, index, edge, entry, entry >= 0, column, width, x_row, heads, inner, WEIGHTED, NAMED, PER_HEAD
             )
-        place = partial + chunk.to(tl.int64) * width + column[None, :]
-        tl.store(place, tl.sum(total, 1), mask=(column < width)[None, :])
+        tl.store(partial + chunk * width + column, tl.sum(total, 0), mask=column < width)
 
 
 @triton.jit
-def _targets_kernel(
+def _sum_kernel(
     x, weight, ptr, index, edge, partial, out, targets, width, x_row, heads, inner,
     WEIGHTED: tl.constexpr, NAMED: tl.constexpr, PER_HEAD: tl.constexpr,
     TARGETS: tl.constexpr, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """out[target] = its direct entries + its whole chunks."""
-    target = tl.program_id(0) * TARGETS + tl.arange(0, TARGETS)
+    lane = tl.arange(0, TARGETS * ENTRIES)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    start, head, direct, first, last = pieces(ptr, target, targets, CHUNK)
-    number = tl.arange(0, ENTRIES)[None, :]
-    total = tl.zeros((TARGETS, ENTRIES, COLUMNS), tl.float32)
+    start, head, direct, first, last = pieces(ptr, tl.program_id(0) * TARGETS + lane // ENTRIES, targets, CHUNK)
+    total = tl.zeros((TARGETS * ENTRIES, COLUMNS), tl.float32)
     for done in range(0, tl.max(direct.to(tl.int32), 0), ENTRIES):
-        entry = direct_entries(start, head, last, done, ENTRIES, CHUNK)
-        real = done + number < direct[:, None]
+        number = done + lane % ENTRIES
         total += _terms(
-            x, weight, index, edge, entry, real, column, width, x_row, heads, inner, WEIGHTED, NAMED, PER_HEAD
-        )
+            x, weight, index, edge, direct_entry(start, head, last, number, CHUNK), number < direct, column, width, x_row,
+            heads, inner, WEIGHTED, NAMED, PER_HEAD,
+        )  # fmt: skip
     for done in range(0, tl.max((last - first).to(tl.int32), 0), ENTRIES):
-        chunk = first[:, None] + done + number
-        inside = (chunk < last[:, None])[:, :, None] & (column < width)[None, None, :]
-        total += tl.load(partial + chunk[:, :, None] * width + column[None, None, :], mask=inside, other=0.0)
+        chunk = first + done + lane % ENTRIES
+        inside = (chunk < last)[:, None] & (column < width)[None, :]
+        total += tl.load(partial + chunk[:, None] * width + column[None, :], mask=inside, other=0.0)
+    target = tl.program_id(0) * TARGETS + tl.arange(0, TARGETS)
     place = out + target.to(tl.int64)[:, None] * width + column[None, :]
     inside = (target < targets)[:, None] & (column < width)[None, :]
-    tl.store(place, tl.sum(total, 1).to(out.dtype.element_ty), mask=inside)
+    total = tl.sum(tl.reshape(total, (TARGETS, ENTRIES, COLUMNS)), 1)
+    tl.store(place, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _dots(
+    grad, x, index, edge, out, entry, real, target, first, grad_row, x_row, heads, inner, LANES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """out[edge, head] = <grad[target, head], x[index, head]> of a block of entries; `first` is the head's column."""
+    place = tl.load(edge + entry, mask=real, other=-1).to(tl.int64)
+    real = place >= 0
+    row = tl.load(index + entry, mask=real, other=0).to(tl.int64)
+    total = tl.zeros((LANES, COLUMNS), tl.float32)
+    for done in range(0, inner, COLUMNS):
+        column = done + tl.arange(0, COLUMNS)
+        inside = real[:, None] & (column < inner)[None, :]
+        at = (first + column)[None, :]
+        left = tl.load(grad + target[:, None] * grad_row + at, mask=inside, other=0.0).to(tl.float32)
+        right = tl.load(x + row[:, None] * x_row + at, mask=inside, other=0.0).to(tl.float32)
+        total += left * right
+    tl.store(out + place * heads + first // inner, tl.sum(total, 1).to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _dots_of_chunks_kernel(
+    grad, x, index, edge, owner, out, grad_row, x_row, heads, inner,
+    LANES: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    chunk, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * inner
+    target = tl.load(owner + chunk).to(tl.int64)
+    if target >= 0:
+        for done in range(0, CHUNK, LANES):
+            entry = chunk * CHUNK + done + tl.arange(0, LANES)
+            _dots(
+                grad, x, index, edge, out, entry, entry >= 0, entry * 0 + target, first, grad_row, x_row, heads, inner, LANES,
+                COLUMNS,
+            )  # fmt: skip
 
 
 @triton.jit
 def _dots_kernel(
-    grad, x, ptr, index, edge, out, targets, steps, entries, grad_row, x_row, heads, inner,
-    ENTRIES: tl.constexpr, COLUMNS: tl.constexpr,
+    grad, x, ptr, index, edge, out, targets, grad_row, x_row, heads, inner,
+    TARGETS: tl.constexpr, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """out[edge, head] = <grad[target, head], x[index, head]>."""
-    entry = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
-    head = tl.program_id(1)
-    place = tl.load(edge + entry, mask=entry < entries, other=-1).to(tl.int64)
-    real = place >= 0
-    row = tl.load(index + entry, mask=real, other=0).to(tl.int64)
-    target = target_of(ptr, entry, targets, steps).to(tl.int64)
-    total = tl.zeros((ENTRIES, COLUMNS), tl.float32)
-    for done in range(0, inner, COLUMNS):
-        column = done + tl.arange(0, COLUMNS)
-        inside = real[:, None] & (column < inner)[None, :]
-        at = (head * inner + column)[None, :]
-        left = tl.load(grad + target[:, None] * grad_row + at, mask=inside, other=0.0).to(tl.float32)
-        right = tl.load(x + row[:, None] * x_row + at, mask=inside, other=0.0).to(tl.float32)
-        total += left * right
-    tl.store(out + place * heads + head, tl.sum(total, 1).to(out.dtype.element_ty), mask=real)
+    lane, first_column = tl.arange(0, TARGETS * ENTRIES), tl.program_id(1) * inner
+    target = tl.program_id(0) * TARGETS + lane // ENTRIES
+    start, head, direct, _, last = pieces(ptr, target, targets, CHUNK)
+    for done in range(0, tl.max(direct.to(tl.int32), 0), ENTRIES):
+        number = done + lane % ENTRIES
+        _dots(
+            grad, x, index, edge, out, direct_entry(start, head, last, number, CHUNK), number < direct, target.to(tl.int64),
+            first_column, grad_row, x_row, heads, inner, TARGETS * ENTRIES, COLUMNS,
+        )  # fmt: skip
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -130,32 +160,25 @@ def gather_sum(x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, edg
     if entries == 0 or targets == 0 or x.numel() == 0:
         return x.new_zeros(targets, *x.shape[1:])
     flat, out = _flat(x), x.new_empty(targets, *x.shape[1:])
-    width, chunks = flat.shape[1], entries // segments.CHUNK
+    width, owner = flat.shape[1], segments.owners(ptr, entries)
     heads = 1 if weight is None else weight.shape[1:].numel()
     columns = min(triton.next_power_of_2(width), COLUMNS)
     at_a_time, tiles = segments.entries_at_a_time(entries, targets), triton.cdiv(width, columns)
-    partial = flat.new_empty(max(chunks, 1), width, dtype=torch.float32)
+    partial = flat.new_empty(max(owner.shape[0], 1), width, dtype=torch.float32)
     known = {
         "WEIGHTED": weight is not None, "NAMED": edge is not None, "PER_HEAD": heads > 1, "COLUMNS": columns,
         "CHUNK": segments.CHUNK, "num_warps": NUM_WARPS, "num_stages": 1,
     }  # fmt: skip
     # Where a table has no weights or no edges, another tensor stands in, which is not read.
-    given = (
-        flat,
-        flat if weight is None else weight.contiguous(),
-        ptr,
-        index,
-        index if edge is None else edge,
-        partial,
-    )
+    factors, names = flat if weight is None else weight.contiguous(), index if edge is None else edge
     sizes = (width, flat.stride(0), heads, width // heads)
-    if chunks:
-        _chunks_kernel[(chunks, tiles)](
-            *given, targets, segments.bisections(targets), *sizes, ENTRIES=min(TILE // columns, segments.CHUNK), **known
+    if owner.shape[0]:
+        _sum_of_chunks_kernel[(owner.shape[0], tiles)](
+            flat, factors, index, names, owner, partial, *sizes, LANES=min(TILE // columns, segments.CHUNK), **known
         )
     block = min(max(TILE // columns // at_a_time, 1), 64)
-    _targets_kernel[(triton.cdiv(targets, block), tiles)](
-        *given, out, targets, *sizes, TARGETS=block, ENTRIES=at_a_time, **known
+    _sum_kernel[(triton.cdiv(targets, block), tiles)](
+        flat, factors, ptr, index, names, partial, out, targets, *sizes, TARGETS=block, ENTRIES=at_a_time, **known
     )
     return out
 
@@ -166,13 +189,18 @@ def gather_dot(grad: Tensor, x: Tensor, weight: Tensor, ptr: Tensor, index: Tens
     targets, entries = ptr.shape[0] - 1, index.shape[0]
     if entries == 0 or x.numel() == 0 or grad.numel() == 0 or out.numel() == 0:
         return out
-    left, right = _flat(grad), _flat(x)
+    left, right, owner = _flat(grad), _flat(x), segments.owners(ptr, entries)
     heads = weight.shape[1:].numel()
     inner = left.shape[1] // heads
-    columns = min(triton.next_power_of_2(inner), COLUMNS)
-    block = min(max(TILE // columns, 1), 128)
-    _dots_kernel[(triton.cdiv(entries, block), heads)](
-        left, right, ptr, index, edge, out, targets, segments.bisections(targets), entries, left.stride(0), right.stride(0),
-        heads, inner, ENTRIES=block, COLUMNS=columns, num_warps=NUM_WARPS, num_stages=1,
-    )  # fmt: skip
+    columns, at_a_time = min(triton.next_power_of_2(inner), COLUMNS), segments.entries_at_a_time(entries, targets)
+    sizes = (left.stride(0), right.stride(0), heads, inner)
+    known = {"COLUMNS": columns, "CHUNK": segments.CHUNK, "num_warps": NUM_WARPS, "num_stages": 1}
+    if owner.shape[0]:
+        _dots_of_chunks_kernel[(owner.shape[0], heads)](
+            left, right, index, edge, owner, out, *sizes, LANES=min(TILE // columns, segments.CHUNK), **known
+        )
+    block = min(max(TILE // columns // at_a_time, 1), 64)
+    _dots_kernel[(triton.cdiv(targets, block), heads)](
+        left, right, ptr, index, edge, out, targets, *sizes, TARGETS=block, ENTRIES=at_a_time, **known
+    )
     return out

@@ -1,7 +1,7 @@
-"""What the Triton kernels over a table share: who owns an entry, and how the entries of a target are cut.
+"""What the Triton kernels over a table share: how the entries of a target are cut, and who owns a chunk of them.
 
 Legend: a table has T targets, the Z entries of target t stand at ptr[t] to ptr[t + 1]. Entries are cut into chunks of CHUNK at
-fixed places, whatever the targets are. A chunk that lies in one target alone is *whole*: a program of its own adds it up, so that a
+fixed places, whatever the targets are. A chunk that lies in one target alone is *whole*: a program of its own takes it, so that a
 hub is shared by many. What is left of a target, before its first whole chunk and after its last, is less than two chunks.
 
 Nothing here depends on a value that the host would have to read: grids and sizes come from shapes, so calls are recorded in
@@ -11,31 +11,39 @@ CUDA graphs. Import only where Triton exists.
 # Kernel bodies are Triton's language, whose arguments carry no Python types.
 # mypy: disallow-untyped-defs=False
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-CHUNK = 128
+CHUNK, BLOCK = 128, 128
 
 
 @triton.jit
-def target_of(ptr, entry, targets, steps):
-    """The target of an entry, or of a block of them, by bisection: ptr[low] <= entry < ptr[high] throughout."""
-    low = entry.to(tl.int32) * 0
+def _owners_kernel(ptr, owner, chunks, targets, steps, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """By bisection, ptr[low] <= entry < ptr[high] throughout."""
+    chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    entry = chunk.to(tl.int64) * CHUNK
+    low = chunk * 0
     high = low + targets
     for _ in range(steps):
         middle = low + (high - low) // 2
         begun = tl.load(ptr + middle).to(tl.int64) <= entry
         low = tl.where(begun, middle, low)
         high = tl.where(begun, high, middle)
-    return low
+    whole = tl.load(ptr + low + 1).to(tl.int64) >= entry + CHUNK
+    tl.store(owner + chunk, tl.where(whole, low, -1), mask=chunk < chunks)
 
 
-@triton.jit
-def is_whole(ptr, chunk, targets, steps, CHUNK: tl.constexpr):
-    """Whether all entries of a chunk are of one target."""
-    begin = chunk.to(tl.int64) * CHUNK
-    target = target_of(ptr, begin, targets, steps)
-    return tl.load(ptr + target + 1).to(tl.int64) >= begin + CHUNK
+def owners(ptr: Tensor, entries: int) -> Tensor:
+    """Of every chunk the target that has all of its entries, or -1."""
+    chunks, targets = entries // CHUNK, ptr.shape[0] - 1
+    owner = torch.empty(chunks, dtype=torch.int32, device=ptr.device)
+    if chunks:
+        _owners_kernel[(triton.cdiv(chunks, BLOCK),)](
+            ptr, owner, chunks, targets, targets.bit_length(), CHUNK=CHUNK, BLOCK=BLOCK, num_warps=4
+        )
+    return owner
 
 
 @triton.jit
@@ -52,16 +60,9 @@ def pieces(ptr, target, targets, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def direct_entries(start, head, last, done, ENTRIES: tl.constexpr, CHUNK: tl.constexpr):
-    """Where the next ENTRIES of the direct entries stand: (targets, ENTRIES)."""
-    number = (done + tl.arange(0, ENTRIES))[None, :]
-    behind = last[:, None] * CHUNK + number - head[:, None]
-    return tl.where(number < head[:, None], start[:, None] + number, behind)
-
-
-def bisections(targets: int) -> int:
-    """Steps in which `target_of` is sure to end."""
-    return max(targets, 1).bit_length()
+def direct_entry(start, head, last, number, CHUNK: tl.constexpr):
+    """Where the direct entry of that number stands."""
+    return tl.where(number < head, start + number, last * CHUNK + number - head)
 
 
 def entries_at_a_time(entries: int, targets: int) -> int:
