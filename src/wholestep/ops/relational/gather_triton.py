@@ -32,14 +32,14 @@ def _terms(
     WEIGHTED: tl.constexpr, NAMED: tl.constexpr, PER_HEAD: tl.constexpr,
 ):  # fmt: skip
     """weight[edge] * x[index] of a block of entries: (entries, columns), zeros where an entry is not real."""
-    row = tl.load(index + entry, mask=real, other=0).to(tl.int64)
-    inside = real[:, None] & (column < width)[None, :]
+    row = tl.load(index + entry, mask=real, other=-1).to(tl.int64)
+    inside = (row >= 0)[:, None] & (column < width)[None, :]
     value = tl.load(x + row[:, None] * x_row + column[None, :], mask=inside, other=0.0).to(tl.float32)
     if WEIGHTED:
-        place = entry
+        place = tl.where(row >= 0, entry, -1)
         if NAMED:
             place = tl.load(edge + entry, mask=real, other=-1).to(tl.int64)
-        counts = real & (place >= 0)
+        counts = place >= 0
         if PER_HEAD:
             at = place[:, None] * heads + (column // inner)[None, :]
             value *= tl.load(weight + at, mask=inside & counts[:, None], other=1.0).to(tl.float32)

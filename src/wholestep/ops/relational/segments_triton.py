@@ -50,8 +50,8 @@ def owners(ptr: Tensor, entries: int) -> Tensor:
 def pieces(ptr, target, targets, CHUNK: tl.constexpr):
     """The entries of targets: `direct` of them alone, `head` of these from `start` and the others behind the whole chunks, which
     are `first` to `last`."""
-    start = tl.load(ptr + target, mask=target < targets, other=0).to(tl.int64)
-    end = tl.load(ptr + target + 1, mask=target < targets, other=0).to(tl.int64)
+    start = tl.load(ptr + target, mask=target < targets, other=0)
+    end = tl.load(ptr + target + 1, mask=target < targets, other=0)
     first = (start + CHUNK - 1) // CHUNK
     last = tl.maximum(end // CHUNK, first)
     head = tl.where(last > first, first * CHUNK - start, end - start)
