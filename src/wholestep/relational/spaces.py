@@ -248,5 +248,5 @@ def share_of_pair(graph: RelGraph, dtype: torch.dtype) -> Tensor:
 def softmax_of(graph: RelGraph, logits: Tensor, within_relation: bool) -> Tensor:
     """Over the edges that come in at a node, or over those of one relation."""
     ptr = graph.pair_ptr if within_relation else graph.ptr
-    flat = logits if logits.dim() < 3 else logits.reshape(logits.shape[0], -1)
+    flat = logits if logits.dim() < 3 else logits.flatten(1)
     return torch.ops.ws.segment_softmax(flat, ptr).reshape(logits.shape)  # type: ignore[no-any-return]

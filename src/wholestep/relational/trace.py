@@ -75,7 +75,20 @@ def _graph(run: Run, like: Like, edges: int) -> fx.Graph:
         # written in place is only what the function made itself, which is replaced by new values
         traced = make_fx(torch.func.functionalize(noted), tracing_mode="fake")(*_arguments(like, edges))
     traced.graph.eliminate_dead_code()
+    _write_anew(traced.graph)
     return traced.graph
+
+
+def _write_anew(graph: fx.Graph) -> None:
+    """torch's own code writes in place to what it has just made (rms_norm): nobody else reads that."""
+    for node in graph.nodes:
+        if not getattr(getattr(node.target, "_schema", None), "is_mutable", False) or not isinstance(node.args[0], fx.Node):
+            continue
+        before, name = node.args[0], node.target._schema.name.split("::")[1]
+        returns = getattr(getattr(before.target, "_schema", None), "returns", ())
+        fresh = len(returns) == 1 and returns[0].alias_info is None and set(before.users) == {node}
+        if fresh and name.endswith("_") and hasattr(torch.ops.aten, name[:-1]):
+            node.target = getattr(getattr(torch.ops.aten, name[:-1]), node.target._overloadname)
 
 
 # ---- what a trace does not hold ----
