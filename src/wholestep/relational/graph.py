@@ -76,6 +76,22 @@ class Pairs:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class NodeTypes:
+    """The type of every node."""
+
+    ends: Tensor
+    """Type -> where its nodes end, in the order of types."""
+    to_node: Taking
+    """Type -> its nodes."""
+    order: Taking | None
+    """Nodes in the order of types; None where they are in that order."""
+
+    @property
+    def count(self) -> int:
+        return self.ends.shape[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Rows:
     """One row per pair of the side that was chosen for its relation, in the order of relations."""
 
@@ -117,11 +133,14 @@ class RelGraph:
     """Source nodes -> destination nodes, over edges."""
     nodes: Tensor
     """(N, 0): how many nodes there are, as a size."""
+    types: NodeTypes | None
 
     def __init__(
-        self, src: Any, dst: Any, etype: Any, *, num_nodes: int | None = None, num_relations: int | None = None
-    ) -> None:
-        """Edge i goes from src[i] to dst[i] and is of relation etype[i]. Without counts: one more than the largest id."""
+        self, src: Any, dst: Any, etype: Any, *, ntype: Any = None, num_nodes: int | None = None,
+        num_relations: int | None = None, num_types: int | None = None,
+    ) -> None:  # fmt: skip
+        """Edge i goes from src[i] to dst[i] and is of relation etype[i], node n is of type ntype[n]. Without counts: one more than
+        the largest id."""
         src, dst, etype = (_ids(name, t) for name, t in (("src", src), ("dst", dst), ("etype", etype)))
         _refuse_unequal(src, dst, etype)
         nodes = _count("num_nodes", num_nodes, src, dst)
@@ -130,6 +149,7 @@ class RelGraph:
             _refuse_beyond(name, ids, most, "num_relations" if name == "etype" else "num_nodes")
         for name, made in _tables(src, dst, etype, nodes, relations).items():
             object.__setattr__(self, name, made)
+        object.__setattr__(self, "types", None if ntype is None else _types(ntype, nodes, num_types, src.device))
 
     @classmethod
     def from_triples(cls, triples: Any, **counts: int) -> RelGraph:
@@ -183,10 +203,10 @@ class RelGraph:
 # ---- checks ----
 
 
-def _ids(name: str, ids: Any) -> Tensor:
+def _ids(name: str, ids: Any, of: str = "edge") -> Tensor:
     told = torch.as_tensor(ids)
     if told.dim() != 1 or told.is_floating_point() or told.dtype == torch.bool:
-        raise BadOption(f"{name} is {told.dtype} of shape {tuple(told.shape)}", hint="one whole number per edge")
+        raise BadOption(f"{name} is {told.dtype} of shape {tuple(told.shape)}", hint=f"one whole number per {of}")
     return told.long()
 
 
@@ -214,6 +234,8 @@ def _refuse_beyond(name: str, ids: Tensor, most: int, count: str) -> None:
 
 
 def _moved(value: Any, device: Any) -> Any:
+    if value is None:
+        return None
     if isinstance(value, Tensor):
         return value.to(device)
     return type(value)(**{f.name: _moved(getattr(value, f.name), device) for f in dataclasses.fields(value)})
@@ -275,6 +297,20 @@ def _table(target: Tensor, index: Tensor, edge: Tensor, targets: int, rows: int,
         fit(_ptr(target[order], targets)), fit(index[order]), fit(edge[order]),
         fit(_ptr(index[back], rows)), fit(target[back]), fit(edge[back]),
     )  # fmt: skip
+
+
+def _types(ntype: Any, nodes: int, count: int | None, device: torch.device) -> NodeTypes:
+    types = _ids("ntype", ntype, "node").to(device)
+    if types.shape[0] != nodes:
+        raise BadOption(f"ntype has {types.shape[0]} rows, and there are {nodes} nodes", hint="one type per node")
+    count = _count("num_types", count, types)
+    _refuse_beyond("ntype", types, count, "num_types")
+    fit = _narrow(max(nodes, count))
+    to_node = _taking(types, count, fit)
+    in_order = bool((types[1:] >= types[:-1]).all())
+    everyone = torch.arange(nodes + 1, device=device)
+    order = None if in_order else Taking(to_node.back_index, fit(everyone), fit(to_node.back_index.argsort()))
+    return NodeTypes(to_node.back_ptr[1:], to_node, order)
 
 
 def _pairs(node: Tensor, etype: Tensor, nodes: int, relations: int, fit: Fit) -> Pairs:

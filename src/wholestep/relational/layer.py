@@ -7,6 +7,7 @@ is traced at the first call for every combination of shapes; `reference` runs it
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import types
@@ -21,18 +22,16 @@ from wholestep.errors import BadOption
 from wholestep.ops.amounts import numel
 from wholestep.ops.record import record
 from wholestep.relational.graph import RelGraph
-from wholestep.relational.trace import Program, trace
+from wholestep.relational.lowering import Program, lower
+from wholestep.relational.trace import refuse_own_derivatives, trace
 
 AGGREGATES = ("sum", "mean", "max", "mean per relation")
 _at_work = threading.local()
 
 LIBRARY = torch.library.Library("ws", "FRAGMENT")
 LIBRARY.define("edge_softmax(Tensor logits, Tensor dst, Tensor? etype=None) -> Tensor")
-LIBRARY.define("head_product(Tensor left, Tensor right) -> Tensor")
-LIBRARY.impl("head_product", torch.matmul, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "ws::head_product", lambda left, right: left.new_empty(*left.shape[:3], right.shape[3]), lib=LIBRARY
-)
+LIBRARY.define("row_matmul(Tensor left, Tensor right) -> Tensor")
+LIBRARY.define("row_einsum(str equation, Tensor[] operands) -> Tensor")
 
 
 def _edge_softmax(logits: Tensor, dst: Tensor, etype: Tensor | None = None) -> Tensor:
@@ -47,7 +46,11 @@ def _edge_softmax(logits: Tensor, dst: Tensor, etype: Tensor | None = None) -> T
 LIBRARY.impl("edge_softmax", _edge_softmax, "CompositeExplicitAutograd")
 # marks in a traced message function, of which a program has none
 record("ws::edge_softmax", kind="reduction", flops=lambda call: 5 * numel(call.outputs[0]))
-record("ws::head_product", kind="matmul", flops=lambda call: 2 * numel(call.outputs[0]) * call.shape("left")[-1])
+record("ws::row_matmul", kind="matmul", flops=lambda call: 2 * numel(call.outputs[0]) * call.shape("left")[-1])
+record("ws::row_einsum", kind="matmul", flops=lambda call: 2 * numel(call.outputs[0]))
+for _name, _plain in (("row_matmul", torch.matmul), ("row_einsum", torch.einsum)):
+    LIBRARY.impl(_name, _plain, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ws::{_name}", _plain, lib=LIBRARY)
 torch.library.register_fake("ws::edge_softmax", lambda logits, dst, etype=None: torch.empty_like(logits), lib=LIBRARY)
 
 
@@ -65,7 +68,7 @@ def edge_softmax(logits: Tensor, *, within_relation: bool = False) -> Tensor:
     dst = getattr(_at_work, "dst", None)
     if dst is None:
         raise BadOption("edge_softmax outside of a message function", hint="call it in the function given to rel.layer")
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+    if _at_work.traced:
         ids = (dst, _at_work.etype) if within_relation else (dst,)
         out: Tensor = torch.ops.ws.edge_softmax(logits, *ids)
         return out
@@ -105,9 +108,10 @@ def _prepare(number: int, shapes: tuple[Any, ...], device: str, narrow: torch.dt
         for kind, name, shape, dtype in shapes:
             rows = shape if kind == "params" else (0, *shape)
             like[kind][name] = torch.empty(rows, dtype=dtype, device="meta")
-        names = {kind: tuple(tensors) for kind, tensors in like.items()}
         with torch.autocast("cpu", narrow, enabled=narrow is not None):  # where it is traced
-            self.programs[shapes, narrow] = trace(self._called, names, like, self.aggregate)
+            run = functools.partial(self._called, traced=True)
+            self.programs[shapes, narrow] = lower(trace(run, like), self.aggregate)
+            refuse_own_derivatives(run, like)
     return True
 
 
@@ -156,16 +160,21 @@ class Layer:
         _prepare(self.number, shapes, device, narrow)
         return self.programs[shapes, narrow]
 
-    def _called(self, src: Any, dst: Any, edge: Any, params: Any, etype: Tensor, target: Tensor) -> Tensor:
-        e = types.SimpleNamespace(
-            src=types.SimpleNamespace(**src), dst=types.SimpleNamespace(**dst), type=etype, **edge
-        )  # fmt: skip
-        before = getattr(_at_work, "dst", None), getattr(_at_work, "etype", None)
-        _at_work.dst, _at_work.etype = target, etype
+    def _called(
+        self, src: Any, dst: Any, edge: Any, params: Any, etype: Tensor, target: Tensor, *types_of_ends: Tensor, traced: bool = False
+    ) -> Tensor:  # fmt: skip
+        ends = [dict(features) for features in (src, dst)]
+        for end, kind in zip(ends, types_of_ends, strict=False):
+            end["type"] = kind
+        at_ends = [types.SimpleNamespace(**end) for end in ends]
+        e = types.SimpleNamespace(src=at_ends[0], dst=at_ends[1], type=etype, **edge)
+        before = dict(vars(_at_work))
+        _at_work.dst, _at_work.etype, _at_work.traced = target, etype, traced
         try:
             return self.message(e, types.SimpleNamespace(**params))
         finally:
-            _at_work.dst, _at_work.etype = before
+            vars(_at_work).clear()
+            vars(_at_work).update(before)
 
     def reference(
         self,
@@ -178,7 +187,8 @@ class Layer:
         src, dst = graph.src.long(), graph.dst.long()
         at_src, at_dst = ({n: x[ids] for n, x in nodes.items()} for ids in (src, dst))
         given = {n: x[graph.order] for n, x in (edges or {}).items()}
-        messages = self._called(at_src, at_dst, given, params or {}, graph.etype.long(), dst)
+        kinds = () if graph.types is None else [graph.types.to_node.index.long()[ids] for ids in (src, dst)]
+        messages = self._called(at_src, at_dst, given, params or {}, graph.etype.long(), dst, *kinds)
         place = dst.reshape(-1, *[1] * (messages.dim() - 1)).expand(messages.shape)
         if self.aggregate == "mean per relation":
             pair = _pair_of(dst, graph.etype.long())
@@ -209,6 +219,9 @@ class Layer:
         return "\n".join([graph.report(), "", *lines])
 
     def _refuse_wrong(self, graph: RelGraph, like: Mapping[str, Mapping[str, Tensor]]) -> None:
+        for kind, taken in (("nodes", {"type"}), ("edges", {"src", "dst", "type"})):
+            for name in taken & set(like[kind]):
+                raise BadOption(f"{kind} has a {name!r}", hint="the message function reads something else by that name")
         for kind, rows in (("nodes", graph.num_nodes), ("edges", graph.num_edges)):
             for name, tensor in like[kind].items():
                 if tensor.dim() < 1 or tensor.shape[0] != rows:

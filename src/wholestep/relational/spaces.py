@@ -1,8 +1,8 @@
 """Index spaces: over what a value of a message function has rows, and how it gets from one to a larger one.
 
-A value depends on the source, the destination, the relation of an edge, or on the edge itself. That names the smallest space in
-which it can be computed: once per relation, node, pair or edge. The functions here run inside of a compiled layer: RelGraph in,
-rows out.
+A value depends on the source, the destination, the relation of an edge, on the type of one of its nodes, or on the edge itself. That
+names the smallest space in which it can be computed: once per relation, type, node, pair or edge. The functions here run inside of
+a compiled layer: RelGraph in, rows out.
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from wholestep.relational.graph import Pairs, RelGraph, Taking
+from wholestep.errors import BadOption
+from wholestep.relational.graph import NodeTypes, Pairs, RelGraph, Taking
 
 
 class Space(enum.Enum):
     """What the rows of a value stand for."""
 
     NONE = "a constant"
+    ONE = "one row for all edges"
     RELATION = "relations"
+    SOURCE_TYPE = "source types"
+    DESTINATION_TYPE = "destination types"
     SOURCE = "source nodes"
     DESTINATION = "destination nodes"
     SOURCE_PAIR = "source pairs"
@@ -28,100 +32,138 @@ class Space(enum.Enum):
     EDGE = "edges"
 
 
-_BY_NEED = {
-    frozenset(): Space.NONE,
-    frozenset({"rel"}): Space.RELATION,
-    frozenset({"src"}): Space.SOURCE,
-    frozenset({"dst"}): Space.DESTINATION,
-    frozenset({"src", "rel"}): Space.SOURCE_PAIR,
-    frozenset({"dst", "rel"}): Space.DESTINATION_PAIR,
-}
-NEEDS = {space: needs for needs, space in _BY_NEED.items()} | {Space.EDGE: frozenset({"src", "dst", "rel", "edge"})}
+NEEDS = {
+    Space.NONE: frozenset[str](),
+    Space.ONE: frozenset({"row"}),
+    Space.RELATION: frozenset({"row", "relation"}),
+    Space.SOURCE_TYPE: frozenset({"row", "source type"}),
+    Space.DESTINATION_TYPE: frozenset({"row", "destination type"}),
+    Space.SOURCE: frozenset({"row", "source type", "source"}),
+    Space.DESTINATION: frozenset({"row", "destination type", "destination"}),
+    Space.SOURCE_PAIR: frozenset({"row", "source type", "source", "relation"}),
+    Space.DESTINATION_PAIR: frozenset({"row", "destination type", "destination", "relation"}),
+    Space.EDGE: frozenset(
+        {"row", "source type", "destination type", "source", "destination", "relation", "edge"}
+    ),
+}  # fmt: skip
+"""What has to be known of an edge to find the row of a value. Smaller spaces stand first."""
+GROUPS = (Space.RELATION, Space.SOURCE_TYPE, Space.DESTINATION_TYPE)
+"""Few rows: a product with a matrix of these is one product per group of rows."""
 
 
 def joined(*spaces: Space) -> Space:
     """The smallest space in which values of all these can meet."""
-    return _BY_NEED.get(frozenset().union(*(NEEDS[space] for space in spaces)), Space.EDGE)
+    needs = frozenset[str]().union(*(NEEDS[space] for space in spaces))
+    return next(space for space, known in NEEDS.items() if needs <= known)
 
 
-def pair_space(space: Space) -> Space:
-    """Where values of this space meet those of relations."""
-    return joined(space, Space.RELATION)
+def types_of(graph: RelGraph) -> NodeTypes:
+    if graph.types is None:
+        raise BadOption("the message function reads e.src.type or e.dst.type, and the graph has no node types",
+                        hint="give RelGraph the type of every node: ntype=")  # fmt: skip
+    return graph.types
+
+
+def count_of(graph: RelGraph, space: Space) -> int:
+    """How many rows a space has."""
+    if space in (Space.SOURCE_TYPE, Space.DESTINATION_TYPE):
+        return types_of(graph).count
+    counts = {
+        Space.ONE: 1, Space.RELATION: graph.num_relations, Space.SOURCE: graph.num_nodes, Space.DESTINATION: graph.num_nodes,
+        Space.SOURCE_PAIR: graph.sources.relation.shape[0], Space.DESTINATION_PAIR: graph.destinations.relation.shape[0],
+        Space.EDGE: graph.num_edges,
+    }  # fmt: skip
+    return counts[space]
+
+
+# ---- values of small spaces ----
+
+
+def numbers_of(graph: RelGraph, space: Space) -> Tensor:
+    """The relation of every relation, the type of every type."""
+    return torch.arange(count_of(graph, space), device=graph.src.device)
+
+
+def one_row_each(graph: RelGraph, x: Tensor, space: Space, name: str) -> Tensor:
+    """A parameter that is indexed by relation or type, checked: what is indexed by a number has a row for it."""
+    count = count_of(graph, space)
+    if x.dim() == 0 or x.shape[0] < count:
+        raise BadOption(
+            f"{name} has shape {tuple(x.shape)}, and the graph has {count} {'relations' if space is Space.RELATION else 'node types'}",
+            hint=f"it needs a row for each, and has none for number {x.shape[0] if x.dim() else 0}",
+        )
+    return x if x.shape[0] == count else x[:count]
+
+
+def device_of(graph: RelGraph) -> torch.device:
+    return graph.src.device
 
 
 # ---- rows of a larger space ----
 
 
-def _from_relation(pairs: Pairs, x: Tensor) -> Tensor:
+def _relation_to_pair(pairs: Pairs) -> Taking:
     starts = torch.cat([pairs.ends.new_zeros(1), pairs.ends])
-    everyone = torch.arange(pairs.relation.shape[0], dtype=pairs.ends.dtype, device=x.device)
-    return Taking(pairs.relation, starts, everyone)(x)
+    everyone = torch.arange(pairs.relation.shape[0], dtype=pairs.ends.dtype, device=pairs.ends.device)
+    return Taking(pairs.relation, starts, everyone)
 
 
-def relation_to_source_pair(graph: RelGraph, x: Tensor) -> Tensor:
-    return _from_relation(graph.sources, x)
-
-
-def relation_to_destination_pair(graph: RelGraph, x: Tensor) -> Tensor:
-    return _from_relation(graph.destinations, x)
-
-
-def relation_to_edge(graph: RelGraph, x: Tensor) -> Tensor:
-    return graph.sources.to_edge(_from_relation(graph.sources, x))
-
-
-def source_to_source_pair(graph: RelGraph, x: Tensor) -> Tensor:
-    return graph.sources.of_node(x)
-
-
-def destination_to_destination_pair(graph: RelGraph, x: Tensor) -> Tensor:
-    return graph.destinations.of_node(x)
-
-
-def source_to_edge(graph: RelGraph, x: Tensor) -> Tensor:
-    return graph.from_src(x)
-
-
-def destination_to_edge(graph: RelGraph, x: Tensor) -> Tensor:
-    return graph.from_dst(x)
-
-
-def source_pair_to_edge(graph: RelGraph, x: Tensor) -> Tensor:
-    return graph.sources.to_edge(x)
-
-
-def destination_pair_to_edge(graph: RelGraph, x: Tensor) -> Tensor:
-    return graph.destinations.to_edge(x)
-
-
-LIFTS: dict[tuple[Space, Space], Callable[[RelGraph, Tensor], Tensor]] = {
-    (Space.RELATION, Space.SOURCE_PAIR): relation_to_source_pair,
-    (Space.RELATION, Space.DESTINATION_PAIR): relation_to_destination_pair,
-    (Space.RELATION, Space.EDGE): relation_to_edge,
-    (Space.SOURCE, Space.SOURCE_PAIR): source_to_source_pair,
-    (Space.SOURCE, Space.EDGE): source_to_edge,
-    (Space.DESTINATION, Space.DESTINATION_PAIR): destination_to_destination_pair,
-    (Space.DESTINATION, Space.EDGE): destination_to_edge,
-    (Space.SOURCE_PAIR, Space.EDGE): source_pair_to_edge,
-    (Space.DESTINATION_PAIR, Space.EDGE): destination_pair_to_edge,
+_TAKINGS: dict[tuple[Space, Space], Callable[[RelGraph], Taking]] = {
+    (Space.RELATION, Space.SOURCE_PAIR): lambda graph: _relation_to_pair(graph.sources),
+    (Space.RELATION, Space.DESTINATION_PAIR): lambda graph: _relation_to_pair(graph.destinations),
+    (Space.SOURCE_TYPE, Space.SOURCE): lambda graph: types_of(graph).to_node,
+    (Space.DESTINATION_TYPE, Space.DESTINATION): lambda graph: types_of(graph).to_node,
+    (Space.SOURCE, Space.SOURCE_PAIR): lambda graph: graph.sources.of_node,
+    (Space.SOURCE, Space.EDGE): lambda graph: graph.from_src,
+    (Space.DESTINATION, Space.DESTINATION_PAIR): lambda graph: graph.destinations.of_node,
+    (Space.DESTINATION, Space.EDGE): lambda graph: graph.from_dst,
+    (Space.SOURCE_PAIR, Space.EDGE): lambda graph: graph.sources.to_edge,
+    (Space.DESTINATION_PAIR, Space.EDGE): lambda graph: graph.destinations.to_edge,
 }
+_BY_WAY_OF = {
+    Space.RELATION: Space.SOURCE_PAIR, Space.SOURCE_TYPE: Space.SOURCE, Space.DESTINATION_TYPE: Space.DESTINATION,
+}  # fmt: skip
+"""Where there is no table, one stands between."""
 
-# ---- products with the matrix of a relation ----
+
+def lift(graph: RelGraph, x: Tensor, start: Space, end: Space) -> Tensor:
+    """Rows of a space as rows of a larger one."""
+    if start is end:
+        return x
+    if start is Space.ONE:
+        return x.expand(count_of(graph, end), *x.shape[1:])
+    if (start, end) in _TAKINGS:
+        return _TAKINGS[start, end](graph)(x)
+    between = _BY_WAY_OF[start]
+    return lift(graph, lift(graph, x, start, between), between, end)
 
 
-def _by_relation(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """(rows, m, d) or (rows, d) times (relations, d, k): every row by its relation's matrix. With a matrix per relation and head:
-    (rows, heads, d) times (relations, heads, d, k)."""
+def tail_reshaped(x: Tensor, tail: list[int]) -> Tensor:
+    """All dimensions but that of rows in another shape."""
+    return x.reshape(x.shape[0], *tail)
+
+
+def times_each(weight: Tensor, x: Tensor) -> Tensor:
+    """A weight per row, or per row and head, times what has more dimensions."""
+    return weight.reshape(*weight.shape, *[1] * (x.dim() - weight.dim())) * x
+
+
+# ---- products with the matrix of a relation or type ----
+
+
+def _by_group(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Rows in the order of groups: (rows, m, d) or (rows, d) times (groups, d, k), every row by its group's matrix. With a matrix
+    per group and head: (rows, heads, d) times (groups, heads, d, k)."""
     if matrices.dim() == 4:
-        return _by_relation_and_head(x, matrices, ends)
+        return _by_group_and_head(x, matrices, ends)
     if x.dim() == 2:
         return torch.ops.ws.grouped_mm(x, matrices, ends)  # type: ignore[no-any-return]
     flat = torch.ops.ws.grouped_mm(x.reshape(-1, x.shape[-1]), matrices, ends * x.shape[1])
     return flat.reshape(x.shape[0], x.shape[1], matrices.shape[-1])  # type: ignore[no-any-return]
 
 
-def _by_relation_and_head(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Head after head, so that the rows of a relation and head lie together: one grouped product."""
+def _by_group_and_head(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Head after head, so that the rows of a group and head lie together: one grouped product."""
     count, heads, wide = x.shape
     first = torch.arange(heads, dtype=ends.dtype, device=ends.device).unsqueeze(1) * count
     by_head = matrices.transpose(0, 1).reshape(-1, *matrices.shape[2:])
@@ -130,37 +172,42 @@ def _by_relation_and_head(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return flat.reshape(heads, count, matrices.shape[-1]).transpose(0, 1)  # type: ignore[no-any-return]
 
 
-def rows_of_ids(graph: RelGraph, tables: Tensor, ids: Tensor) -> Tensor:
-    """tables[relation, ids[source]] for every source pair."""
-    at_pairs = graph.sources.relation.long() * tables.shape[1] + ids[graph.sources.of_node.index.long()]
-    return tables.reshape(-1, *tables.shape[2:]).index_select(0, at_pairs)
+def product(graph: RelGraph, x: Tensor, matrices: Tensor, space: Space, group: Space) -> Tensor:
+    """Rows of a space, each times the matrix of its relation, or of its node's type."""
+    if group is Space.RELATION and space is not Space.EDGE:
+        return _by_group(x, matrices, (graph.sources if space is Space.SOURCE_PAIR else graph.destinations).ends)
+    if space in (Space.SOURCE, Space.DESTINATION):
+        types = types_of(graph)
+        if types.order is None:
+            return _by_group(x, matrices, types.ends)
+        return _turned(types.order)(_by_group(types.order(x), matrices, types.ends))
+    order, ends = _edges_by_relation(graph) if group is Space.RELATION else _sorted_by_type(graph, space, group)
+    return _turned(order)(_by_group(order(x), matrices, ends))
 
 
-def product_at_source_pairs(graph: RelGraph, x: Tensor, matrices: Tensor) -> Tensor:
-    return _by_relation(x, matrices, graph.sources.ends)
+def _turned(order: Taking) -> Taking:
+    """A permutation's inverse."""
+    return Taking(order.back_index, order.back_ptr, order.index)
 
 
-def product_at_destination_pairs(graph: RelGraph, x: Tensor, matrices: Tensor) -> Tensor:
-    return _by_relation(x, matrices, graph.destinations.ends)
-
-
-def product_at_edges(graph: RelGraph, x: Tensor, matrices: Tensor) -> Tensor:
-    """Edges are brought into the order of relations, and back."""
+def _edges_by_relation(graph: RelGraph) -> tuple[Taking, Tensor]:
     pairs = graph.sources.to_edge
-    ends = torch.cat([pairs.back_ptr.new_zeros(1), pairs.back_ptr[graph.sources.ends.long()]])[1:]
-    places = torch.empty_like(pairs.back_index)
-    everyone = torch.arange(places.shape[0], dtype=places.dtype, device=places.device)
-    places = places.scatter(0, pairs.back_index.long(), everyone)
-    starts = torch.arange(places.shape[0] + 1, dtype=places.dtype, device=places.device)
-    ordered = Taking(pairs.back_index, starts, places)(x)
-    return Taking(places, starts, pairs.back_index)(_by_relation(ordered, matrices, ends))
+    return _permutation(pairs.back_index), pairs.back_ptr[graph.sources.ends.long()]
 
 
-PRODUCTS = {
-    Space.SOURCE_PAIR: product_at_source_pairs,
-    Space.DESTINATION_PAIR: product_at_destination_pairs,
-    Space.EDGE: product_at_edges,
-}
+def _sorted_by_type(graph: RelGraph, space: Space, group: Space) -> tuple[Taking, Tensor]:
+    """Pairs and edges are not kept in the order of types: few message functions have products there."""
+    types = lift(graph, numbers_of(graph, group), group, space)
+    order = types.argsort(stable=True)
+    ends = torch.searchsorted(types[order], numbers_of(graph, group), right=True)
+    return _permutation(order), ends.to(types_of(graph).ends.dtype)
+
+
+def _permutation(order: Tensor) -> Taking:
+    everyone = torch.arange(order.shape[0] + 1, dtype=order.dtype, device=order.device)
+    places = torch.empty_like(order).scatter(0, order.long(), everyone[:-1])
+    return Taking(order, everyone, places)
+
 
 # ---- a number per edge, from two rows of smaller spaces ----
 
@@ -181,7 +228,7 @@ DOTS = {Space.SOURCE: dot_of_nodes, Space.SOURCE_PAIR: dot_of_source_pairs}
 def linear_sum(graph: RelGraph, x: Tensor, matrices: Tensor, weight: Tensor | None) -> Tensor:
     """Sum over edges of weight * (x[src] @ matrices[relation]), per relation on the side that has fewer pairs."""
     rows = graph.rows
-    return rows.spread(_by_relation(rows.gathered(x, weight), matrices, rows.ends), weight)
+    return rows.spread(_by_group(rows.gathered(x, weight), matrices, rows.ends), weight)
 
 
 def source_sum(graph: RelGraph, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -211,11 +258,8 @@ def share_of_pair(graph: RelGraph, dtype: torch.dtype) -> Tensor:
     return (1 / torch.diff(graph.destinations.to_edge.back_ptr).to(dtype))[graph.destinations.to_edge.index.long()]
 
 
-def softmax_of(graph: RelGraph, logits: Tensor) -> Tensor:
-    out: Tensor = torch.ops.ws.segment_softmax(logits, graph.ptr)
-    return out
-
-
-def softmax_within_relation(graph: RelGraph, logits: Tensor) -> Tensor:
-    out: Tensor = torch.ops.ws.segment_softmax(logits, graph.pair_ptr)
-    return out
+def softmax_of(graph: RelGraph, logits: Tensor, within_relation: bool) -> Tensor:
+    """Over the edges that come in at a node, or over those of one relation."""
+    ptr = graph.pair_ptr if within_relation else graph.ptr
+    flat = logits if logits.dim() < 3 else logits.flatten(1)
+    return torch.ops.ws.segment_softmax(flat, ptr).reshape(logits.shape)  # type: ignore[no-any-return]
