@@ -134,7 +134,9 @@ def _product(choose: random.Random, x: Tensor, pool: Pool, e: Any, p: Any) -> Te
     matrix = vars(p)[f"{letter}{wide}{out}"]
     if ids is None:
         how = choose.randrange(3)
-        return [lambda: x @ matrix, lambda: F.linear(x, matrix.t(), vars(p)[f"N{out}"]), lambda: (x * 1.5) @ matrix][how]()
+        return [lambda: x @ matrix, lambda: F.linear(x, matrix.t(), vars(p)[f"N{out}"]), lambda: (x * 1.5) @ matrix][
+            how
+        ]()
     if choose.random() < 0.2:
         matrix = matrix * 0.5 + torch.tanh(matrix)
     of_edges = matrix[ids]

@@ -4,7 +4,7 @@ Legend: x (S, I) sorted by group, w (G, I, O), ends (G,), out (S, O). Rows are c
 program goes through the groups that its rows belong to: a group of a million rows is shared by many programs, and a thousand groups
 of a few rows share one.
 
-    rows     out[rows of g] = x[rows of g] @ w[g], ROWS at a time
+    rows     out[rows of g] = x[rows of g] @ w[g], ROWS at a time; with an index (S,) the rows are x[index]
     weights  out[g] = x[rows of g].T @ grad[rows of g]: 1. of every SPLIT rows and every group among them, 2. summed up per group
 
 The part of split s and group g is number s + g: from one part to the next either the split or the group is the next one, so that
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, SPLIT, BLOCK, PARTS = 128, 1024, 256, 16
+ROWS, SPLIT, BLOCK, PARTS = 64, 1024, 256, 16
 WIDEST = 128
 """Matrices with no more rows and columns than this are taken here."""
 
@@ -45,14 +45,17 @@ def _ready(value, PRECISION: tl.constexpr):
 
 @triton.jit
 def _rows_kernel(
-    x, w, out, ends, rows, inner, columns, x_row, x_inner, w_group, w_inner, w_column,
-    GROUPS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x, index, w, out, ends, rows, inner, columns, x_row, x_inner, w_group, w_inner, w_column,
+    INDEXED: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0).to(tl.int64) * ROWS
     row = begin + tl.arange(0, ROWS)
     column, step = tl.arange(0, COLUMNS), tl.arange(0, INNER)
     behind = tl.minimum(begin + ROWS, rows)
+    source = row
+    if INDEXED:
+        source = tl.load(index + row, mask=row < rows, other=0).to(tl.int64)
     group = _first_group(ends, begin, GROUPS, SLOTS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     while (group < GROUPS) & (begin < behind):
@@ -63,7 +66,7 @@ def _rows_kernel(
             for done in range(0, inner, INNER):
                 at = done + step
                 a = tl.load(
-                    x + row[:, None] * x_row + at[None, :] * x_inner,
+                    x + source[:, None] * x_row + at[None, :] * x_inner,
                     mask=here[:, None] & (at < inner)[None, :], other=0.0,
                 )  # fmt: skip
                 b = tl.load(
@@ -82,9 +85,9 @@ def _rows_kernel(
 
 @triton.jit
 def _parts_kernel(
-    x, grad, partial, ends, rows, inner, columns, x_row, x_inner, grad_row, grad_column,
-    GROUPS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    x, index, grad, partial, ends, rows, inner, columns, x_row, x_inner, grad_row, grad_column,
+    INDEXED: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    INNER: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """partial (splits + groups, inner, columns); what no rows belong to is not written, and never read."""
     split = tl.program_id(0)
@@ -99,8 +102,11 @@ def _parts_kernel(
             for start in range(begin, end, ROWS):
                 row = start + tl.arange(0, ROWS)
                 here = row < end
+                source = row
+                if INDEXED:
+                    source = tl.load(index + row, mask=here, other=0).to(tl.int64)
                 a = tl.load(
-                    x + entry[:, None] * x_inner + row[None, :] * x_row,
+                    x + entry[:, None] * x_inner + source[None, :] * x_row,
                     mask=(entry < inner)[:, None] & here[None, :], other=0.0,
                 )  # fmt: skip
                 b = tl.load(
@@ -139,29 +145,33 @@ def takes(w: Tensor) -> bool:
     return max(w.shape[1:]) <= WIDEST
 
 
-def rows_product(x: Tensor, w: Tensor, ends: Tensor, precision: str) -> Tensor:
+def rows_product(x: Tensor, w: Tensor, ends: Tensor, precision: str, index: Tensor | None = None) -> Tensor:
     """As `grouped_mm.reference`."""
-    (rows, inner), (groups, _, columns) = x.shape, w.shape
+    rows, (groups, inner, columns) = (x if index is None else index).shape[0], w.shape
     out = x.new_empty(rows, columns)
     if out.numel():
         _rows_kernel[(triton.cdiv(rows, ROWS),)](
-            x, w, out, ends, rows, inner, columns, *x.stride(), *w.stride(), GROUPS=groups, SLOTS=_slots(groups), ROWS=ROWS,
+            x, ends if index is None else index, w, out, ends, rows, inner, columns, *x.stride(), *w.stride(),
+            INDEXED=index is not None, GROUPS=groups, SLOTS=_slots(groups), ROWS=ROWS,
             COLUMNS=_tile(columns), INNER=min(_tile(inner), 64), PRECISION=precision, num_warps=4, num_stages=2,
         )  # fmt: skip
     return out
 
 
-def weights_product(grad: Tensor, x: Tensor, w: Tensor, ends: Tensor, precision: str) -> Tensor:
+def weights_product(
+    grad: Tensor, x: Tensor, w: Tensor, ends: Tensor, precision: str, index: Tensor | None = None
+) -> Tensor:
     """The gradient of w."""
     groups, inner, columns = w.shape
-    rows, out = x.shape[0], torch.empty_like(w)
+    rows, out = grad.shape[0], torch.empty_like(w)
     if out.numel() == 0:
         return out
     splits = triton.cdiv(rows, SPLIT)
     partial = x.new_empty(splits + groups, inner, columns, dtype=torch.float32)
     if splits:
         _parts_kernel[(splits,)](
-            x, grad, partial, ends, rows, inner, columns, *x.stride(), *grad.stride(), GROUPS=groups, SLOTS=_slots(groups),
+            x, ends if index is None else index, grad, partial, ends, rows, inner, columns, *x.stride(), *grad.stride(),
+            INDEXED=index is not None, GROUPS=groups, SLOTS=_slots(groups),
             ROWS=64, COLUMNS=_tile(columns), INNER=_tile(inner), SPLIT=SPLIT, PRECISION=precision, num_warps=4, num_stages=2,
         )  # fmt: skip
     _summed_kernel[(groups, triton.cdiv(inner * columns, BLOCK))](

@@ -43,13 +43,22 @@ _OTHERS = {
 """Whose result says enough: it has rows in dimension 0, and no other dimension of their number."""
 
 
+_UNTAGGED = {aten.leaky_relu.default}
+"""Pointwise, though not every torch says so."""
+
+
 def draws(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def has_rows(value: Any, edges: int) -> bool:
     """Rows in dimension 0, and in no other."""
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == edges and not counted(value.shape[1:], edges)
+    return (
+        isinstance(value, Tensor)
+        and value.dim() > 0
+        and value.shape[0] == edges
+        and not counted(value.shape[1:], edges)
+    )
 
 
 def counted(sizes: Any, edges: int) -> bool:
@@ -62,7 +71,7 @@ def works_by_rows(node: fx.Node, rowed: set[fx.Node], edges: int) -> bool:
     operands = [t for n in node.all_input_nodes if n in rowed for t in _each(n.meta["val"])]
     if not results or not all(has_rows(t, edges) for t in [*results, *operands] if t is not None):
         return False
-    if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+    if torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _UNTAGGED:
         return all(t.dim() == results[0].dim() for t in operands)
     if node.target in _ALONG:
         return _along_others(node)

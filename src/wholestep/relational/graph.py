@@ -127,6 +127,8 @@ class RelGraph:
     rows: Rows
     only_sources: Rows
     """The same with source pairs for every relation: where a message is not linear in its source, and to compare with."""
+    at_destinations: Table
+    """Source nodes -> destination pairs, over edges."""
     incoming: Table
     """Edges -> destination nodes."""
     neighbours: Table
@@ -263,6 +265,9 @@ def _tables(src: Tensor, dst: Tensor, etype: Tensor, nodes: int, relations: int)
         "degree": torch.diff(ptr), "from_src": _taking(src, nodes, fit), "from_dst": _taking(dst, nodes, fit),
         "sources": sources, "destinations": destinations, "rows": _rows(*around, chosen),
         "only_sources": _rows(*around, torch.ones_like(chosen)),
+        "at_destinations": _table(
+            destinations.to_edge.index.long(), src, edges, destinations.relation.shape[0], nodes, fit
+        ),
         "incoming": _table(dst, edges, edges, nodes, src.shape[0], fit),
         "neighbours": _table(dst, src, edges, nodes, nodes, fit),
         "nodes": torch.empty(nodes, 0, device=src.device),

@@ -118,7 +118,10 @@ class _Lowering:
         target, first = node.target, node.args[0] if node.args else None
         if target is torch.ops.ws.edge_softmax.default:
             return self._softmax(node)
-        if target is aten.native_dropout.default and node.args[2] in (True, None):  # made anew: a capture sees what it knows
+        if target is aten.native_dropout.default and node.args[2] in (
+            True,
+            None,
+        ):  # made anew: a capture sees what it knows
             x = self.values[first]  # type: ignore[index]
             space = _drawn_in(x.space)
             return self._made(node, F.dropout, (self.at(x, space), node.args[1]), space)
@@ -159,7 +162,9 @@ class _Lowering:
             space = _drawn_in(space)
         if space is Space.NONE:
             return self._without_rows(node)
-        if not works_by_rows(node, {n for n in node.all_input_nodes if self.values[n].space is not Space.NONE}, self.edges):
+        if not works_by_rows(
+            node, {n for n in node.all_input_nodes if self.values[n].space is not Space.NONE}, self.edges
+        ):
             raise refused(node, "it does not work edge by edge", "keep edges in dimension 0 and leave that alone")
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.at(self.values[n], space))
         target: Any = node.target
@@ -167,7 +172,10 @@ class _Lowering:
             target, args = spaces.tail_reshaped, (args[0], list(node.meta["val"].shape[1:]))
         elif target is aten.expand.default:
             args = args[0], [-1, *node.meta["val"].shape[1:]]
-        elif target is aten.slice.Tensor and (node.args[1] if len(node.args) > 1 else 0) in (0, -node.meta["val"].dim()):
+        elif target is aten.slice.Tensor and (node.args[1] if len(node.args) > 1 else 0) in (
+            0,
+            -node.meta["val"].dim(),
+        ):
             return values[0]  # all rows
         elif target is aten.detach.default:
             target = Tensor.detach
@@ -238,7 +246,9 @@ class _Lowering:
         if right.space in GROUPS and left.space not in (Space.ONE, right.space):
             if nodes[0].meta["val"].shape[1] != 1:  # type: ignore[union-attr]
                 return self._grouped(node, left, right, tuple(node.meta["val"].shape[1:]))
-            rows = self._made(node, spaces.tail_reshaped, (left.node, [nodes[0].meta["val"].shape[2]]), left.space, told=False)  # type: ignore[union-attr]
+            rows = self._made(
+                node, spaces.tail_reshaped, (left.node, [nodes[0].meta["val"].shape[2]]), left.space, told=False
+            )  # type: ignore[union-attr]
             return self._shaped(node, self._grouped(node, rows, right, (node.meta["val"].shape[2],)))
         if left.space in GROUPS and right.space not in (Space.ONE, left.space):
             turned = [self._made(node, aten.transpose.int, (v.node, 1, 2), v.space, told=False) for v in (right, left)]
@@ -250,15 +260,17 @@ class _Lowering:
     def _grouped(self, node: fx.Node, rows: Value, matrices: Value, tail: tuple[int, ...]) -> Value:
         """Every row times its group's matrix; `tail`: sizes of the result without edges, or () where it is turned afterwards."""
         space = joined(rows.space, matrices.space)
-        args = self.table, self.at(rows, space), matrices.node, space, matrices.space
-        made = self._made(node, spaces.product, args, space)
+        args = self.table, rows.node, matrices.node, rows.space, space, matrices.space
+        made = self._made(node, spaces.product_of, args, space, what="product")
         if matrices.space is Space.RELATION and tail:
             made.linear = Linear(rows, matrices, tail)
         return made
 
     def _shaped(self, node: fx.Node, value: Value) -> Value:
         """With the dimensions that the traced value has."""
-        made = self._made(node, spaces.tail_reshaped, (value.node, list(node.meta["val"].shape[1:])), value.space, told=False)
+        made = self._made(
+            node, spaces.tail_reshaped, (value.node, list(node.meta["val"].shape[1:])), value.space, told=False
+        )
         made.linear = value.linear
         return made
 
@@ -285,7 +297,9 @@ class _Lowering:
         terms, _, result = str(equation).replace(" ", "").partition("->")
         letters = {t[:1] for t, value in zip(terms.split(","), values, strict=True) if value.space is not Space.NONE}
         if not has_rows(node.meta["val"], self.edges) or "..." in terms or letters != {result[:1]}:
-            raise refused(node, "it does not work edge by edge", "name edges first in the result and where they are given")
+            raise refused(
+                node, "it does not work edge by edge", "name edges first in the result and where they are given"
+            )
         space = joined(*(value.space for value in values))
         return self._made(node, torch.einsum, (equation, *(self.at(value, space) for value in values)), space)
 
@@ -302,15 +316,23 @@ class _Lowering:
         return self._grouped(node, left.linear.rows, matrix, (narrow,))
 
     def _dot(self, node: fx.Node) -> Value | None:
-        """(x * v[relation]).sum(-1), as a product with a matrix of one column."""
+        """(x * v[relation]).sum(-1), as a product with a matrix of one column; <x, y> of nodes at both ends, without their rows."""
         source, dims, *keep = node.args
-        if not isinstance(source, fx.Node) or source.target is not aten.mul.Tensor or len(source.users) > 1 or node.kwargs:
+        if (
+            not isinstance(source, fx.Node)
+            or source.target is not aten.mul.Tensor
+            or len(source.users) > 1
+            or node.kwargs
+        ):
             return None
         shape, sides = source.meta["val"].shape, source.all_input_nodes
-        if list(dims) not in ([-1], [1]) or len(shape) != 2 or keep not in ([], [False]) or len(sides) != 2:  # type: ignore[arg-type]
+        if list(dims) not in ([-1], [len(shape) - 1]) or keep not in ([], [False]) or len(sides) != 2:  # type: ignore[arg-type]
             return None
         if any(n.meta["val"].shape != shape for n in sides) or not source.meta["val"].is_floating_point():
             return None
+        made = self._dot_of_ends(node, sides)
+        if made is not None or len(shape) != 2:
+            return made
         vectors = [n for n in sides if self.values[n].space is Space.RELATION]
         rows = [n for n in sides if self.values[n].space not in (Space.RELATION, Space.NONE, Space.ONE)]
         if len(vectors) != 1 or len(rows) != 1:
@@ -328,6 +350,19 @@ class _Lowering:
         if kind is node.meta["val"].dtype:
             return made
         return self._made(node, Tensor.to, (made.node, node.meta["val"].dtype), made.space, told=False)
+
+    def _dot_of_ends(self, node: fx.Node, sides: list[fx.Node]) -> Value | None:
+        ends = {self.values[n].space: n for n in sides if n.meta["val"].dtype is node.meta["val"].dtype}
+        start = next((space for space in spaces.DOTS if space in ends), None)
+        if start is None or Space.DESTINATION not in ends or node.meta["val"].dim() > 2:
+            return None
+        destination, other = self.values[ends[Space.DESTINATION]], self.values[ends[start]]
+        linear = other.linear
+        alone = linear is not None and len(ends[start].users) == 1 and linear.rows.space is Space.SOURCE
+        if linear is not None and alone and linear.tail == tuple(ends[start].meta["val"].shape[1:]):
+            args = self.table, destination.node, linear.rows.node, linear.matrices.node
+            return self._made(node, spaces.linear_dot, args, Space.EDGE, what="dot, the product on the better side")
+        return self._made(node, spaces.DOTS[start], (self.table, destination.node, other.node), Space.EDGE, what="dot")
 
     # ---- over the edges of a node ----
 
@@ -352,7 +387,9 @@ class _Lowering:
         if self.aggregate == "mean per relation":
             share = self._node("share", spaces.share_of_pair, (self.table, kind), space=Space.EDGE)
             weight = share if weight is None else self._node("share", spaces.times_each, (share, weight))
-        total = self._node("", Tensor.to, (self._sum_of(weight, body, message), kind), told=False)  # autocast: half a body
+        total = self._node(
+            "", Tensor.to, (self._sum_of(weight, body, message), kind), told=False
+        )  # autocast: half a body
         return total if self.aggregate != "mean" else self._node("mean", spaces.mean_of, (self.table, total))
 
     def _sum_of(self, weight: Any, body: Value, message: fx.Node) -> Any:

@@ -172,6 +172,21 @@ def _by_group_and_head(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return flat.reshape(heads, count, matrices.shape[-1]).transpose(0, 1)  # type: ignore[no-any-return]
 
 
+def product_of(graph: RelGraph, x: Tensor, matrices: Tensor, start: Space, space: Space, group: Space) -> Tensor:
+    """Rows of a smaller space, as rows of a larger one, each times the matrix of its relation, or of its node's type."""
+    taking = _TAKINGS.get((start, space))
+    if (
+        group is Space.RELATION
+        and taking is not None
+        and space is not Space.EDGE
+        and (x.dim(), matrices.dim()) == (2, 3)
+    ):
+        taken, ends = taking(graph), (graph.sources if space is Space.SOURCE_PAIR else graph.destinations).ends
+        out: Tensor = torch.ops.ws.gathered_mm(x, taken.index, matrices, ends, taken.back_ptr, taken.back_index)
+        return out
+    return product(graph, lift(graph, x, start, space), matrices, space, group)
+
+
 def product(graph: RelGraph, x: Tensor, matrices: Tensor, space: Space, group: Space) -> Tensor:
     """Rows of a space, each times the matrix of its relation, or of its node's type."""
     if group is Space.RELATION and space is not Space.EDGE:
@@ -218,6 +233,17 @@ def dot_of_nodes(graph: RelGraph, destination: Tensor, source: Tensor) -> Tensor
 
 def dot_of_source_pairs(graph: RelGraph, destination: Tensor, source: Tensor) -> Tensor:
     return graph.only_sources.spread.dot(destination, source)
+
+
+def linear_dot(graph: RelGraph, destination: Tensor, source: Tensor, matrices: Tensor) -> Tensor:
+    """<destination, source @ matrices[relation]>: the matrix is moved to the side that has fewer pairs."""
+    pairs = graph.sources.relation.shape[0], graph.destinations.relation.shape[0]
+    if pairs[0] <= pairs[1]:
+        moved = product_of(graph, source, matrices, Space.SOURCE, Space.SOURCE_PAIR, Space.RELATION)
+        return dot_of_source_pairs(graph, destination, moved)
+    turned = matrices.transpose(-1, -2)
+    moved = product_of(graph, destination, turned, Space.DESTINATION, Space.DESTINATION_PAIR, Space.RELATION)
+    return graph.at_destinations.dot(moved, source)
 
 
 DOTS = {Space.SOURCE: dot_of_nodes, Space.SOURCE_PAIR: dot_of_source_pairs}

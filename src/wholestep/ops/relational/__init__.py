@@ -3,6 +3,6 @@
 Each is a small functional operator with a derivative of the same kind; nothing is added by atomic operations, so bits repeat.
 """
 
-from wholestep.ops.relational import gather, softmax
+from wholestep.ops.relational import gather, products, softmax
 
-__all__ = ["gather", "softmax"]
+__all__ = ["gather", "products", "softmax"]

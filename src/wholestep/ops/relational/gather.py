@@ -169,8 +169,16 @@ def take_reference(x: Tensor, index: Tensor, back_ptr: Tensor, back_index: Tenso
     return x.index_select(0, index)
 
 
+def take_rows(x: Tensor, index: Tensor, back_ptr: Tensor, back_index: Tensor) -> Tensor:
+    if in_triton(x):
+        from wholestep.ops.relational import gather_triton
+
+        return gather_triton.take_rows(x, index)
+    return take_reference(x, index, back_ptr, back_index)
+
+
 for _device in ("CPU", "CUDA"):
-    LIBRARY.impl("take_rows", take_reference, _device)
+    LIBRARY.impl("take_rows", take_rows, _device)
     LIBRARY.impl("gather_sum", gather_sum, _device)
     LIBRARY.impl("gather_dot", gather_dot, _device)
     LIBRARY.impl("edge_dot", edge_dot, _device)

@@ -6,6 +6,7 @@ has TARGETS targets and takes ENTRIES of each at a time: LANES = TARGETS * ENTRI
     gather_sum  1. every whole chunk (`segments_triton.py`) is added up by a program of its own: partial (Z // CHUNK, width)
                 2. a block of targets adds up its direct entries, then its chunks
     gather_dot  1. whole chunks, 2. the direct entries of a block of targets
+    take_rows   a block of rows
 
 Cost beside the rows that must be read: 2 / CHUNK of their bytes for the partial sums, and a target waits for at most 2 CHUNK
 entries and its number of chunks, one after another. Import only where Triton exists.
@@ -97,6 +98,16 @@ def _sum_kernel(
 
 
 @triton.jit
+def _take_kernel(x, index, out, rows, width, x_row, LANES: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    taken = tl.load(index + row, mask=row < rows, other=-1).to(tl.int64)
+    inside = (taken >= 0)[:, None] & (column < width)[None, :]
+    value = tl.load(x + taken[:, None] * x_row + column[None, :], mask=inside, other=0.0)
+    tl.store(out + row[:, None] * width + column[None, :], value, mask=inside)
+
+
+@triton.jit
 def _dots(
     grad, x, index, edge, out, entry, real, target, first, grad_row, x_row, heads, inner, LANES: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -180,6 +191,19 @@ def gather_sum(x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, edg
     _sum_kernel[(triton.cdiv(targets, block), tiles)](
         flat, factors, ptr, index, names, partial, out, targets, *sizes, TARGETS=block, ENTRIES=at_a_time, **known
     )
+    return out
+
+
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """As `gather.take_reference`: torch's own moves 0.85 TB/s where rows are of 64 numbers."""
+    rows, out = index.shape[0], x.new_empty(index.shape[0], *x.shape[1:])
+    if out.numel():
+        flat = _flat(x)
+        width = flat.shape[1]
+        columns = min(triton.next_power_of_2(width), COLUMNS)
+        _take_kernel[(triton.cdiv(rows, TILE // columns), triton.cdiv(width, columns))](
+            flat, index, out, rows, width, flat.stride(0), LANES=TILE // columns, COLUMNS=columns, num_warps=NUM_WARPS
+        )
     return out
 
 
