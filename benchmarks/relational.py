@@ -10,14 +10,16 @@ Legend: N nodes, E edges, R relations, d width; x (N, d), W (R, d, d). Sums over
     hgt   softmax per destination of (k[src] @ A[r]) . q[dst] mu[r] / sqrt(d) times v[src] @ W[r]; one head, projections left out
 
     wholestep        rel.layer over the graph's better side per relation; wholestep-graph: the same, recorded as a CUDA graph
-    source-only      rel.layer with source pairs for every relation
+    source-only      rel.layer with source pairs for every relation, recorded on CUDA
     pyg, pyg-compile RGCNConv (PyG's other layers are other mathematics), as it is and under torch.compile
     loop, loop-compile  edges sorted by relation, one product per relation, as it is and under torch.compile
     grouped-mm       edges sorted by relation, torch's grouped product in bf16 (CUDA only)
 
 Every system runs in a process of its own: one that needs too much memory or time is reported as such, and the others still run.
+With `--jobs` several of them get ready at a time (imports, graphs, compilation); what is timed runs alone, by a lock. A twin is
+made once and kept in `--cache`.
 `floor` is what must move whatever the algorithm: x, W, ids and the gradient read, out and gradients written, at 4.3 TB/s.
-`rows floor` is what our order of work moves for rgcn, every row that is gathered read from memory. Both on CUDA only.
+`rows floor` is what our order of work moves, every row that is gathered read from memory. Both on CUDA only.
 
 On a CPU that others use too, take `--threads 1`: then `ms` is time of this process on its processor. With more threads every
 parallel region waits for the last of them to be given a core, and small layers seem hundreds of times slower than they are.
@@ -28,7 +30,9 @@ parallel region waits for the last of them to be given a core, and small layers 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import fcntl
 import importlib
 import json
 import math
@@ -38,7 +42,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +54,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wholestep import relational as rel
+from wholestep.relational import spaces
+from wholestep.relational.spaces import Space
 
 ROOT = Path(__file__).resolve().parent.parent
 BYTES_A_MS = 4.3e9
@@ -75,8 +82,13 @@ def triples(path: str) -> Edges:
 def edges_of(options: dict[str, Any]) -> Edges:
     if options["graph"] == options["name"] and options["triples"]:
         return triples(options["triples"])
-    made = importlib.import_module("wholestep.data.relational_twins").twin(options["graph"], scale=options["scale"])
-    return made.src, made.dst, made.etype, made.num_nodes, made.num_relations
+    kept = Path(options["cache"]) / f"{options['graph']}-{options['scale']}.pt"
+    if not kept.exists():
+        made = importlib.import_module("wholestep.data.relational_twins").twin(options["graph"], scale=options["scale"])
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        torch.save((made.src, made.dst, made.etype, made.num_nodes, made.num_relations), f"{kept}.{os.getpid()}")
+        os.replace(f"{kept}.{os.getpid()}", kept)
+    return torch.load(kept)
 
 
 # ---- models: as message functions, and over edges sorted by relation ----
@@ -126,6 +138,11 @@ def over_edges(model: str, edges: Edges, n: dict[str, Tensor], p: dict[str, Tens
     return m.new_zeros(nodes, m.shape[1]).index_add(0, dst, m)
 
 
+def dot_at_sources(graph: rel.RelGraph, destination: Tensor, source: Tensor, matrices: Tensor) -> Tensor:
+    moved = spaces.product_of(graph, source, matrices, Space.SOURCE, Space.SOURCE_PAIR, Space.RELATION)
+    return spaces.dot_of_source_pairs(graph, destination, moved)
+
+
 def by_relation(edges: Edges) -> tuple[Edges, Tensor]:
     """Sorted, with the end of every relation."""
     src, dst, etype, nodes, relations = edges
@@ -145,6 +162,7 @@ def forward_of(
         if system == "source-only":
             rows, graph = graph.only_sources, copy.copy(graph)
             object.__setattr__(graph, "rows", rows)
+            spaces.linear_dot = dot_at_sources
         return lambda: layer(graph, n, p)
     if system in ("pyg", "pyg-compile"):
         return pyg(model, edges, n, p, system == "pyg-compile")
@@ -206,8 +224,15 @@ def measured(options: dict[str, Any]) -> dict[str, Any]:
         out = forward()
         return [out.detach(), *torch.autograd.grad(out, leaves, pull)]
 
-    step = recorded(step) if system == "wholestep-graph" else step
-    times, peak, results = timed(step, device, options["runs"], options["seconds"])
+    for _ in range(2):  # compiles
+        step()
+    with alone(options):
+        if device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        if system == "wholestep-graph" or (system == "source-only" and device == "cuda"):
+            step = recorded(step)
+        times, peak, results = timed(step, device, options["runs"], options["seconds"])
     checks = [float(t.double().square().mean().sqrt()) for t in results]
     checks += [float((results[0].double() * pull.double()).sum())]
     return {
@@ -240,23 +265,28 @@ def recorded(step: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
 def timed(
     step: Callable[[], list[Tensor]], device: str, runs: int, seconds: float
 ) -> tuple[list[float], float | None, Any]:
-    """Two calls to warm up, then the runs; a call of more than a tenth of the time that is left is run once or twice."""
+    """As many runs as the time allows, one at least, the first of several left out."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     clock = getattr(time, clock_of(device))
     begun, times = time.perf_counter(), []
-    for _ in range(runs + 2):
+    for _ in range(runs + 1):
         start, last = clock(), time.perf_counter()
         results = step()
         wait()
         times.append(clock() - start)
         last = time.perf_counter() - last
-        if len(times) == 2 and device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
         if time.perf_counter() - begun + last > seconds:
             break
     peak = round(torch.cuda.max_memory_allocated() / 2**20, 1) if device == "cuda" else None
-    warm = min(2, len(times) - 1) if times[-1] < seconds / 10 else min(1, len(times) - 1)
-    return times[warm:], peak, results
+    return times[min(1, len(times) - 1) :], peak, results
+
+
+@contextlib.contextmanager
+def alone(options: dict[str, Any]) -> Iterator[None]:
+    """One process at a time."""
+    with open(Path(options["cache"]) / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def clock_of(device: str) -> str:
@@ -268,17 +298,25 @@ def floors(edges: Edges, n: dict[str, Tensor], p: dict[str, Tensor], model: str)
     if not edges[0].is_cuda:
         return {}
     size = sum(t.numel() * t.element_size() for t in [*n.values(), *p.values()])
-    out = next(iter(n.values()))
-    row, ids = out.shape[1] * out.element_size(), 3 * 4 * edges[0].shape[0]
-    found = {"floor_ms": (3 * size + 2 * ids + 2 * out.shape[0] * row) / BYTES_A_MS}
-    if model == "rgcn":
-        rows = rel.RelGraph(*edges[:3], num_nodes=edges[3], num_relations=edges[4]).rows
-        gathered, spread = rows.gathered.index.shape[0], rows.spread.index.shape[0]
-        pairs = rows.gathered.ptr.shape[0] - 1
-        moved = 2 * (gathered + spread + edges[3]) + 8 * pairs
-        matrices = 3 * p["W"].numel() * p["W"].element_size()
-        found["rows_floor_ms"] = (moved * row + matrices + 2 * 4 * (gathered + spread)) / BYTES_A_MS
-    return found
+    out, count = next(iter(n.values())), edges[0].shape[0]
+    row, ids = out.shape[1] * out.element_size(), 3 * 4 * count
+    graph = rel.RelGraph(*edges[:3], num_nodes=edges[3], num_relations=edges[4])
+    sides = graph.sources.relation.shape[0], graph.destinations.relation.shape[0]
+    gathered, spread = graph.rows.gathered.index.shape[0], graph.rows.spread.index.shape[0]
+    pairs, nodes = graph.rows.gathered.ptr.shape[0] - 1, edges[3]
+    moved = 2 * (gathered + spread + nodes) + 8 * pairs  # sums around a product, with its three products backward
+    if model != "rgcn":
+        moved += count + pairs  # the gradient of the weights
+    if model == "rgat":
+        moved += 4 * sum(sides) + 2 * nodes  # rows times vectors: read; written, summed up and read again backward
+    if model == "hgt":
+        moved += 3 * (count + nodes) + 7 * min(sides) + nodes  # products of both ends, after a product of one of them
+    numbers = 4 * (2 * (gathered + spread) + (0 if model == "rgcn" else 16 * count))
+    matrices = 3 * sum(t.numel() * t.element_size() for t in p.values())
+    return {
+        "floor_ms": (3 * size + 2 * ids + 2 * nodes * row) / BYTES_A_MS,
+        "rows_floor_ms": (moved * row + matrices + numbers) / BYTES_A_MS,
+    }
 
 
 def child(options: dict[str, Any]) -> None:
@@ -373,6 +411,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=0, help="of the CPU; as torch has them unless told")
     parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--cache", default="/tmp/wholestep-twins", help="folder of twins that were made")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
         "--budget-seconds", type=float, required=True, help="for all; every system gets an equal share of what is left"
@@ -383,23 +423,28 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         return child(json.loads(sys.argv[2]))
-    told, begun, rows = arguments(), time.time(), []
+    told, begun = arguments(), time.time()
     graphs = [*([told.name] if told.triples else []), *filter(None, told.graphs.split(","))]
     todo = [(g, m, s) for g in graphs for m in told.models.split(",") for s in told.systems.split(",")]
     shared = {
-        key: getattr(told, key) for key in ("triples", "name", "scale", "width", "dtype", "device", "runs", "threads")
+        key: getattr(told, key)
+        for key in ("triples", "name", "scale", "width", "dtype", "device", "runs", "threads", "cache")
     }
+    Path(told.cache).mkdir(parents=True, exist_ok=True)
     public = {"width": told.width, "dtype": told.dtype, "device": told.device}
-    for done, (graph, model, system) in enumerate(todo):
-        left = (told.budget_seconds - (time.time() - begun)) / (len(todo) - done)
+
+    def run(number: int) -> dict[str, Any]:
+        graph, model, system = todo[number]
+        share = told.jobs / (len(todo) - number)
+        left = (told.budget_seconds - (time.time() - begun)) * min(share, 1.0)
         named = {"graph": graph, "model": model, "system": system}
         found = row_of({**shared, **named}, left) if left > 1 else {"error": "no time left"}
-        rows.append({**named, **public, **found})
-        print(
-            f"{graph} {model} {system}: {found.get('error') or format(found['ms'], '.3f') + ' ms'}",
-            file=sys.stderr,
-            flush=True,
-        )
+        took = found.get("error") or format(found["ms"], ".3f") + " ms"
+        print(f"{time.time() - begun:5.0f} s  {graph} {model} {system}: {took}", file=sys.stderr, flush=True)
+        return {**named, **public, **found}
+
+    with ThreadPoolExecutor(told.jobs) as pool:
+        rows = list(pool.map(run, range(len(todo))))
     for graph, model in {(g, m) for g, m, _ in todo}:
         compared([row for row in rows if (row["graph"], row["model"]) == (graph, model)])
     told.out.write_text(json.dumps({**machine(), "rows": rows}, indent=1) + "\n")
