@@ -74,6 +74,15 @@ class Pairs:
     to_edge: Taking
     """Pair -> its edges."""
 
+    def dot(self, nodes: Tensor, relations: Tensor) -> Tensor:
+        """For every pair the product of the rows of its node and its relation, along the last dimension."""
+        everyone = torch.arange(self.relation.shape[0], dtype=self.ends.dtype, device=self.ends.device)
+        starts = torch.cat([self.ends.new_zeros(1), self.ends])
+        of_node = self.of_node
+        by_node = of_node.back_ptr, self.relation.index_select(0, of_node.back_index), of_node.back_index
+        out: Tensor = torch.ops.ws.edge_dot(nodes, relations, *by_node, starts, of_node.index, everyone)
+        return out
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeTypes:

@@ -346,7 +346,14 @@ class _Lowering:
         if left.linear is not None and len(left.linear.tail) == 1:  # (x W) v = x (W v): once per relation
             before, left = left.linear.matrices, left.linear.rows
             matrix = self._made(node, aten.bmm.default, (before.node, matrix.node), Space.RELATION, what="fold")
-        made = self._shaped(node, self._grouped(node, left, matrix, (1,)))
+        if left.space in (Space.SOURCE, Space.DESTINATION):
+            vector = self._made(node, aten.squeeze.dim, (matrix.node, -1), Space.RELATION, told=False)
+            space = joined(left.space, Space.RELATION)
+            made = self._made(
+                node, spaces.dot_with_relations, (self.table, left.node, vector.node, space), space, what="dot"
+            )
+        else:
+            made = self._shaped(node, self._grouped(node, left, matrix, (1,)))
         if kind is node.meta["val"].dtype:
             return made
         return self._made(node, Tensor.to, (made.node, node.meta["val"].dtype), made.space, told=False)

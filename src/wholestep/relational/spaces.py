@@ -246,6 +246,11 @@ def linear_dot(graph: RelGraph, destination: Tensor, source: Tensor, matrices: T
     return graph.at_destinations.dot(moved, source)
 
 
+def dot_with_relations(graph: RelGraph, nodes: Tensor, vectors: Tensor, space: Space) -> Tensor:
+    """<nodes, vectors[relation]> for every pair: rows are read once per node."""
+    return (graph.sources if space is Space.SOURCE_PAIR else graph.destinations).dot(nodes, vectors)
+
+
 DOTS = {Space.SOURCE: dot_of_nodes, Space.SOURCE_PAIR: dot_of_source_pairs}
 
 # ---- sums over the edges of a node ----

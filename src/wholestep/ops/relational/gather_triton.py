@@ -23,7 +23,7 @@ from torch import Tensor
 from wholestep.ops.relational import segments_triton as segments
 from wholestep.ops.relational.segments_triton import direct_entry, pieces
 
-TILE, COLUMNS, NUM_WARPS = 2048, 128, 4
+TILE, COLUMNS, NUM_WARPS = 1024, 128, 2
 """Numbers that a program holds, and the most columns among them."""
 
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK, BLOCK = 128, 128
+CHUNK, BLOCK = 64, 128
 
 
 @triton.jit
