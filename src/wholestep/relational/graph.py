@@ -14,72 +14,18 @@ round, for derivatives. Ids are int32 where they fit.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wholestep import ops as ops  # registers the operators
 from wholestep.errors import BadOption
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Taking:
-    """Rows handed out: row i of the result is row index[i]; back_ptr and back_index say who took a row."""
-
-    index: Tensor
-    back_ptr: Tensor
-    back_index: Tensor
-
-    def __call__(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.ws.take_rows(x, self.index, self.back_ptr, self.back_index)
-        return out
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Table:
-    """Rows summed up: the entries of target t stand at ptr[t] to ptr[t + 1]; `edge` is that whose weight counts, or -1."""
-
-    ptr: Tensor
-    index: Tensor
-    edge: Tensor
-    back_ptr: Tensor
-    back_index: Tensor
-    back_edge: Tensor
-
-    def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        edge, back_edge = (None, None) if weight is None else (self.edge, self.back_edge)
-        out: Tensor = torch.ops.ws.gather_sum(
-            x, weight, self.ptr, self.index, edge, self.back_ptr, self.back_index, back_edge
-        )
-        return out
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Pairs:
-    """The pairs of one side, in the order of (relation, node)."""
-
-    relation: Tensor
-    ends: Tensor
-    """Relation -> where its pairs end."""
-    of_node: Taking
-    """Node -> its pairs."""
-    to_edge: Taking
-    """Pair -> its edges."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Rows:
-    """One row per pair of the side that was chosen for its relation, in the order of relations."""
-
-    ends: Tensor
-    gathered: Table
-    """Nodes -> rows: the source of a source pair; for a destination pair the sum over its edges."""
-    spread: Table
-    """Rows -> nodes: over the edges of a source pair; a destination pair to its node."""
-    by_source: Tensor
-    """Relation -> whether source pairs were chosen."""
+from wholestep.relational.tables import Pairs as Pairs
+from wholestep.relational.tables import Rows as Rows
+from wholestep.relational.tables import Table as Table
+from wholestep.relational.tables import Taking as Taking
+from wholestep.relational.tables import make_tables
 
 
 @dataclasses.dataclass(frozen=True, slots=True, init=False)
@@ -122,8 +68,20 @@ class RelGraph:
         relations = _count("num_relations", num_relations, etype)
         for name, ids, most in (("src", src, nodes), ("dst", dst, nodes), ("etype", etype, relations)):
             _refuse_beyond(name, ids, most, "num_relations" if name == "etype" else "num_nodes")
-        for name, made in _tables(src, dst, etype, nodes, relations).items():
-            object.__setattr__(self, name, made)
+        order = src.argsort(stable=True)
+        order = order[(dst[order] * relations + etype[order]).argsort(stable=True)]
+        self._fill({"order": order} | make_tables(src[order], dst[order], etype[order], nodes, relations))
+
+    @classmethod
+    def _of(cls, tables: Mapping[str, Any]) -> RelGraph:
+        """From tables that are there."""
+        made = object.__new__(cls)
+        made._fill(tables)
+        return made
+
+    def _fill(self, tables: Mapping[str, Any]) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, tables[field.name])
 
     @classmethod
     def from_triples(cls, triples: Any, **counts: int) -> RelGraph:
@@ -156,10 +114,7 @@ class RelGraph:
 
     def to(self, device: Any) -> RelGraph:
         """The same graph elsewhere."""
-        made = object.__new__(type(self))
-        for field in dataclasses.fields(self):
-            object.__setattr__(made, field.name, _moved(getattr(self, field.name), device))
-        return made
+        return self._of({f.name: _moved(getattr(self, f.name), device) for f in dataclasses.fields(self)})
 
     def report(self) -> str:
         """Sizes, and how few pairs there are beside the edges."""
@@ -211,98 +166,3 @@ def _moved(value: Any, device: Any) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
     return type(value)(**{f.name: _moved(getattr(value, f.name), device) for f in dataclasses.fields(value)})
-
-
-# ---- tables ----
-
-Fit = Callable[[Tensor], Tensor]
-
-
-def _tables(src: Tensor, dst: Tensor, etype: Tensor, nodes: int, relations: int) -> dict[str, Any]:
-    order = src.argsort(stable=True)
-    order = order[(dst[order] * relations + etype[order]).argsort(stable=True)]
-    src, dst, etype = src[order], dst[order], etype[order]
-    fit = _narrow(max(nodes, src.shape[0], relations))
-    ptr = _ptr(dst, nodes)
-    sources, destinations = (_pairs(node, etype, nodes, relations, fit) for node in (src, dst))
-    counts = [torch.diff(pairs.ends, prepend=pairs.ends.new_zeros(1)) for pairs in (sources, destinations)]
-    chosen = counts[0] <= counts[1]
-    edges = torch.arange(src.shape[0], device=src.device)
-    around = (src, dst, etype, nodes, relations, sources, destinations, fit)
-    return {
-        "src": fit(src), "dst": fit(dst), "etype": fit(etype), "order": order, "ptr": fit(ptr),
-        "pair_ptr": fit(_changes(dst * relations + etype)),
-        "degree": torch.diff(ptr), "from_src": _taking(src, nodes, fit), "from_dst": _taking(dst, nodes, fit),
-        "sources": sources, "destinations": destinations, "rows": _rows(*around, chosen),
-        "only_sources": _rows(*around, torch.ones_like(chosen)),
-        "incoming": _table(dst, edges, edges, nodes, src.shape[0], fit),
-        "neighbours": _table(dst, src, edges, nodes, nodes, fit),
-        "nodes": torch.empty(nodes, 0, device=src.device),
-    }  # fmt: skip
-
-
-def _narrow(most: int) -> Fit:
-    """int32 where all ids fit."""
-    return (lambda t: t.int()) if most < 2**31 - 1 else (lambda t: t)
-
-
-def _ptr(sorted_ids: Tensor, count: int) -> Tensor:
-    """Where each id begins, among ids that are sorted."""
-    return torch.searchsorted(sorted_ids, torch.arange(count + 1, device=sorted_ids.device))
-
-
-def _changes(sorted_ids: Tensor) -> Tensor:
-    """Where each id that occurs begins, and the end."""
-    _, counts = torch.unique_consecutive(sorted_ids, return_counts=True)
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-
-
-def _taking(index: Tensor, count: int, fit: Fit) -> Taking:
-    back = index.argsort(stable=True)
-    return Taking(fit(index), fit(_ptr(index[back], count)), fit(back))
-
-
-def _table(target: Tensor, index: Tensor, edge: Tensor, targets: int, rows: int, fit: Fit) -> Table:
-    """From entries in any order."""
-    order, back = target.argsort(stable=True), index.argsort(stable=True)
-    return Table(
-        fit(_ptr(target[order], targets)), fit(index[order]), fit(edge[order]),
-        fit(_ptr(index[back], rows)), fit(target[back]), fit(edge[back]),
-    )  # fmt: skip
-
-
-def _pairs(node: Tensor, etype: Tensor, nodes: int, relations: int, fit: Fit) -> Pairs:
-    keys, pair = torch.unique(etype * nodes + node, return_inverse=True)
-    relation = keys // max(nodes, 1)
-    ends = _ptr(relation, relations)[1:]
-    return Pairs(fit(relation), fit(ends), _taking(keys % max(nodes, 1), nodes, fit), _taking(pair, keys.shape[0], fit))
-
-
-def _rows(
-    src: Tensor, dst: Tensor, etype: Tensor, nodes: int, relations: int, sources: Pairs, destinations: Pairs, fit: Fit,
-    by_source: Tensor,
-) -> Rows:  # fmt: skip
-    """The rows of the chosen side of every relation, and the two tables around them."""
-    kept = [by_source[sources.relation.long()], ~by_source[destinations.relation.long()]]
-    relation = torch.cat([p.relation[k] for p, k in zip((sources, destinations), kept, strict=True)]).long()
-    order = relation.argsort(stable=True)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(order.shape[0], device=order.device)
-    first = int(kept[0].sum())
-    row_of = [torch.full(k.shape, -1, device=k.device) for k in kept]
-    row_of[0][kept[0]], row_of[1][kept[1]] = place[:first], place[first:]
-    edges = torch.arange(src.shape[0], device=src.device)
-    through = by_source[etype]
-    here, there = edges[through], edges[~through]
-    alone = [torch.full((int(k.sum()),), -1, device=k.device) for k in kept]
-    gathered = _table(
-        torch.cat([row_of[0][kept[0]], row_of[1][destinations.to_edge.index.long()[there]]]),
-        torch.cat([sources.of_node.index.long()[kept[0]], src[there]]), torch.cat([alone[0], there]),
-        order.shape[0], nodes, fit,
-    )  # fmt: skip
-    spread = _table(
-        torch.cat([dst[here], destinations.of_node.index.long()[kept[1]]]),
-        torch.cat([row_of[0][sources.to_edge.index.long()[here]], row_of[1][kept[1]]]), torch.cat([here, alone[1]]),
-        nodes, order.shape[0], fit,
-    )  # fmt: skip
-    return Rows(fit(_ptr(relation[order], relations)[1:]), gathered, spread, by_source)
