@@ -69,8 +69,9 @@ class RelGraph:
         for name, ids, most in (("src", src, nodes), ("dst", dst, nodes), ("etype", etype, relations)):
             _refuse_beyond(name, ids, most, "num_relations" if name == "etype" else "num_nodes")
         order = src.argsort(stable=True)
-        order = order[(dst[order] * relations + etype[order]).argsort(stable=True)]
-        self._fill({"order": order} | make_tables(src[order], dst[order], etype[order], nodes, relations))
+        order = order.index_select(0, (dst * relations + etype).index_select(0, order).argsort(stable=True))
+        src, dst, etype = (ids.index_select(0, order) for ids in (src, dst, etype))
+        self._fill({"order": order} | make_tables(src, dst, etype, nodes, relations))
 
     @classmethod
     def _of(cls, tables: Mapping[str, Any]) -> RelGraph:
