@@ -32,10 +32,10 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 def predicted(workload: Workload) -> dict[str, Any]:
     """Bytes and seconds of an iteration's parts."""
-    training = workload.build(workload.gpu, torch.device("cpu"), 0)
+    training = workload.training(workload.gpu, torch.device("cpu"), 0, ours=True)
     device, points = find_device("h200"), []
     for part in training.parts:
-        with compat.no_collection(), compat.no_python_code():
+        with compat.no_collection():
             capture = dry_capture(
                 part.model,
                 part.loss_fn,
