@@ -14,7 +14,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from wholestep.graph.liveness import tensor_bytes
 from wholestep.ops.amounts import numel, product
+from wholestep.ops.call import Call
 from wholestep.ops.multi_tensor import triton_reason
 from wholestep.ops.record import record
 
@@ -109,12 +111,20 @@ def _backward_cases() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         yield torch.randn(x.shape[0], w.shape[2], dtype=x.dtype), x, w, ends
 
 
+def _rounded(call: Call, *names: str) -> int:
+    """Operands that are copied, rounded to tf32, on a GPU (`grouped_mm_triton.py`). Where tf32 is not allowed, none are."""
+    if call.tensor("x").dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest":
+        return 0
+    return sum(tensor_bytes(call.tensor(name)) for name in names)
+
+
 record(
     "ws::grouped_mm",
     reference=reference,
     cases=_cases,
     kind="matmul",
     flops=lambda call: 2 * numel(call.outputs[0]) * call.shape("x")[-1],
+    scratch=lambda call: _rounded(call, "x", "w"),
     compiled=False,
 )
 record(
@@ -123,5 +133,6 @@ record(
     cases=_backward_cases,
     kind="matmul",
     flops=lambda call: 4 * product(call.shape("grad")) * call.shape("x")[-1],
+    scratch=lambda call: max(_rounded(call, "grad", "w"), _rounded(call, "grad", "x")),
     compiled=False,
 )

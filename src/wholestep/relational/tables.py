@@ -142,13 +142,20 @@ def make_tables(
     ptr, back_ptr = (fit(_closed(begin.clone(), sizes.edges)) for begin in starts[::-1])
     back = fit(_counted_on(by_src, sizes.edges))
     pair_ptr = _closed(_starts(_running(_changes(dst * relations + etype)), sizes.destination_pairs), sizes.edges)
-    around = sides, starts, per_relation, etype, relations, fit
-    source_rows = sizes._replace(rows=sizes.source_pairs, gathered=sizes.source_pairs, spread=sizes.edges)
+    none = torch.full_like(sources.relation, -1)
+    each = fit(torch.arange(sizes.source_pairs + 1, device=src.device))
+    at_edges, of_node = sources.to_edge, sources.of_node
+    only_sources = Rows(
+        sources.ends,
+        Table(each, of_node.index, none, of_node.back_ptr, of_node.back_index, none),
+        Table(ptr, at_edges.index, everyone, at_edges.back_ptr, _at(long[1], at_edges.back_index), at_edges.back_index),
+        torch.ones_like(fewer),
+    )
     return {
         "src": long[0], "dst": long[1], "etype": long[2], "ptr": ptr, "pair_ptr": fit(pair_ptr), "degree": torch.diff(ptr.long()),
         "from_src": Taking(long[0], back_ptr, back), "from_dst": Taking(long[1], ptr, everyone),
-        "sources": sources, "destinations": destinations, "rows": _rows(*around, fewer, sizes),
-        "only_sources": _rows(*around, torch.ones_like(fewer), source_rows),
+        "sources": sources, "destinations": destinations, "rows": _rows(sides, starts, etype, fit, fewer, sizes),
+        "only_sources": only_sources,
         "incoming": Table(ptr, everyone, everyone, one_each, long[1], everyone),
         "neighbours": Table(ptr, long[0], everyone, back_ptr, _at(long[1], back), back),
         "nodes": torch.empty(sizes.nodes, 0, device=src.device),
@@ -182,10 +189,7 @@ def _pairs(side: _Side, etype: Tensor, starts: Tensor, size: int, sizes: Sizes, 
     return Pairs(fit(relation), fit(ends), of_node, at_edges)
 
 
-def _rows(
-    sides: list[_Side], starts: list[Tensor], per_relation: Tensor, etype: Tensor, relations: int, fit: Fit, by_source: Tensor,
-    sizes: Sizes,
-) -> Rows:  # fmt: skip
+def _rows(sides: list[_Side], starts: list[Tensor], etype: Tensor, fit: Fit, by_source: Tensor, sizes: Sizes) -> Rows:
     """The rows of the chosen side of every relation, and the two tables around them.
 
     In each of three orders of the edges (by source, by destination, by row) an edge stands for an entry of its own, or the first
