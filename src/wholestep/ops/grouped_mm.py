@@ -31,17 +31,6 @@ def reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-def reference_backward(grad: Tensor, x: Tensor, w: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and w; rows of no group, and groups of no row, get zeros."""
-    grad_x, grad_w = x.new_zeros(x.shape), torch.zeros_like(w)
-    start = 0
-    for group, end in enumerate(ends.tolist()):
-        grad_x[start:end] = grad[start:end] @ w[group].T
-        grad_w[group] = x[start:end].T @ grad[start:end]
-        start = end
-    return grad_x, grad_w
-
-
 def _product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     if not _in_triton(x, w):
         return reference(x, w, ends)
@@ -50,13 +39,22 @@ def _product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return rows_product(x, w, ends)
 
 
-def _product_backward(grad: Tensor, x: Tensor, w: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    if not _in_triton(grad, x, w):
-        return reference_backward(grad, x, w, ends)
-    from wholestep.ops.grouped_mm_triton import rows_product, weights_product
+def weights_reference(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """The gradient of w."""
+    out = x.new_zeros(ends.shape[0], x.shape[1], grad.shape[1])
+    start = 0
+    for group, end in enumerate(ends.tolist()):
+        out[group] = x[start:end].T @ grad[start:end]
+        start = end
+    return out
 
-    grad_x = rows_product(grad, w.transpose(1, 2), ends)
-    return grad_x, weights_product(grad, x, w, ends)
+
+def _weights(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    if not _in_triton(grad, x):
+        return weights_reference(grad, x, ends)
+    from wholestep.ops.grouped_mm_triton import weights_product
+
+    return weights_product(grad, x, ends)
 
 
 def _in_triton(*tensors: Tensor) -> bool:
@@ -68,10 +66,9 @@ def _in_triton(*tensors: Tensor) -> bool:
 _forward = torch.library.custom_op(
     "ws::grouped_mm", _product, mutates_args=(), schema="(Tensor x, Tensor w, Tensor ends) -> Tensor"
 )
-_backward = torch.library.custom_op(
-    "ws::grouped_mm_backward", _product_backward, mutates_args=(),
-    schema="(Tensor grad, Tensor x, Tensor w, Tensor ends) -> (Tensor, Tensor)",
-)  # fmt: skip
+_of_weights = torch.library.custom_op(
+    "ws::grouped_mm_weights", _weights, mutates_args=(), schema="(Tensor grad, Tensor x, Tensor ends) -> Tensor"
+)
 
 
 @_forward.register_fake
@@ -79,18 +76,23 @@ def _(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], w.shape[2])
 
 
-@_backward.register_fake
-def _(grad: Tensor, x: Tensor, w: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), torch.empty_like(w)
+@_of_weights.register_fake
+def _(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(ends.shape[0], x.shape[1], grad.shape[1])
 
 
 def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _differentiated(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    grad_x, grad_w = torch.ops.ws.grouped_mm_backward(grad, *ctx.saved_tensors)  # type: ignore[attr-defined]
-    return grad_x, grad_w, None
+def _differentiated(
+    ctx: torch.autograd.function.FunctionCtx, grad: Tensor
+) -> tuple[Tensor | None, Tensor | None, None]:
+    """Two operators, that of w first: x, kept or made again for it, is gone before the gradient of x, as large, is made."""
+    x, w, ends = ctx.saved_tensors  # type: ignore[attr-defined]
+    of_x, of_w = ctx.needs_input_grad[:2]  # type: ignore[attr-defined]
+    grad_w = torch.ops.ws.grouped_mm_weights(grad, x, ends) if of_w else None
+    return torch.ops.ws.grouped_mm(grad, w.transpose(1, 2), ends) if of_x else None, grad_w, None
 
 
 _forward.register_autograd(_differentiated, setup_context=_keep)
@@ -106,9 +108,9 @@ def _cases() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
             )
 
 
-def _backward_cases() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+def _weights_cases() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     for x, w, ends in _cases():
-        yield torch.randn(x.shape[0], w.shape[2], dtype=x.dtype), x, w, ends
+        yield torch.randn(x.shape[0], w.shape[2], dtype=x.dtype), x, ends
 
 
 def _rounded(call: Call, *names: str) -> int:
@@ -128,11 +130,11 @@ record(
     compiled=False,
 )
 record(
-    "ws::grouped_mm_backward",
-    reference=reference_backward,
-    cases=_backward_cases,
+    "ws::grouped_mm_weights",
+    reference=weights_reference,
+    cases=_weights_cases,
     kind="matmul",
-    flops=lambda call: 4 * product(call.shape("grad")) * call.shape("x")[-1],
-    scratch=lambda call: max(_rounded(call, "grad", "w"), _rounded(call, "grad", "x")),
+    flops=lambda call: 2 * product(call.shape("grad")) * call.shape("x")[-1],
+    scratch=lambda call: _rounded(call, "grad", "x"),
     compiled=False,
 )

@@ -137,10 +137,10 @@ def rows_product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-def weights_product(grad: Tensor, x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """The gradient of w."""
-    groups, inner, columns = w.shape
-    out = torch.empty_like(w)
+def weights_product(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """As `grouped_mm.weights_reference`."""
+    groups, inner, columns = ends.shape[0], x.shape[1], grad.shape[1]
+    out = x.new_empty(groups, inner, columns)
     if out.numel() == 0:
         return out
     x, grad = _ready(x, -2), _ready(grad, -2)
