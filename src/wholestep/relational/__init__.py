@@ -11,8 +11,8 @@ Layers that are there already: wholestep.nn.RGCNConv, RGATConv, HGTConv; wholest
 place of torch_geometric's.
 """
 
-from wholestep.relational.blocks import Block, blocks
+from wholestep.relational.blocks import Block, Blocks, blocks
 from wholestep.relational.graph import RelGraph
 from wholestep.relational.layer import Layer, edge_softmax, layer
 
-__all__ = ["Block", "Layer", "RelGraph", "blocks", "edge_softmax", "layer"]
+__all__ = ["Block", "Blocks", "Layer", "RelGraph", "blocks", "edge_softmax", "layer"]

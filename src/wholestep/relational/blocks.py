@@ -267,14 +267,14 @@ def _distinct(degree: Tensor, most: int, generator: torch.Generator | None) -> T
     Floyd's way: the i-th of them is drawn below degree - most + i + 1, and is that bound itself if it was drawn before.
     """
     drawn = torch.rand(most, degree.shape[0], generator=generator, dtype=torch.float64, device=degree.device)
-    picked = torch.empty(degree.shape[0], most, dtype=torch.int64, device=degree.device)
+    picked = torch.empty(most, degree.shape[0], dtype=torch.int64, device=degree.device)
     for n in range(most):
         last = degree - most + n
         pick = (drawn[n] * (last + 1)).long().clamp(max=last)
-        again = (picked[:, :n] == pick[:, None]).any(1)
-        picked[:, n] = torch.where(again, last, pick)
+        again = (picked[:n] == pick).any(0)
+        picked[n] = torch.where(again, last, pick)
     everyone = torch.arange(most, device=degree.device)
-    return torch.where((degree > most)[:, None], picked.sort(1).values, everyone)
+    return torch.where((degree > most)[:, None], picked.T.sort(1).values, everyone)
 
 
 def _even(sizes: Sizes, factor: float, most: Sizes) -> Sizes:

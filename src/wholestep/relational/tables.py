@@ -141,7 +141,8 @@ def make_tables(
     one_each = fit(torch.arange(sizes.edges + 1, device=src.device))
     ptr, back_ptr = (fit(_closed(begin.clone(), sizes.edges)) for begin in starts[::-1])
     back = fit(_counted_on(by_src, sizes.edges))
-    pair_ptr = _closed(_starts(_running(_changes(dst * relations + etype)), sizes.destination_pairs), sizes.edges)
+    pair_of = _before(_changes(sides[1].pair))[1:] - 1  # in the order of edges
+    pair_ptr = _closed(_starts(pair_of, sizes.destination_pairs), sizes.edges)
     none = torch.full_like(sources.relation, -1)
     each = fit(torch.arange(sizes.source_pairs + 1, device=src.device))
     at_edges, of_node = sources.to_edge, sources.of_node
@@ -167,9 +168,9 @@ def make_tables(
 
 def _side(node: Tensor, by_node: Tensor, etype: Tensor, nodes: int, relations: int) -> _Side:
     keys, order = (etype * nodes + node).sort(stable=True)
-    new = _changes(keys)
-    pair = torch.empty_like(order).scatter_(0, order, _running(new))
-    counts = torch.diff(_at(_before(new), _starts(_at(etype, order), relations)))
+    before = _before(_changes(keys))
+    pair = torch.empty_like(order).scatter_(0, order, before[1:] - 1)
+    counts = torch.diff(_at(before, _starts(_at(etype, order), relations)))
     return _Side(node, by_node, order, pair, counts)
 
 
@@ -252,12 +253,8 @@ def _changes(ids: Tensor) -> Tensor:
     return torch.cat([ids.new_ones(min(ids.shape[0], 1), dtype=torch.bool), ids[1:] != ids[:-1]])
 
 
-def _running(flags: Tensor) -> Tensor:
-    """How many flags there were before this one, or before the one that this follows."""
-    return flags.cumsum(0) - 1
-
-
 def _before(counts: Tensor) -> Tensor:
+    """Sums of what stands before each, and of all."""
     return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0)])
 
 
@@ -268,7 +265,8 @@ def _at(t: Tensor, index: Tensor) -> Tensor:
 
 def _selected(keep: Tensor, starts: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Where each kept one goes (the others go where the kept one before them does), and where each group begins."""
-    return _running(keep), _closed(_at(_before(keep), starts), size)
+    before = _before(keep)
+    return before[1:] - 1, _closed(_at(before, starts), size)
 
 
 def _closed(ptr: Tensor, size: int) -> Tensor:
