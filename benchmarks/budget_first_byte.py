@@ -63,7 +63,8 @@ def job(name: str, device: str) -> tuple[Any, Any, Any, list[Any], dict[str, Any
     from wholestep.bench.workloads import WORKLOADS
 
     workload = WORKLOADS[name]
-    training = workload.build(workload.gpu if device == "cuda" else workload.smoke, torch.device(device), 0)
+    sizes = workload.gpu if device == "cuda" else workload.smoke
+    training = workload.training(sizes, torch.device(device), 0, ours=True)
     batches: list[Any] = []
     for number in range(4):
         training.iterate([lambda batch: batches.append(batch) or torch.zeros(())], number)  # type: ignore[func-returns-value]

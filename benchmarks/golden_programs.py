@@ -35,7 +35,7 @@ def jobs(name: str) -> Iterator[tuple[Any, Any, Any, Any, dict[str, Any]]]:
         from wholestep.bench.workloads import WORKLOADS
 
         row = WORKLOADS[which]
-        for part in row.build(dict(row.smoke), torch.device("cpu"), 0).parts:
+        for part in row.training(dict(row.smoke), torch.device("cpu"), 0, ours=True).parts:
             yield part.model, part.loss_fn, part.optimizer, part.example_batch, {"clip_norm": part.clip_norm}
         return
     if kind == "family":

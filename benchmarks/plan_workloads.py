@@ -4,8 +4,9 @@
     python benchmarks/plan_workloads.py resnet-50 unet   # some of them, added to the file
 
 In: the workloads at their GPU size, captured without a GPU, and the rows of bench_h200.json. Out: a JSON row each with the peak of
-the plan that `compile` takes without a budget. What was measured has the batches in it that a workload keeps on the GPU, and what
-an environment or a data set takes there; predictions are of the step alone. Of several parts the largest counts.
+the plan that `compile` takes without a budget, and what a batch holds that the step does not read (the tables of a graph that its
+layers have no use for). What was measured has all the batches in it that a workload keeps on the GPU, and what an environment or a
+data set takes there; predictions are of the step alone. Of several parts the largest counts.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from wholestep import compat
 from wholestep.bench.results import load
 from wholestep.bench.workload import Workload
 from wholestep.bench.workloads import WORKLOADS
+from wholestep.capture.batch import flatten
 from wholestep.capture.dry import dry_capture
 from wholestep.cost import find_device
+from wholestep.graph.liveness import tensor_bytes
+from wholestep.graph.training_graph import Role, TrainingGraph
 from wholestep.passes.pipeline import default_pipeline
 from wholestep.plan.frontier import Study
 
@@ -32,10 +36,12 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 def predicted(workload: Workload) -> dict[str, Any]:
     """Bytes and seconds of an iteration's parts."""
-    training = workload.build(workload.gpu, torch.device("cpu"), 0)
+    training = workload.training(workload.gpu, torch.device("cpu"), 0, ours=True)
+    torch.set_float32_matmul_precision("high")  # as it is measured; kernels that round operands take memory for them
     device, points = find_device("h200"), []
+    unread = []
     for part in training.parts:
-        with compat.no_collection(), compat.no_python_code():
+        with compat.no_collection():
             capture = dry_capture(
                 part.model,
                 part.loss_fn,
@@ -47,10 +53,19 @@ def predicted(workload: Workload) -> dict[str, Any]:
             pipeline = default_pipeline()
             pipeline.run_on(capture)
             points.append(Study(capture.graph, device, pipeline.carry_out).quickest)
+        unread.append(unread_bytes(part.example_batch, capture.graph))
     return {
-        "predicted_bytes": max(point.peak_bytes for point in points),
+        "predicted_bytes": max(point.peak_bytes + more for point, more in zip(points, unread, strict=True)),
+        "unread_bytes": max(unread),
         "recompute": [len(p.plan.recompute) for p in points],
     }
+
+
+def unread_bytes(batch: Any, graph: TrainingGraph) -> int:
+    """What the batch holds, less what is an input of the step; tensors of one storage count once."""
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in flatten(batch)[0]}
+    read = [graph.placeholders[number].meta["val"] for number in graph.indices(Role.BATCH)]
+    return max(sum(held.values()) - sum(tensor_bytes(value) for value in read if isinstance(value, torch.Tensor)), 0)
 
 
 def main() -> None:

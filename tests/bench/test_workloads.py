@@ -41,12 +41,12 @@ TBD_MODELS = {
 by_name = pytest.mark.parametrize("name", WORKLOADS)
 
 
-def built(name: str, device: torch.device = CPU, seed: int = 0, **changes: Any) -> Training:
+def built(name: str, device: torch.device = CPU, seed: int = 0, *, ours: bool = False, **changes: Any) -> Training:
     workload = WORKLOADS[name]
     needs = [package for package in workload.needs if importlib.util.find_spec(package) is None]
     if needs:
         pytest.skip(f"needs {', '.join(needs)}")
-    return workload.build(workload.smoke | changes, device, seed)
+    return workload.training(workload.smoke | changes, device, seed, ours=ours)
 
 
 def eager(part: Part) -> StepCall:
@@ -145,7 +145,7 @@ def test_the_loss_falls_and_the_whole_step_computes_the_same(name: str) -> None:
     expected = losses(training, [eager(part) for part in training.parts], ITERATIONS)
     assert all(torch.tensor(expected).isfinite())
     assert sum(expected[-COMPARED:]) < sum(expected[:COMPARED])
-    again = built(name)
+    again = built(name, ours=True)
     steps = [
         wholestep.compile(
             part.model, part.loss_fn, part.optimizer, part.example_batch, clip_norm=part.clip_norm, backend="interpret",
@@ -165,6 +165,13 @@ def test_it_trains_on_a_gpu(name: str) -> None:
     seen = losses(training, [eager(part) for part in training.parts], 2)
     assert all(torch.tensor(seen).isfinite())
     assert all(p.is_cuda for part in training.parts for group in part.optimizer.param_groups for p in group["params"])
+
+
+@pytest.mark.parametrize("name", [name for name, row in WORKLOADS.items() if row.rewritten is not None])
+def test_what_is_written_anew_for_us_has_the_same_parameters(name: str) -> None:
+    plain, ours = ([part.model.state_dict() for part in built(name, ours=ours).parts] for ours in (False, True))
+    for one, other in zip(plain, ours, strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 # ---- what the workloads are made of ----

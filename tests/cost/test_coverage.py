@@ -58,7 +58,7 @@ def test_workloads(name: str) -> None:
     table = WORKLOADS if isinstance(WORKLOADS, dict) else {entry.name: entry for entry in WORKLOADS}
     for package in table[name].needs:
         pytest.importorskip(package)
-    training = table[name].build(table[name].smoke, torch.device("cpu"), 0)
+    training = table[name].training(table[name].smoke, torch.device("cpu"), 0, ours=True)
     for part in training.parts:
         try:
             graph = captured(part.model, part.loss_fn, part.example_batch, part.optimizer, clip_norm=part.clip_norm)

@@ -6,9 +6,12 @@ import pytest
 import torch
 from tests.ops.interpreter import assert_equal_when_interpreted
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import wholestep
 from wholestep.ops import grouped_mm
+from wholestep.ops.call import read_call
+from wholestep.ops.record import record_of
 
 CASES = {
     "several rows": [2, 5, 9],
@@ -53,6 +56,21 @@ def test_the_operator_is_well_made() -> None:
     assert grouped_mm.reference(*operands([9])).shape == (9, 3)
 
 
+def test_copies_for_tf32_are_told_to_the_plan() -> None:
+    x, w, last = torch.randn(9, 200), torch.randn(3, 200, 3), torch.tensor([2, 2, 9])
+    graph = make_fx(lambda x, w, last: torch.ops.ws.grouped_mm(x, w, last))(x.detach(), w.detach(), last).graph
+    call = next(node for node in graph.nodes if node.op == "call_function")
+    call.meta["val"], kept = torch.empty(9, 3), torch.get_float32_matmul_precision()
+    for node, value in zip(graph.nodes, (x, w, last), strict=False):
+        node.meta["val"] = value
+    try:
+        for precision, wanted in (("highest", 0), ("high", 4 * (x.numel() + w.numel()))):
+            torch.set_float32_matmul_precision(precision)
+            assert record_of(call).scratch(read_call(call)) == wanted  # type: ignore[misc]
+    finally:
+        torch.set_float32_matmul_precision(kept)
+
+
 INTERPRETED = """
 import torch
 from wholestep.ops import grouped_mm, grouped_mm_triton as kernels, grouped_narrow_triton as narrow
@@ -61,16 +79,16 @@ kernels.ROWS = kernels.COLUMNS = narrow.ROWS = 16
 narrow.SPLIT, narrow.BLOCK, narrow.PARTS = 8, 64, 2
 kernels._depth, kernels._narrow_precision = lambda x: 16, lambda: "ieee"
 for ends in ([2, 5, 9], [0, 4, 4, 9, 9], [9], [3, 6], [1], [0], [20, 20, 37], [0, 1, 2, 3, 3, 3, 30, 30, 31, 70]):
-    for transposed, narrow.WIDEST in ((False, 0), (True, 0), (False, 128), (True, 128)):
+    for transposed, grouped_mm.NARROW in ((False, 0), (True, 0), (False, 128), (True, 128)):
         torch.manual_seed(0)
         x, w, grad = torch.randn(max(9, ends[-1]), 21), torch.randn(len(ends), 21, 18), torch.randn(max(9, ends[-1]), 18)
         if transposed:
             x, w = x.T.contiguous().T, w.transpose(1, 2).contiguous().transpose(1, 2)
         last = torch.tensor(ends, dtype=torch.int32 if transposed else torch.int64)
-        grad_x, grad_w = grouped_mm.reference_backward(grad, x, w, last)
+        grad_x, grad_w = grouped_mm.reference(grad, w.transpose(1, 2), last), grouped_mm.weights_reference(grad, x, last)
         pairs = [(kernels.rows_product(x, w, last), grouped_mm.reference(x, w, last)),
                  (kernels.rows_product(grad, w.transpose(1, 2), last), grad_x),
-                 (kernels.weights_product(grad, x, w, last), grad_w)]
+                 (kernels.weights_product(grad, x, last), grad_w)]
         for got, want in pairs:
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
             assert got.stride() == want.stride()
@@ -113,10 +131,13 @@ def test_cuda(ends: list[int], dtype: torch.dtype, precision: str, wide: int) ->
             torch.randn(2048, 100, generator=source, device="cuda", dtype=dtype),
             torch.tensor(ends, device="cuda"),
         )
-        ours = [torch.ops.ws.grouped_mm(x, w, last), *torch.ops.ws.grouped_mm_backward(grad, x, w, last)]
-        torchs = [grouped_mm.reference(x, w, last), *grouped_mm.reference_backward(grad, x, w, last)]
-        doubled = [t.double() for t in (grad, x, w)]
-        exact = [grouped_mm.reference(*doubled[1:], last), *grouped_mm.reference_backward(*doubled, last)]
+        turned = w.transpose(1, 2)
+        ours = [*(torch.ops.ws.grouped_mm(*pair, last) for pair in ((x, w), (grad, turned)))]
+        ours.append(torch.ops.ws.grouped_mm_weights(grad, x, last))
+        torchs = [*(grouped_mm.reference(*pair, last) for pair in ((x, w), (grad, turned)))]
+        torchs.append(grouped_mm.weights_reference(grad, x, last))
+        exact = [*(grouped_mm.reference(a.double(), b.double(), last) for a, b in ((x, w), (grad, turned)))]
+        exact.append(grouped_mm.weights_reference(grad.double(), x.double(), last))
     finally:
         torch.set_float32_matmul_precision(kept)
     for mine, theirs, truth in zip(ours, torchs, exact, strict=True):

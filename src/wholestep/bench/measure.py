@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from wholestep.bench import machine
-from wholestep.bench.contenders import NotInstalled, Ours, make_maker, plain_step
+from wholestep.bench.contenders import NotInstalled, Ours, is_ours, make_maker, plain_step
 from wholestep.bench.figures import summarised
 from wholestep.bench.memory import MemoryMeter
 from wholestep.bench.protocol import Protocol, settled
@@ -79,7 +79,7 @@ def measure(
         torch.set_float32_matmul_precision("high")
     sizes: dict[str, Any] = getattr(workload, size)
     began = time.perf_counter()
-    training = workload.build(sizes, device, seed)
+    training = workload.training(sizes, device, seed, ours=is_ours(contender))
     built = time.perf_counter() - began
     dropout = has_dropout(training.parts)
     meter = MemoryMeter(device)

@@ -42,6 +42,9 @@ class Training:
     precision: str = "fp32"
 
 
+Build = Callable[[dict[str, Any], torch.device, int], Training]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """A row of the table."""
@@ -55,7 +58,7 @@ class Workload:
     """`real: ...` or `synthetic: ...`: what is trained on."""
     summary: str
     """One line: the model and where it comes from."""
-    build: Callable[[dict[str, Any], torch.device, int], Training]
+    build: Build
     """(sizes, device, seed) -> Training."""
     smoke: dict[str, Any]
     """Sizes for a CPU: seconds per system."""
@@ -65,6 +68,14 @@ class Workload:
     """Which of TBD's models it stands for; empty for what came later."""
     needs: tuple[str, ...] = ()
     """Packages it needs beyond torch."""
+    rewritten: Build | None = None
+    """The same training in layers of Wholestep's own, which its contenders train: parameters of the same names and values, the same
+    losses. Peers keep `build`."""
+
+    def training(self, sizes: dict[str, Any], device: torch.device, seed: int, *, ours: bool) -> Training:
+        """What a contender trains; `ours`: whether it is one of Wholestep's."""
+        build = self.rewritten if ours and self.rewritten is not None else self.build
+        return build(sizes, device, seed)
 
 
 def one_part(part: Part, batches: Callable[[int], Any], units: float, precision: str = "fp32") -> Training:

@@ -14,9 +14,19 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from wholestep.graph.liveness import tensor_bytes
 from wholestep.ops.amounts import numel, product
+from wholestep.ops.call import Call
 from wholestep.ops.multi_tensor import triton_reason
 from wholestep.ops.record import record
+
+
+NARROW, SPLIT = 128, 1024
+"""Matrices with no more rows and columns are multiplied by kernels that cut rows at fixed places, so many at a time for weights."""
+
+
+def is_narrow(inner: int, columns: int) -> bool:
+    return max(inner, columns) <= NARROW
 
 
 def reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -29,17 +39,6 @@ def reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-def reference_backward(grad: Tensor, x: Tensor, w: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and w; rows of no group, and groups of no row, get zeros."""
-    grad_x, grad_w = x.new_zeros(x.shape), torch.zeros_like(w)
-    start = 0
-    for group, end in enumerate(ends.tolist()):
-        grad_x[start:end] = grad[start:end] @ w[group].T
-        grad_w[group] = x[start:end].T @ grad[start:end]
-        start = end
-    return grad_x, grad_w
-
-
 def _product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     if not _in_triton(x, w):
         return reference(x, w, ends)
@@ -48,13 +47,22 @@ def _product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return rows_product(x, w, ends)
 
 
-def _product_backward(grad: Tensor, x: Tensor, w: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    if not _in_triton(grad, x, w):
-        return reference_backward(grad, x, w, ends)
-    from wholestep.ops.grouped_mm_triton import rows_product, weights_product
+def weights_reference(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """The gradient of w."""
+    out = x.new_zeros(ends.shape[0], x.shape[1], grad.shape[1])
+    start = 0
+    for group, end in enumerate(ends.tolist()):
+        out[group] = x[start:end].T @ grad[start:end]
+        start = end
+    return out
 
-    grad_x = rows_product(grad, w.transpose(1, 2), ends)
-    return grad_x, weights_product(grad, x, w, ends)
+
+def _weights(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    if not _in_triton(grad, x):
+        return weights_reference(grad, x, ends)
+    from wholestep.ops.grouped_mm_triton import weights_product
+
+    return weights_product(grad, x, ends)
 
 
 def _in_triton(*tensors: Tensor) -> bool:
@@ -66,10 +74,9 @@ def _in_triton(*tensors: Tensor) -> bool:
 _forward = torch.library.custom_op(
     "ws::grouped_mm", _product, mutates_args=(), schema="(Tensor x, Tensor w, Tensor ends) -> Tensor"
 )
-_backward = torch.library.custom_op(
-    "ws::grouped_mm_backward", _product_backward, mutates_args=(),
-    schema="(Tensor grad, Tensor x, Tensor w, Tensor ends) -> (Tensor, Tensor)",
-)  # fmt: skip
+_of_weights = torch.library.custom_op(
+    "ws::grouped_mm_weights", _weights, mutates_args=(), schema="(Tensor grad, Tensor x, Tensor ends) -> Tensor"
+)
 
 
 @_forward.register_fake
@@ -77,18 +84,23 @@ def _(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], w.shape[2])
 
 
-@_backward.register_fake
-def _(grad: Tensor, x: Tensor, w: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), torch.empty_like(w)
+@_of_weights.register_fake
+def _(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(ends.shape[0], x.shape[1], grad.shape[1])
 
 
 def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _differentiated(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    grad_x, grad_w = torch.ops.ws.grouped_mm_backward(grad, *ctx.saved_tensors)  # type: ignore[attr-defined]
-    return grad_x, grad_w, None
+def _differentiated(
+    ctx: torch.autograd.function.FunctionCtx, grad: Tensor
+) -> tuple[Tensor | None, Tensor | None, None]:
+    """Two operators, that of w first: x, kept or made again for it, is gone before the gradient of x, as large, is made."""
+    x, w, ends = ctx.saved_tensors  # type: ignore[attr-defined]
+    of_x, of_w = ctx.needs_input_grad[:2]  # type: ignore[attr-defined]
+    grad_w = torch.ops.ws.grouped_mm_weights(grad, x, ends) if of_w else None
+    return torch.ops.ws.grouped_mm(grad, w.transpose(1, 2), ends) if of_x else None, grad_w, None
 
 
 _forward.register_autograd(_differentiated, setup_context=_keep)
@@ -104,9 +116,26 @@ def _cases() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
             )
 
 
-def _backward_cases() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+def _weights_cases() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     for x, w, ends in _cases():
-        yield torch.randn(x.shape[0], w.shape[2], dtype=x.dtype), x, w, ends
+        yield torch.randn(x.shape[0], w.shape[2], dtype=x.dtype), x, ends
+
+
+def _rounded(call: Call, *names: str) -> int:
+    """Operands that are copied, rounded to tf32, on a GPU (`grouped_mm_triton.py`). Where tf32 is not allowed, none are."""
+    if (
+        is_narrow(call.shape(names[-1])[-1], call.shape(names[0])[-1])
+        or call.tensor("x").dtype != torch.float32
+        or torch.get_float32_matmul_precision() == "highest"
+    ):
+        return 0
+    return sum(tensor_bytes(call.tensor(name)) for name in names)
+
+
+def parts_bytes(call: Call) -> int:
+    """What the gradient of narrow weights is summed up from (`grouped_narrow_triton.py`)."""
+    (rows, columns), inner, groups = call.shape("grad"), call.shape("x")[-1], call.shape("ends")[0]
+    return 4 * (-(-rows // SPLIT) + groups) * inner * columns if is_narrow(inner, columns) else 0
 
 
 record(
@@ -115,13 +144,15 @@ record(
     cases=_cases,
     kind="matmul",
     flops=lambda call: 2 * numel(call.outputs[0]) * call.shape("x")[-1],
+    scratch=lambda call: _rounded(call, "x", "w"),
     compiled=False,
 )
 record(
-    "ws::grouped_mm_backward",
-    reference=reference_backward,
-    cases=_backward_cases,
+    "ws::grouped_mm_weights",
+    reference=weights_reference,
+    cases=_weights_cases,
     kind="matmul",
-    flops=lambda call: 4 * product(call.shape("grad")) * call.shape("x")[-1],
+    flops=lambda call: 2 * product(call.shape("grad")) * call.shape("x")[-1],
+    scratch=lambda call: _rounded(call, "grad", "x") + parts_bytes(call),
     compiled=False,
 )

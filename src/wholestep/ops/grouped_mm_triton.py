@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wholestep.ops import grouped_narrow_triton as narrow
+from wholestep.ops.grouped_mm import is_narrow
 
 ROWS, COLUMNS, TILE, NUM_WARPS, NUM_STAGES = 128, 128, 64, 8, 3
 
@@ -125,7 +126,7 @@ def _ready(operand: Tensor, summed: int) -> Tensor:
 
 def rows_product(x: Tensor, w: Tensor, ends: Tensor, index: Tensor | None = None) -> Tensor:
     """As `grouped_mm.reference`, of x[index] where an index is given."""
-    if narrow.takes(w):
+    if is_narrow(*w.shape[1:]):
         return narrow.rows_product(x, w, ends, _narrow_precision(), index)
     x = x if index is None else x.index_select(0, index)
     (rows, inner), (groups, _, columns) = x.shape, w.shape
@@ -142,13 +143,13 @@ def rows_product(x: Tensor, w: Tensor, ends: Tensor, index: Tensor | None = None
     return out
 
 
-def weights_product(grad: Tensor, x: Tensor, w: Tensor, ends: Tensor, index: Tensor | None = None) -> Tensor:
-    """The gradient of w."""
-    if narrow.takes(w):
-        return narrow.weights_product(grad, x, w, ends, _narrow_precision(), index)
+def weights_product(grad: Tensor, x: Tensor, ends: Tensor, index: Tensor | None = None) -> Tensor:
+    """As `grouped_mm.weights_reference`."""
+    groups, inner, columns = ends.shape[0], x.shape[1], grad.shape[1]
+    if is_narrow(inner, columns):
+        return narrow.weights_product(grad, x, ends, _narrow_precision(), index)
     x = x if index is None else x.index_select(0, index)
-    groups, inner, columns = w.shape
-    out = torch.empty_like(w)
+    out = x.new_empty(groups, inner, columns)
     if out.numel() == 0:
         return out
     x, grad = _ready(x, -2), _ready(grad, -2)

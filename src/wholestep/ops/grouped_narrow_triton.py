@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, SPLIT, BLOCK, PARTS = 64, 1024, 256, 16
-WIDEST = 128
-"""Matrices with no more rows and columns than this are taken here."""
+from wholestep.ops.grouped_mm import SPLIT
+
+ROWS, BLOCK, PARTS = 64, 256, 16
 
 
 @triton.jit
@@ -122,8 +122,7 @@ def _parts_kernel(
 
 @triton.jit
 def _summed_kernel(
-    partial, out, ends, size, columns, out_group, out_inner, out_column,
-    SPLIT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    partial, out, ends, size, SPLIT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out[g] = the sum of its parts."""
     group = tl.program_id(0)
@@ -136,13 +135,7 @@ def _summed_kernel(
         part = done + tl.arange(0, PARTS)
         inside = (part <= last)[:, None] & (place < size)[None, :]
         total += tl.load(partial + (part + group)[:, None] * size + place[None, :], mask=inside, other=0.0)
-    there = out + group.to(tl.int64) * out_group + (place // columns) * out_inner + (place % columns) * out_column
-    tl.store(there, tl.sum(total, 0).to(out.dtype.element_ty), mask=place < size)
-
-
-def takes(w: Tensor) -> bool:
-    """Whether a matrix fits into one tile."""
-    return max(w.shape[1:]) <= WIDEST
+    tl.store(out + group.to(tl.int64) * size + place, tl.sum(total, 0).to(out.dtype.element_ty), mask=place < size)
 
 
 def rows_product(x: Tensor, w: Tensor, ends: Tensor, precision: str, index: Tensor | None = None) -> Tensor:
@@ -158,12 +151,10 @@ def rows_product(x: Tensor, w: Tensor, ends: Tensor, precision: str, index: Tens
     return out
 
 
-def weights_product(
-    grad: Tensor, x: Tensor, w: Tensor, ends: Tensor, precision: str, index: Tensor | None = None
-) -> Tensor:
+def weights_product(grad: Tensor, x: Tensor, ends: Tensor, precision: str, index: Tensor | None = None) -> Tensor:
     """The gradient of w."""
-    groups, inner, columns = w.shape
-    rows, out = grad.shape[0], torch.empty_like(w)
+    groups, inner, columns = ends.shape[0], x.shape[1], grad.shape[1]
+    rows, out = grad.shape[0], x.new_empty(groups, inner, columns)
     if out.numel() == 0:
         return out
     splits = triton.cdiv(rows, SPLIT)
@@ -175,7 +166,7 @@ def weights_product(
             ROWS=64, COLUMNS=_tile(columns), INNER=_tile(inner), SPLIT=SPLIT, PRECISION=precision, num_warps=4, num_stages=2,
         )  # fmt: skip
     _summed_kernel[(groups, triton.cdiv(inner * columns, BLOCK))](
-        partial, out, ends, inner * columns, columns, *out.stride(), SPLIT=SPLIT, PARTS=PARTS, BLOCK=BLOCK, num_warps=4
+        partial, out, ends, inner * columns, SPLIT=SPLIT, PARTS=PARTS, BLOCK=BLOCK, num_warps=4
     )
     return out
 

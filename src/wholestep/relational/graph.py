@@ -14,103 +14,19 @@ round, for derivatives. Ids are int32 where they fit.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wholestep import ops as ops  # registers the operators
 from wholestep.errors import BadOption
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Taking:
-    """Rows handed out: row i of the result is row index[i]; back_ptr and back_index say who took a row."""
-
-    index: Tensor
-    back_ptr: Tensor
-    back_index: Tensor
-
-    def __call__(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.ws.take_rows(x, self.index, self.back_ptr, self.back_index)
-        return out
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Table:
-    """Rows summed up: the entries of target t stand at ptr[t] to ptr[t + 1]; `edge` is that whose weight counts, or -1."""
-
-    ptr: Tensor
-    index: Tensor
-    edge: Tensor
-    back_ptr: Tensor
-    back_index: Tensor
-    back_edge: Tensor
-
-    def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        edge, back_edge = (None, None) if weight is None else (self.edge, self.back_edge)
-        out: Tensor = torch.ops.ws.gather_sum(
-            x, weight, self.ptr, self.index, edge, self.back_ptr, self.back_index, back_edge
-        )
-        return out
-
-    def dot(self, left: Tensor, right: Tensor) -> Tensor:
-        """For every edge the product of the row of its target and the one it reads, along the last dimension."""
-        table = self.ptr, self.index, self.edge, self.back_ptr, self.back_index, self.back_edge
-        out: Tensor = torch.ops.ws.edge_dot(left, right, *table)
-        return out
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Pairs:
-    """The pairs of one side, in the order of (relation, node)."""
-
-    relation: Tensor
-    ends: Tensor
-    """Relation -> where its pairs end."""
-    of_node: Taking
-    """Node -> its pairs."""
-    to_edge: Taking
-    """Pair -> its edges."""
-
-    def dot(self, nodes: Tensor, relations: Tensor) -> Tensor:
-        """For every pair the product of the rows of its node and its relation, along the last dimension."""
-        everyone = torch.arange(self.relation.shape[0], dtype=self.ends.dtype, device=self.ends.device)
-        starts = torch.cat([self.ends.new_zeros(1), self.ends])
-        of_node = self.of_node
-        by_node = of_node.back_ptr, self.relation.index_select(0, of_node.back_index), of_node.back_index
-        out: Tensor = torch.ops.ws.edge_dot(nodes, relations, *by_node, starts, of_node.index, everyone)
-        return out
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class NodeTypes:
-    """The type of every node."""
-
-    ends: Tensor
-    """Type -> where its nodes end, in the order of types."""
-    to_node: Taking
-    """Type -> its nodes."""
-    order: Taking | None
-    """Nodes in the order of types; None where they are in that order."""
-
-    @property
-    def count(self) -> int:
-        return self.ends.shape[0]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Rows:
-    """One row per pair of the side that was chosen for its relation, in the order of relations."""
-
-    ends: Tensor
-    gathered: Table
-    """Nodes -> rows: the source of a source pair; for a destination pair the sum over its edges."""
-    spread: Table
-    """Rows -> nodes: over the edges of a source pair; a destination pair to its node."""
-    by_source: Tensor
-    """Relation -> whether source pairs were chosen."""
+from wholestep.relational.tables import Pairs as Pairs
+from wholestep.relational.tables import Rows as Rows
+from wholestep.relational.tables import Table as Table
+from wholestep.relational.tables import Taking as Taking
+from wholestep.relational.tables import NodeTypes as NodeTypes
+from wholestep.relational.tables import make_tables, make_types
 
 
 @dataclasses.dataclass(frozen=True, slots=True, init=False)
@@ -158,9 +74,22 @@ class RelGraph:
         relations = _count("num_relations", num_relations, etype)
         for name, ids, most in (("src", src, nodes), ("dst", dst, nodes), ("etype", etype, relations)):
             _refuse_beyond(name, ids, most, "num_relations" if name == "etype" else "num_nodes")
-        for name, made in _tables(src, dst, etype, nodes, relations).items():
-            object.__setattr__(self, name, made)
-        object.__setattr__(self, "types", None if ntype is None else _types(ntype, nodes, num_types, src.device))
+        order = src.argsort(stable=True)
+        order = order.index_select(0, (dst * relations + etype).index_select(0, order).argsort(stable=True))
+        src, dst, etype = (ids.index_select(0, order) for ids in (src, dst, etype))
+        types = None if ntype is None else make_types(*_checked_types(ntype, nodes, num_types, src.device))
+        self._fill({"order": order, "types": types} | make_tables(src, dst, etype, nodes, relations))
+
+    @classmethod
+    def _of(cls, tables: Mapping[str, Any]) -> RelGraph:
+        """From tables that are there."""
+        made = object.__new__(cls)
+        made._fill(tables)
+        return made
+
+    def _fill(self, tables: Mapping[str, Any]) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, tables[field.name])
 
     @classmethod
     def from_triples(cls, triples: Any, **counts: int) -> RelGraph:
@@ -193,10 +122,8 @@ class RelGraph:
 
     def to(self, device: Any) -> RelGraph:
         """The same graph elsewhere."""
-        made = object.__new__(type(self))
-        for field in dataclasses.fields(self):
-            object.__setattr__(made, field.name, _moved(getattr(self, field.name), device))
-        return made
+        moved: dict[int, Tensor] = {}
+        return self._of({f.name: _moved(getattr(self, f.name), device, moved) for f in dataclasses.fields(self)})
 
     def report(self) -> str:
         """Sizes, and how few pairs there are beside the edges."""
@@ -244,121 +171,21 @@ def _refuse_beyond(name: str, ids: Tensor, most: int, count: str) -> None:
         raise BadOption(f"{name}[{at}] is {int(ids[at])}, and {count} is {most}", hint=f"ids go from 0 to {most - 1}")
 
 
-def _moved(value: Any, device: Any) -> Any:
+def _moved(value: Any, device: Any, moved: dict[int, Tensor]) -> Any:
+    """A tensor that several tables share stays one."""
     if value is None:
         return None
     if isinstance(value, Tensor):
-        return value.to(device)
-    return type(value)(**{f.name: _moved(getattr(value, f.name), device) for f in dataclasses.fields(value)})
+        if id(value) not in moved:
+            moved[id(value)] = value.to(device)
+        return moved[id(value)]
+    return type(value)(**{f.name: _moved(getattr(value, f.name), device, moved) for f in dataclasses.fields(value)})
 
 
-# ---- tables ----
-
-Fit = Callable[[Tensor], Tensor]
-
-
-def _tables(src: Tensor, dst: Tensor, etype: Tensor, nodes: int, relations: int) -> dict[str, Any]:
-    order = src.argsort(stable=True)
-    order = order[(dst[order] * relations + etype[order]).argsort(stable=True)]
-    src, dst, etype = src[order], dst[order], etype[order]
-    fit = _narrow(max(nodes, src.shape[0], relations))
-    ptr = _ptr(dst, nodes)
-    sources, destinations = (_pairs(node, etype, nodes, relations, fit) for node in (src, dst))
-    counts = [torch.diff(pairs.ends, prepend=pairs.ends.new_zeros(1)) for pairs in (sources, destinations)]
-    chosen = counts[0] <= counts[1]
-    edges = torch.arange(src.shape[0], device=src.device)
-    around = (src, dst, etype, nodes, relations, sources, destinations, fit)
-    return {
-        "src": fit(src), "dst": fit(dst), "etype": fit(etype), "order": order, "ptr": fit(ptr),
-        "pair_ptr": fit(_changes(dst * relations + etype)),
-        "degree": torch.diff(ptr), "from_src": _taking(src, nodes, fit), "from_dst": _taking(dst, nodes, fit),
-        "sources": sources, "destinations": destinations, "rows": _rows(*around, chosen),
-        "only_sources": _rows(*around, torch.ones_like(chosen)),
-        "at_destinations": _table(
-            destinations.to_edge.index.long(), src, edges, destinations.relation.shape[0], nodes, fit
-        ),
-        "incoming": _table(dst, edges, edges, nodes, src.shape[0], fit),
-        "neighbours": _table(dst, src, edges, nodes, nodes, fit),
-        "nodes": torch.empty(nodes, 0, device=src.device),
-    }  # fmt: skip
-
-
-def _narrow(most: int) -> Fit:
-    """int32 where all ids fit."""
-    return (lambda t: t.int()) if most < 2**31 - 1 else (lambda t: t)
-
-
-def _ptr(sorted_ids: Tensor, count: int) -> Tensor:
-    """Where each id begins, among ids that are sorted."""
-    return torch.searchsorted(sorted_ids, torch.arange(count + 1, device=sorted_ids.device))
-
-
-def _changes(sorted_ids: Tensor) -> Tensor:
-    """Where each id that occurs begins, and the end."""
-    _, counts = torch.unique_consecutive(sorted_ids, return_counts=True)
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-
-
-def _taking(index: Tensor, count: int, fit: Fit) -> Taking:
-    back = index.argsort(stable=True)
-    return Taking(fit(index), fit(_ptr(index[back], count)), fit(back))
-
-
-def _table(target: Tensor, index: Tensor, edge: Tensor, targets: int, rows: int, fit: Fit) -> Table:
-    """From entries in any order."""
-    order, back = target.argsort(stable=True), index.argsort(stable=True)
-    return Table(
-        fit(_ptr(target[order], targets)), fit(index[order]), fit(edge[order]),
-        fit(_ptr(index[back], rows)), fit(target[back]), fit(edge[back]),
-    )  # fmt: skip
-
-
-def _types(ntype: Any, nodes: int, count: int | None, device: torch.device) -> NodeTypes:
+def _checked_types(ntype: Any, nodes: int, count: int | None, device: torch.device) -> tuple[Tensor, int]:
     types = _ids("ntype", ntype, "node").to(device)
     if types.shape[0] != nodes:
         raise BadOption(f"ntype has {types.shape[0]} rows, and there are {nodes} nodes", hint="one type per node")
     count = _count("num_types", count, types)
     _refuse_beyond("ntype", types, count, "num_types")
-    fit = _narrow(max(nodes, count))
-    to_node = _taking(types, count, fit)
-    in_order = bool((types[1:] >= types[:-1]).all())
-    everyone = torch.arange(nodes + 1, device=device)
-    order = None if in_order else Taking(to_node.back_index, fit(everyone), fit(to_node.back_index.argsort()))
-    return NodeTypes(to_node.back_ptr[1:], to_node, order)
-
-
-def _pairs(node: Tensor, etype: Tensor, nodes: int, relations: int, fit: Fit) -> Pairs:
-    keys, pair = torch.unique(etype * nodes + node, return_inverse=True)
-    relation = keys // max(nodes, 1)
-    ends = _ptr(relation, relations)[1:]
-    return Pairs(fit(relation), fit(ends), _taking(keys % max(nodes, 1), nodes, fit), _taking(pair, keys.shape[0], fit))
-
-
-def _rows(
-    src: Tensor, dst: Tensor, etype: Tensor, nodes: int, relations: int, sources: Pairs, destinations: Pairs, fit: Fit,
-    by_source: Tensor,
-) -> Rows:  # fmt: skip
-    """The rows of the chosen side of every relation, and the two tables around them."""
-    kept = [by_source[sources.relation.long()], ~by_source[destinations.relation.long()]]
-    relation = torch.cat([p.relation[k] for p, k in zip((sources, destinations), kept, strict=True)]).long()
-    order = relation.argsort(stable=True)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(order.shape[0], device=order.device)
-    first = int(kept[0].sum())
-    row_of = [torch.full(k.shape, -1, device=k.device) for k in kept]
-    row_of[0][kept[0]], row_of[1][kept[1]] = place[:first], place[first:]
-    edges = torch.arange(src.shape[0], device=src.device)
-    through = by_source[etype]
-    here, there = edges[through], edges[~through]
-    alone = [torch.full((int(k.sum()),), -1, device=k.device) for k in kept]
-    gathered = _table(
-        torch.cat([row_of[0][kept[0]], row_of[1][destinations.to_edge.index.long()[there]]]),
-        torch.cat([sources.of_node.index.long()[kept[0]], src[there]]), torch.cat([alone[0], there]),
-        order.shape[0], nodes, fit,
-    )  # fmt: skip
-    spread = _table(
-        torch.cat([dst[here], destinations.of_node.index.long()[kept[1]]]),
-        torch.cat([row_of[0][sources.to_edge.index.long()[here]], row_of[1][kept[1]]]), torch.cat([here, alone[1]]),
-        nodes, order.shape[0], fit,
-    )  # fmt: skip
-    return Rows(fit(_ptr(relation[order], relations)[1:]), gathered, spread, by_source)
+    return types, count

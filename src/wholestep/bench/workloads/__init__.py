@@ -15,7 +15,7 @@ from wholestep.bench.workloads.language import build_language_model, build_lstm
 from wholestep.bench.workloads.mixture import build_mixture
 from wholestep.bench.workloads.recommendation import build_dlrm, build_neumf
 from wholestep.bench.workloads.reinforcement import build_actor_critic
-from wholestep.bench.workloads.relational import build_rgcn
+from wholestep.bench.workloads.relational import build_rgcn, build_rgcn_by_tables
 from wholestep.bench.workloads.speech import build_speech
 from wholestep.bench.workloads.translation import build_recurrent, build_transformer
 
@@ -218,7 +218,8 @@ _ROWS = (
     Workload(
         name="r-gcn", domain="relational graphs", unit="links",
         data="synthetic: a graph whose relations lead from one hidden kind of node to another",
-        summary="R-GCN (Schlichtkrull et al., 2017) on the whole graph, in plain gather and index_add", build=build_rgcn,
+        summary="R-GCN (Schlichtkrull et al., 2017) on the whole graph: gather and index_add; for Wholestep a message function",
+        build=build_rgcn, rewritten=build_rgcn_by_tables,
         smoke={
             "nodes": 200, "relations": 4, "links": 600, "kinds": 5, "width": 16, "known": 100, "lr": 1e-2, "precision": "fp32",
         },

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep.ops.amounts import numel
+from wholestep.ops.amounts import numel, product
+from wholestep.ops.call import Call
 from wholestep.ops.multi_tensor import triton_reason
 from wholestep.ops.record import record
 
@@ -38,6 +39,8 @@ LIBRARY.define(
     "edge_dot(Tensor left, Tensor right, Tensor ptr, Tensor index, Tensor edge, Tensor back_ptr, Tensor back_index, "
     "Tensor back_edge) -> Tensor"
 )
+GPU_CHUNK = 64
+"""Entries of one target that a program of their own adds up, on a GPU."""
 CHUNK = 1 << 16
 """Entries whose products exist at a time, on the CPU."""
 
@@ -284,10 +287,18 @@ def _take_cases() -> Iterator[tuple[Any, ...]]:
 record(
     "ws::take_rows", reference=take_reference, cases=_take_cases, kind="movement", flops=lambda call: 0, compiled=False
 )
+
+
+def _partial_bytes(call: Call) -> int:
+    """Of whole chunks (`gather_triton.py`)."""
+    return 4 * numel(call.tensor("index")) // GPU_CHUNK * product(call.shape("x")[1:])
+
+
 record(
     "ws::gather_sum",
     reference=sum_reference,
     cases=_sum_cases,
+    scratch=_partial_bytes,
     tolerance=1e-5,
     kind="reduction",
     flops=lambda call: 2 * numel(call.tensor("index")) * numel(call.tensor("x")) // call.tensor("x").shape[0],

@@ -24,15 +24,15 @@ LIBRARY = torch.library.Library("ws", "FRAGMENT")
 LIBRARY.define(
     "gathered_mm(Tensor x, Tensor index, Tensor w, Tensor ends, Tensor back_ptr, Tensor back_index) -> Tensor"
 )
-LIBRARY.define("gathered_mm_weights(Tensor grad, Tensor x, Tensor index, Tensor w, Tensor ends) -> Tensor")
+LIBRARY.define("gathered_mm_weights(Tensor grad, Tensor x, Tensor index, Tensor ends) -> Tensor")
 
 
 def reference(x: Tensor, index: Tensor, w: Tensor, ends: Tensor, back_ptr: Tensor, back_index: Tensor) -> Tensor:
     return grouped_mm.reference(x.index_select(0, index), w, ends)
 
 
-def weights_reference(grad: Tensor, x: Tensor, index: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    return grouped_mm.reference_backward(grad, x.index_select(0, index), w, ends)[1]
+def weights_reference(grad: Tensor, x: Tensor, index: Tensor, ends: Tensor) -> Tensor:
+    return grouped_mm.weights_reference(grad, x.index_select(0, index), ends)
 
 
 def _product(x: Tensor, index: Tensor, w: Tensor, ends: Tensor, back_ptr: Tensor, back_index: Tensor) -> Tensor:
@@ -43,12 +43,12 @@ def _product(x: Tensor, index: Tensor, w: Tensor, ends: Tensor, back_ptr: Tensor
     return reference(x, index, w, ends, back_ptr, back_index)
 
 
-def _weights(grad: Tensor, x: Tensor, index: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    if in_triton(grad, x, w):
+def _weights(grad: Tensor, x: Tensor, index: Tensor, ends: Tensor) -> Tensor:
+    if in_triton(grad, x):
         from wholestep.ops import grouped_mm_triton
 
-        return grouped_mm_triton.weights_product(grad, x, w, ends, index)
-    return weights_reference(grad, x, index, w, ends)
+        return grouped_mm_triton.weights_product(grad, x, ends, index)
+    return weights_reference(grad, x, index, ends)
 
 
 for _device in ("CPU", "CUDA"):
@@ -62,8 +62,8 @@ def _fake(x: Tensor, index: Tensor, w: Tensor, *_: Tensor) -> Tensor:
 
 
 @torch.library.register_fake("ws::gathered_mm_weights", lib=LIBRARY)
-def _weights_fake(grad: Tensor, x: Tensor, index: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    return torch.empty_like(w)
+def _weights_fake(grad: Tensor, x: Tensor, index: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(ends.shape[0], x.shape[1], grad.shape[1])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -78,7 +78,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         one_each = torch.arange(index.shape[0] + 1, dtype=back_ptr.dtype, device=index.device)
         of_x = torch.ops.ws.gather_sum(of_rows, None, back_ptr, back_index, None, one_each, index, None)
     if ctx.needs_input_grad[2]:
-        of_w = torch.ops.ws.gathered_mm_weights(grad, x, index, w, ends)
+        of_w = torch.ops.ws.gathered_mm_weights(grad, x, index, ends)
     return of_x, None, of_w, None, None, None
 
 
@@ -96,7 +96,7 @@ def _cases() -> Iterator[tuple[Tensor, ...]]:
 
 def _weights_cases() -> Iterator[tuple[Tensor, ...]]:
     for x, index, w, ends, *_ in _cases():
-        yield torch.randn(index.shape[0], w.shape[2], dtype=x.dtype), x, index, w, ends
+        yield torch.randn(index.shape[0], w.shape[2], dtype=x.dtype), x, index, ends
 
 
 record(
@@ -113,5 +113,6 @@ record(
     cases=_weights_cases,
     kind="matmul",
     flops=lambda call: 2 * numel(call.tensor("grad")) * call.shape("x")[-1],
+    scratch=grouped_mm.parts_bytes,
     compiled=False,
 )

@@ -16,7 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK, BLOCK = 64, 128
+from wholestep.ops.relational.gather import GPU_CHUNK as CHUNK
+
+BLOCK = 128
 
 
 @triton.jit

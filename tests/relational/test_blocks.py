@@ -1,0 +1,232 @@
+"""Blocks of sampled neighbours: real edges of the graph, few shapes, and padding that changes no number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.relational.graphs import edges_of, made
+from tests.relational.test_layer import MESSAGES, featured, tensors
+from torch import Tensor, nn
+
+import wholestep
+from wholestep import relational as rel
+from wholestep.capture.batch import flatten, signature
+from wholestep.errors import BadOption
+from wholestep.relational.blocks import Block, Blocks, _distinct
+from wholestep.relational.graph import RelGraph
+
+KINDS, WIDE = 3, 8
+
+
+def skewed(nodes: int = 400, edges: int = 3000, relations: int = 7, device: str = "cpu") -> RelGraph:
+    """Few nodes have most of the edges, and few relations."""
+    drawn = torch.rand(3, edges, generator=torch.Generator().manual_seed(0))
+    src, dst, etype = ((n * u**3).long() for n, u in zip((nodes, nodes, relations), drawn, strict=True))
+    return RelGraph(src, dst, etype, num_nodes=nodes, num_relations=relations).to(device)
+
+
+def some_blocks(graph: RelGraph, *, seed: int = 0, batch_size: int = 16, **options: Any) -> Blocks:
+    generator = torch.Generator(graph.src.device).manual_seed(seed)
+    seeds = torch.arange(graph.num_nodes, device=graph.src.device)
+    return rel.blocks(graph, seeds, fanout=(3, 2), batch_size=batch_size, generator=generator, **options)
+
+
+def real_part(block: Block) -> tuple[RelGraph, int, int]:
+    """The same edges without padding; only for blocks with as many seeds as a batch has."""
+    nodes, edges = block.num_real.tolist()
+    ids = [t[:edges] for t in (block.graph.src, block.graph.dst, block.graph.etype)]
+    return RelGraph(*ids, num_nodes=nodes, num_relations=block.graph.num_relations), nodes, edges
+
+
+def bits(block: Block) -> list[Tensor]:
+    return flatten(block)[0]
+
+
+# ---- what is drawn ----
+
+
+@pytest.mark.parametrize(
+    "name", ["hubs", "empty relations, isolated nodes", "loops, edges twice", "no edges", "one edge"]
+)
+def test_edges_are_those_of_the_graph_each_once_and_never_too_many(name: str) -> None:
+    src, dst, etype, _, _ = edges_of(name)
+    graph = made(name)
+    for block in some_blocks(graph, batch_size=4):
+        nodes, edges = block.num_real.tolist()
+        here = [t[:edges].long() for t in (block.graph.src, block.graph.dst, block.graph.etype)]
+        given = block.edges[:edges]
+        assert torch.equal(src[given], block.nodes[here[0]]) and torch.equal(dst[given], block.nodes[here[1]])
+        assert torch.equal(etype[given], here[2]) and given.unique().shape == given.shape
+        seeds = block.seeds[block.is_seed]
+        assert torch.equal(block.nodes[: len(seeds)], seeds)
+        degree = torch.bincount(dst, minlength=graph.num_nodes)
+        found = torch.bincount(block.graph.dst[:edges], minlength=4)
+        assert torch.equal(found[: len(seeds)], degree[seeds].clamp(max=3))
+        assert int(found.max()) <= 3 and edges <= 4 * 3 + 4 * 3 * 2
+        real = torch.cat([block.nodes[:4][block.is_seed], block.nodes[4 : 4 + nodes - len(seeds)]])
+        assert real.unique().shape == real.shape  # no node twice
+
+
+def test_all_neighbours_where_there_are_fewer_than_asked_for() -> None:
+    graph = made("plain")
+    block = next(iter(rel.blocks(graph, torch.arange(20), fanout=(50,), batch_size=20, shuffle=False)))
+    assert int(block.num_real[1]) == graph.num_edges
+    assert torch.equal(block.edges[: graph.num_edges].sort().values, torch.arange(graph.num_edges))
+
+
+def test_every_neighbour_is_as_likely() -> None:
+    generator = torch.Generator().manual_seed(0)
+    drawn = _distinct(torch.full((6000,), 7), 3, generator)
+    assert bool((drawn[:, 1:] > drawn[:, :-1]).all()) and int(drawn.min()) >= 0 and int(drawn.max()) <= 6
+    shares = torch.bincount(drawn.reshape(-1)) / 6000
+    assert torch.allclose(shares, torch.full((7,), 3 / 7), atol=0.03)  # four standard deviations
+    together = sum(bool(((row == 2) | (row == 5)).sum() == 2) for row in drawn) / 6000
+    assert together == pytest.approx(1 / 7, abs=0.02)
+
+
+def test_the_generator_decides() -> None:
+    graph = skewed()
+    one, again, other = (list(some_blocks(graph, seed=seed)) for seed in (1, 1, 2))
+    assert all(
+        torch.equal(a, b) for x, y in zip(one, again, strict=True) for a, b in zip(bits(x), bits(y), strict=True)
+    )
+    assert not torch.equal(one[0].seeds, other[0].seeds)
+    assert torch.equal(torch.cat([b.seeds[b.is_seed] for b in one]).sort().values, torch.arange(graph.num_nodes))
+
+
+# ---- padding ----
+
+
+@pytest.mark.parametrize("aggregate", ["sum", "mean", "max", "mean per relation"])
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: m.__name__)
+def test_padding_changes_no_output_and_no_gradient(message: Any, aggregate: str) -> None:
+    layer = rel.layer(message, aggregate=aggregate)
+    for graph, buckets in ((skewed(60, 200, 4), 4), (made("hubs"), 1)):
+        block = next(iter(some_blocks(graph, batch_size=8, buckets=buckets)))
+        alone, nodes, edges = real_part(block)
+        assert block.graph.num_nodes > nodes and block.graph.num_edges > edges
+        x, own, params = tensors(alone)
+        wide = torch.cat([x, x[:1].expand(block.graph.num_nodes - nodes, -1)])
+        more = torch.cat([own, own[:1].expand(block.graph.num_edges - edges, -1)])
+        found = layer(block.graph, {"x": wide}, params, {"x": more} if message is featured else None)[:nodes]
+        wanted = layer(alone, {"x": x}, params, {"x": own} if message is featured else None)
+        assert torch.allclose(found, wanted, atol=1e-12)
+        pull, leaves = torch.randn_like(wanted), [x, own, *params.values()]
+        both = (torch.autograd.grad((f * pull).sum(), leaves, allow_unused=True) for f in (found, wanted))
+        for one, other in zip(*both, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or torch.allclose(one, other, atol=1e-10)
+
+
+def test_blocks_of_a_bucket_have_one_shape_and_padding_is_reported() -> None:
+    made_blocks = some_blocks(skewed())
+    shapes = {}
+    for block in made_blocks:
+        held, spec = flatten(block)
+        shapes.setdefault((spec, signature(held)), []).append(block)
+    assert len(shapes) <= len(made_blocks.buckets) <= 4
+    assert sum(count for count, *_ in made_blocks.used) == len(made_blocks) == 25
+    nodes = 1 - int(block.num_real[0]) / block.graph.num_nodes
+    assert f"{100 * nodes:.1f} % of the nodes are padding" in block.report()
+    told = [
+        f"{sizes.edges} edges: {used[0]} blocks"
+        for sizes, used in zip(made_blocks.buckets, made_blocks.used, strict=True)
+    ]
+    assert all(line in made_blocks.report() for line in told)
+
+
+def test_the_last_bucket_holds_whatever_comes() -> None:
+    graph = skewed()
+    small = some_blocks(graph)
+    hubs = torch.bincount(graph.dst.long(), minlength=400).argsort(descending=True)[:16]
+    block = small.block(hubs, torch.Generator().manual_seed(0))
+    assert block.graph.num_edges in {sizes.edges for sizes in small.buckets}
+    shared = some_blocks(graph, buckets=small.buckets[:1])
+    assert shared.buckets == small.buckets[:1]
+    with pytest.raises(BadOption, match="fits into no bucket"):
+        some_blocks(graph, buckets=[tuple(2 for _ in small.buckets[0])]).block(hubs)
+
+
+# ---- training ----
+
+
+class Network(nn.Module):
+    def __init__(self, nodes: int, relations: int) -> None:
+        super().__init__()
+        self.node = nn.Embedding(nodes, WIDE)
+        self.W = nn.Parameter(torch.randn(2, relations, WIDE, WIDE) / 3)
+        self.last = nn.Linear(WIDE, KINDS)
+        self.mean = rel.layer(
+            lambda e, p: (e.src.x.unsqueeze(1) @ p.W[e.type]).squeeze(1), aggregate="mean per relation"
+        )
+
+    def forward(self, block: Block) -> Tensor:
+        x = self.node(block.nodes)
+        for W in self.W:
+            x = F.relu(x + self.mean(block.graph, {"x": x}, {"W": W}))
+        return self.last(x[: block.seeds.shape[0]])
+
+
+def kind_loss(model: Any, block: Block) -> Tensor:
+    return F.cross_entropy(model(block), torch.where(block.is_seed, block.seeds % KINDS, -100))
+
+
+def step_over(graph: RelGraph, example: Block) -> tuple[wholestep.Step, Network]:
+    torch.manual_seed(0)
+    model = Network(graph.num_nodes, graph.num_relations)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    made = wholestep.compile(model, kind_loss, optimizer, example, backend="interpret", cache=False, verbose=False)
+    return made, model
+
+
+def test_few_captures_for_many_blocks_and_the_losses_of_eager() -> None:
+    graph = skewed()
+    made_blocks = some_blocks(graph, batch_size=14)
+    step, _ = step_over(graph, next(iter(made_blocks)))
+    torch.manual_seed(0)
+    eager = Network(graph.num_nodes, graph.num_relations)
+    optimizer = torch.optim.Adam(eager.parameters(), lr=1e-2)
+    for block in made_blocks:
+        ours = step(block)
+        optimizer.zero_grad()
+        theirs = kind_loss(eager, block)
+        theirs.backward()
+        optimizer.step()
+        assert float(ours) == pytest.approx(theirs.item(), rel=1e-4)
+    assert step.count == len(made_blocks) == 29 and step.rung == "whole step" and step.captures <= 4
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (dict(seeds=torch.tensor([0, 99])), r"seeds\[1\] is 99, and the graph has 20 nodes"),
+        (dict(seeds=torch.tensor([3, 1, 3])), "seed 3 is there twice"),
+        (dict(seeds=torch.tensor([0.5])), "seeds are not a tensor of node ids"),
+        (dict(seeds=torch.arange(3, device="meta")), "seeds on meta and a graph on cpu"),
+        (dict(fanout=()), r"fanout=\(\)"),
+        (dict(fanout=(3, 0)), r"fanout=\(3, 0\)"),
+        (dict(batch_size=0), "batch_size=0"),
+        (dict(buckets=0), "buckets=0"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_by_name(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(BadOption, match=told):
+        rel.blocks(made("plain"), **({"seeds": torch.arange(9), "fanout": (2,), "batch_size": 3} | options))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_beside_the_step() -> None:
+    graph = skewed(device="cuda")
+    whole = {(int(s), int(d), int(r)) for s, d, r in zip(graph.src.cpu(), graph.dst.cpu(), graph.etype.cpu())}
+    one, again = (list(some_blocks(graph, seed=3)) for _ in range(2))
+    for block, same in zip(one, again, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(bits(block), bits(same), strict=True))
+        edges = int(block.num_real[1])
+        src, dst = (block.nodes[t[:edges].long()].cpu() for t in (block.graph.src, block.graph.dst))
+        assert {(int(s), int(d), int(r)) for s, d, r in zip(src, dst, block.graph.etype[:edges].cpu())} <= whole

@@ -1,0 +1,74 @@
+"""Tables with room: whatever fills them, every one stays valid, and what is real stands where it stood."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from tests.relational.graphs import NAMES, made
+from torch import Tensor
+
+from wholestep.relational.graph import RelGraph
+from wholestep.relational.tables import Sizes, Table, Taking, make_tables
+
+
+def with_room(graph: RelGraph, more: int) -> RelGraph:
+    ids = (t.long() for t in (graph.src, graph.dst, graph.etype))
+    made_ = make_tables(
+        *ids, graph.num_nodes, graph.num_relations, lambda there: Sizes(*(size + more for size in there))
+    )
+    return RelGraph._of({"order": torch.arange(graph.num_edges + more)} | made_)
+
+
+def entries(ptr: Tensor, *values: Tensor) -> list[tuple[int, ...]]:
+    assert bool((torch.diff(ptr) >= 0).all()) and int(ptr[0]) == 0
+    assert all(int(ptr[-1]) == len(value) for value in values)
+    group = torch.repeat_interleave(torch.arange(len(ptr) - 1), torch.diff(ptr).long())
+    return list(zip(group.tolist(), *(value.tolist() for value in values), strict=True))
+
+
+def tables_of(graph: RelGraph) -> list[Table]:
+    rows = [table for rows in (graph.rows, graph.only_sources) for table in (rows.gathered, rows.spread)]
+    return [*rows, graph.incoming, graph.neighbours]
+
+
+def takings_of(graph: RelGraph) -> list[Taking]:
+    pairs = [taking for pairs in (graph.sources, graph.destinations) for taking in (pairs.of_node, pairs.to_edge)]
+    return [graph.from_src, graph.from_dst, *pairs]
+
+
+@pytest.mark.parametrize("more", [1, 5])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_table_with_room_is_a_table(name: str, more: int) -> None:
+    graph = with_room(made(name), more)
+    for table in tables_of(graph):
+        forth = entries(table.ptr, table.index, table.edge)
+        back = entries(table.back_ptr, table.back_index, table.back_edge)
+        assert sorted(forth) == sorted((target, row, edge) for row, target, edge in back)
+        named = [edge for *_, edge in forth if edge >= 0]
+        assert len(named) == len(set(named))  # an edge has one entry, or none
+    for taking in takings_of(graph):
+        back = entries(taking.back_ptr, taking.back_index)
+        assert sorted(back) == sorted((row, place) for place, row in enumerate(taking.index.tolist()))
+    for pairs in (graph.sources, graph.destinations):
+        ends = torch.searchsorted(pairs.relation.long(), torch.arange(graph.num_relations), right=True)
+        assert torch.equal(ends, pairs.ends.long())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_real_stands_where_it_stood(name: str) -> None:
+    alone, graph = made(name), with_room(made(name), 3)
+    for with_more, without in zip(tables_of(graph), tables_of(alone), strict=True):
+        for field in dataclasses.fields(Table):
+            if not field.name.endswith("ptr"):
+                here, there = getattr(with_more, field.name), getattr(without, field.name)
+                assert torch.equal(here[: len(there)], there)
+    assert bool((graph.src[alone.num_edges :] == graph.num_nodes - 1).all())
+    assert bool((graph.dst[alone.num_edges :] == graph.num_nodes - 1).all())
+
+
+def test_room_is_for_what_fills_it_too() -> None:
+    there = Sizes(4, 5, 3, 3, 3, 4, 4)
+    assert Sizes(5, 6, 4, 4, 4, 4, 4).hold(there) and not there.hold(there)
+    assert not Sizes(5, 5, 4, 4, 4, 4, 4).hold(there)
