@@ -110,8 +110,8 @@ def _prepare(number: int, shapes: tuple[Any, ...], device: str, narrow: torch.dt
             like[kind][name] = torch.empty(rows, dtype=dtype, device="meta")
         with torch.autocast("cpu", narrow, enabled=narrow is not None):  # where it is traced
             run = functools.partial(self._called, traced=True)
-            self.programs[shapes, narrow] = lower(trace(run, like), self.aggregate)
             refuse_own_derivatives(run, like)
+            self.programs[shapes, narrow] = lower(trace(run, like), self.aggregate)
     return True
 
 

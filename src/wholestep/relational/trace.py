@@ -102,10 +102,9 @@ def refuse_own_derivatives(run: Run, like: Like) -> None:
         for tensors in arguments[:4]:
             for t in tensors.values():
                 t.requires_grad_(t.is_floating_point())
-        # a view of a leaf may be written to where the leaf may not
-        with _Whole(edges):
-            out = run(*({n: t.view_as(t) for n, t in given.items()} for given in arguments[:4]), *arguments[4:])
-    seen, front = set(), [out.grad_fn]
+        with _Lines():
+            out = run(*({n: t.clone() for n, t in given.items()} for given in arguments[:4]), *arguments[4:])
+    seen, front = set(), [getattr(out, "grad_fn", None)]
     while front:
         node = front.pop()
         if node is None or node in seen:
