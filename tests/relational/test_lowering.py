@@ -13,6 +13,7 @@ from tests.relational.graphs import NAMES, edges_of
 from torch import Tensor
 
 from wholestep import relational as rel
+from wholestep.relational import spaces
 
 TYPES = 3
 
@@ -58,7 +59,7 @@ def hgt(e: Any, p: Any) -> Tensor:
     return rel.edge_softmax((q * k).sum(-1) * p.prior[e.type] / math.sqrt(3)).unsqueeze(-1) * v
 
 
-LINEAR = "weighted sum of products, per relation on the better side"
+LINEAR = spaces.LINEAR_SUM
 WHERE: dict[Callable[..., Tensor], list[tuple[str, str]]] = {
     basis: [(LINEAR, "")],
     basis_as_a_product: [(LINEAR, "")],

@@ -11,6 +11,7 @@ place of torch_geometric's.
 """
 
 from wholestep.relational.graph import RelGraph
+from wholestep.relational.hetero import Layout
 from wholestep.relational.layer import Layer, edge_softmax, layer
 
-__all__ = ["Layer", "RelGraph", "edge_softmax", "layer"]
+__all__ = ["Layer", "Layout", "RelGraph", "edge_softmax", "layer"]

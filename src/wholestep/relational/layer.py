@@ -21,6 +21,7 @@ from torch import Tensor
 from wholestep.errors import BadOption
 from wholestep.ops.amounts import numel
 from wholestep.ops.record import record
+from wholestep.relational.explain import explain
 from wholestep.relational.graph import RelGraph
 from wholestep.relational.lowering import Program, lower
 from wholestep.relational.trace import refuse_own_derivatives, trace
@@ -205,18 +206,12 @@ class Layer:
         self,
         graph: RelGraph,
         nodes: Mapping[str, Tensor],
-        params: Mapping[str, Tensor],
+        params: Mapping[str, Tensor] | None = None,
         edges: Mapping[str, Tensor] | None = None,
     ) -> str:
-        """The steps, each with the space it runs in and how many rows that has."""
-        rows = {
-            "relations": graph.num_relations, "source nodes": graph.num_nodes, "destination nodes": graph.num_nodes,
-            "source pairs": graph.sources.relation.shape[0], "destination pairs": graph.destinations.relation.shape[0],
-            "edges": graph.num_edges,
-        }  # fmt: skip
-        steps = self.program(graph, nodes, params, edges).steps
-        lines = [f"{what:<60}{space:<20}{rows.get(space, ''):>12}" for what, space in steps]
-        return "\n".join([graph.report(), "", *lines])
+        """The steps of a forward, each with the space it runs in, its rows and its bytes, and the floor: see `explain.py`."""
+        program = self.program(graph, nodes, params or {}, edges)
+        return explain(program, graph, [*nodes.values(), *(edges or {}).values(), *(params or {}).values()])
 
     def _refuse_wrong(self, graph: RelGraph, like: Mapping[str, Mapping[str, Tensor]]) -> None:
         for kind, taken in (("nodes", {"type"}), ("edges", {"src", "dst", "type"})):

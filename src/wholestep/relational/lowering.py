@@ -364,9 +364,8 @@ class _Lowering:
     def _sum_of(self, weight: Any, body: Value, message: fx.Node) -> Any:
         linear = body.linear
         if linear is not None and linear.rows.space is Space.SOURCE:
-            what = "weighted sum of products, per relation on the better side"
             args = self.table, linear.rows.node, linear.matrices.node, weight
-            total = self._node(what, spaces.linear_sum, args)
+            total = self._node(spaces.LINEAR_SUM, spaces.linear_sum, args)
             return self._node("", spaces.tail_reshaped, (total, list(message.meta["val"].shape[1:])), told=False)
         if body.space is Space.SOURCE:
             return self._node("weighted sum", spaces.source_sum, (self.table, body.node, weight))

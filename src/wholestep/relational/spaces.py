@@ -211,6 +211,8 @@ def _permutation(order: Tensor) -> Taking:
 
 # ---- sums over the edges of a node ----
 
+LINEAR_SUM = "weighted sum of products, the better side"
+
 
 def linear_sum(graph: RelGraph, x: Tensor, matrices: Tensor, weight: Tensor | None) -> Tensor:
     """Sum over edges of weight * (x[src] @ matrices[relation]), per relation on the side that has fewer pairs."""
