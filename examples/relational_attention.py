@@ -61,7 +61,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--backend", choices=["inductor", "interpret"], default="interpret")
-    parser.add_argument("--scale", type=float, default=0.2, help="of FB15k-237: 14,541 nodes, 310,116 edges, 237 relations")
+    parser.add_argument(
+        "--scale", type=float, default=0.2, help="of FB15k-237: 14,541 nodes, 310,116 edges, 237 relations"
+    )
     given = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -90,7 +92,10 @@ def main() -> int:
     theirs, plain_s = timed(plain_step, given.steps)
     apart = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     print(f"loss {ours[0]:.3f} -> {ours[-1]:.3f} ({step.rung}), from plain PyTorch's at most {apart:.1e} apart")
-    print(f"step: plain PyTorch {1000 * plain_s:.1f} ms, wholestep {1000 * wholestep_s:.1f} ms: {plain_s / wholestep_s:.1f} times faster")
+    faster = plain_s / wholestep_s
+    print(
+        f"step: plain PyTorch {1000 * plain_s:.1f} ms, wholestep {1000 * wholestep_s:.1f} ms: {faster:.1f} times faster"
+    )
     return 0 if apart < 1e-3 else 1
 
 

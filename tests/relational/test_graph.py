@@ -85,7 +85,12 @@ def test_nodes_in_the_order_of_types(ntype: list[int]) -> None:
     if types.order is not None:
         there = types.order(x)
         assert there.tolist() == sorted(ntype)
-        assert torch.autograd.grad((there * torch.arange(4.0, dtype=torch.float64)).sum(), x)[0].tolist() == [2, 0, 1, 3]
+        assert torch.autograd.grad((there * torch.arange(4.0, dtype=torch.float64)).sum(), x)[0].tolist() == [
+            2,
+            0,
+            1,
+            3,
+        ]
 
 
 def test_it_is_tensors_only_so_that_graphs_of_equal_sizes_are_one_batch() -> None:

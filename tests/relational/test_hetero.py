@@ -43,7 +43,9 @@ def test_types_one_after_another() -> None:
     features = {"book": torch.ones(5, 4), "author": torch.ones(3, 4) * 2, "writer": torch.ones(2, 4) * 3}
     x = layout.joined(features)
     assert all(torch.equal(layout.split(x)[name], features[name]) for name in features)
-    of_edges = layout.joined({("book", "cites", "book"): torch.ones(2, 1), ("author", "wrote", "book"): torch.zeros(3, 1)})
+    of_edges = layout.joined(
+        {("book", "cites", "book"): torch.ones(2, 1), ("author", "wrote", "book"): torch.zeros(3, 1)}
+    )
     assert of_edges[:, 0].tolist() == [0, 0, 0, 1, 1]
     assert "3 node types" in graph.report()
 

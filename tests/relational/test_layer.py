@@ -197,7 +197,9 @@ def test_bad_calls_are_told() -> None:
         rel.layer(rgcn)(graph, {"x": x[:3]}, params)
     with pytest.raises(BadOption, match=r"aggregate='median'.*sum, mean, max"):
         rel.layer(rgcn, aggregate="median")
-    with pytest.raises(BadOption, match=r"params\['W'\] has shape \(3, 6, 4\), and the graph has 4 relations.*number 3"):
+    with pytest.raises(
+        BadOption, match=r"params\['W'\] has shape \(3, 6, 4\), and the graph has 4 relations.*number 3"
+    ):
         rel.layer(rgcn)(graph, {"x": x}, {"W": params["W"][:3]})
     with pytest.raises(BadOption, match=r"the graph has no node types.*ntype="):
         rel.layer(lambda e, p: e.src.x * p.v[e.src.type])(graph, {"x": x}, {"v": params["u"]})

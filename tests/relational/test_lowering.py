@@ -1,4 +1,4 @@
-"""Where things are computed: parameters by type, bases, blocks, heads and residuals in the smallest space, equal to edge by edge."""
+"""Where things are computed: parameters by type, bases, blocks, heads and residuals in the smallest space."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def typed_matrix_first(e: Any, p: Any) -> Tensor:
 def typed_after_relation(e: Any, p: Any) -> Tensor:
     """Products by type of rows that are not in the order of types."""
     m = (e.src.x.unsqueeze(1) @ p.W[e.type]).squeeze(1)
-    return ((m + e.dst.x[:, :4]).unsqueeze(1) @ p.S[e.dst.type]).squeeze(1) + (m.unsqueeze(1) @ p.S[e.src.type]).squeeze(1)
+    return ((m + e.dst.x[:, :4]).unsqueeze(1) @ p.S[e.dst.type]).squeeze(1) + (
+        m.unsqueeze(1) @ p.S[e.src.type]
+    ).squeeze(1)
 
 
 def hgt(e: Any, p: Any) -> Tensor:
@@ -101,7 +103,10 @@ def test_equal_to_edge_by_edge(name: str, message: Any, in_order: bool) -> None:
     found, wanted = (run(graph, {"x": x}, params) for run in (layer, layer.reference))
     assert found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-12)
     pull, leaves = torch.randn_like(wanted), [x, *params.values()]
-    grads = [torch.autograd.grad((out * pull).sum(), leaves, allow_unused=True, materialize_grads=True) for out in (found, wanted)]
+    grads = [
+        torch.autograd.grad((out * pull).sum(), leaves, allow_unused=True, materialize_grads=True)
+        for out in (found, wanted)
+    ]
     assert all(torch.allclose(one, other, atol=1e-10) for one, other in zip(*grads, strict=True))
 
 
@@ -114,14 +119,21 @@ def test_in_the_smallest_space(message: Any) -> None:
     products = {space for what, space in steps if what == "product"}
     assert products == {space for what, space in WHERE[message] if what == "product"} or steps[-1][0] == LINEAR
     if message not in (typed_after_relation, hgt):
-        assert not [step for step in steps if step[1] == "edges" and step[0] in ("product", "einsum", "bmm", "matmul")], steps
+        assert not [
+            step for step in steps if step[1] == "edges" and step[0] in ("product", "einsum", "bmm", "matmul")
+        ], steps
 
 
 def test_a_detached_product_has_no_gradient() -> None:
     """Not even where the product itself is never made."""
     graph = graph_of("hubs", in_order=True)
     x, params = tensors(graph)
-    layer = rel.layer(lambda e, p: e.src.x[:, :4] * ((e.src.x.unsqueeze(1) @ p.W[e.type]).squeeze(1).detach() * p.W[e.type][:, 0]).sum(-1, True))
+
+    def message(e: Any, p: Any) -> Tensor:
+        m = (e.src.x.unsqueeze(1) @ p.W[e.type]).squeeze(1).detach()
+        return e.src.x[:, :4] * (m * p.W[e.type][:, 0]).sum(-1)[:, None]
+
+    layer = rel.layer(message)
     grads = [
         torch.autograd.grad(run(graph, {"x": x}, params).square().sum(), [x, params["W"]]) for run in (layer, layer.reference)
     ]  # fmt: skip

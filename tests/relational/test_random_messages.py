@@ -43,9 +43,14 @@ def difference(seed: int, mixing: float = 0.03) -> str | None:
         return None
     leaves = [t for t in (*nodes.values(), *params.values(), *edges.values()) if t.requires_grad]
     pull = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(seed), dtype=wanted.dtype)
-    grads = [torch.autograd.grad((out * pull).sum(), leaves, allow_unused=True, materialize_grads=True) for out in (found, wanted)]
+    grads = [
+        torch.autograd.grad((out * pull).sum(), leaves, allow_unused=True, materialize_grads=True)
+        for out in (found, wanted)
+    ]
     for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-8 * max(1.0, float(other.abs().max()) if other.numel() else 0), rtol=1e-6)
+        torch.testing.assert_close(
+            one, other, atol=1e-8 * max(1.0, float(other.abs().max()) if other.numel() else 0), rtol=1e-6
+        )
     return None
 
 

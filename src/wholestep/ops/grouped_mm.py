@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from wholestep.ops.amounts import numel, product
-from wholestep.ops.multi_tensor import triton_reason
+from wholestep.ops.multi_tensor import in_triton
 from wholestep.ops.record import record
 
 
@@ -41,7 +41,7 @@ def reference_backward(grad: Tensor, x: Tensor, w: Tensor, ends: Tensor) -> tupl
 
 
 def _product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    if not _in_triton(x, w):
+    if not in_triton(x, w):
         return reference(x, w, ends)
     from wholestep.ops.grouped_mm_triton import rows_product
 
@@ -49,18 +49,12 @@ def _product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 
 def _product_backward(grad: Tensor, x: Tensor, w: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    if not _in_triton(grad, x, w):
+    if not in_triton(grad, x, w):
         return reference_backward(grad, x, w, ends)
     from wholestep.ops.grouped_mm_triton import rows_product, weights_product
 
     grad_x = rows_product(grad, w.transpose(1, 2), ends)
     return grad_x, weights_product(grad, x, w, ends)
-
-
-def _in_triton(*tensors: Tensor) -> bool:
-    """Whether the kernels know these operands, and Triton is there."""
-    known = {torch.float32, torch.bfloat16, torch.float16}
-    return all(t.is_cuda and t.dtype in known for t in tensors) and triton_reason() is None
 
 
 _forward = torch.library.custom_op(

@@ -1,7 +1,7 @@
 """Which operators work row by row, rows in dimension 0: such a one computes the same in any index space.
 
-In: a traced node, and which of its operands have rows. Out: whether it may be run on the rows of a smaller space. An operator that is
-not known here is not taken for one.
+In: a traced node, and which of its operands have rows. Out: whether it may be run on the rows of a smaller space. An operator that
+is not known here is not taken for one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,12 @@ def draws(node: fx.Node) -> bool:
 
 def has_rows(value: Any, edges: int) -> bool:
     """Rows in dimension 0, and in no other."""
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == edges and not counted(value.shape[1:], edges)
+    return (
+        isinstance(value, Tensor)
+        and value.dim() > 0
+        and value.shape[0] == edges
+        and not counted(value.shape[1:], edges)
+    )
 
 
 def counted(sizes: Any, edges: int) -> bool:

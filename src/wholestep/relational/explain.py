@@ -35,7 +35,11 @@ class _Counted(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if not any(result.alias_info is not None for result in func._schema.returns):
-            read = [value for declared, value in zip(func._schema.arguments, args, strict=False) if not _for_later(declared.name)]
+            read = [
+                value
+                for declared, value in zip(func._schema.arguments, args, strict=False)
+                if not _for_later(declared.name)
+            ]
             self.bytes += _size(t for t in tree_leaves((read, kwargs, out)) if isinstance(t, Tensor))
         return out
 
@@ -64,7 +68,8 @@ def _size(tensors: Iterable[Tensor]) -> int:
     """Each once, without the rows that an expanded one only seems to have."""
     distinct = {id(t): t for t in tensors}.values()
     return sum(
-        t.element_size() * math.prod(size for size, stride in zip(t.shape, t.stride(), strict=True) if stride) for t in distinct
+        t.element_size() * math.prod(size for size, stride in zip(t.shape, t.stride(), strict=True) if stride)
+        for t in distinct
     )
 
 

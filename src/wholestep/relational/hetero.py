@@ -34,7 +34,9 @@ class Layout:
         places: Mapping[Any, slice] = self.edges if of_edges else self.nodes
         for name, place in places.items():
             if name not in features:
-                raise BadOption(f"no features of {name!r}", hint=f"every type needs them: {', '.join(map(repr, places))}")
+                raise BadOption(
+                    f"no features of {name!r}", hint=f"every type needs them: {', '.join(map(repr, places))}"
+                )
             if features[name].dim() == 0 or features[name].shape[0] != place.stop - place.start:
                 raise BadOption(
                     f"features of {name!r} have shape {tuple(features[name].shape)}",
@@ -43,7 +45,9 @@ class Layout:
         tails = {name: tuple(features[name].shape[1:]) for name in places}
         if len(set(tails.values())) > 1:
             told = ", ".join(f"{name!r} {tail}" for name, tail in tails.items())
-            raise BadOption(f"features of unequal widths: {told}", hint="bring them to one width first, by a linear layer each")
+            raise BadOption(
+                f"features of unequal widths: {told}", hint="bring them to one width first, by a linear layer each"
+            )
         if not places:
             raise BadOption("a graph without types", hint="give the features to the layer as they are")
         return torch.cat([features[name] for name in places])
@@ -77,7 +81,9 @@ def _count_of(data: Any, name: str) -> int:
     x = getattr(data[name], "x", None)
     count = x.shape[0] if isinstance(x, Tensor) else getattr(data[name], "num_nodes", None)
     if count is None:
-        raise BadOption(f"the number of {name!r} nodes is not known", hint=f"set data[{name!r}].num_nodes, or its features x")
+        raise BadOption(
+            f"the number of {name!r} nodes is not known", hint=f"set data[{name!r}].num_nodes, or its features x"
+        )
     return int(count)
 
 
@@ -88,7 +94,9 @@ def _index_of(data: Any, edge: Any, counts: Mapping[str, int]) -> Tensor:
         raise BadOption(f"data[{edge}].edge_index is {told}", hint="it is a tensor (2, edges): sources, destinations")
     for ids, name in zip(index, (edge[0], edge[-1]), strict=True):
         if name not in counts:
-            raise BadOption(f"{edge} is between nodes of type {name!r}", hint=f"there are {', '.join(map(repr, counts))}")
+            raise BadOption(
+                f"{edge} is between nodes of type {name!r}", hint=f"there are {', '.join(map(repr, counts))}"
+            )
         beyond = (ids < 0) | (ids >= counts[name])
         if bool(beyond.any()):
             at = int(beyond.nonzero()[0])

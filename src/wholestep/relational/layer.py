@@ -162,7 +162,8 @@ class Layer:
         return self.programs[shapes, narrow]
 
     def _called(
-        self, src: Any, dst: Any, edge: Any, params: Any, etype: Tensor, target: Tensor, *types_of_ends: Tensor, traced: bool = False
+        self, src: Any, dst: Any, edge: Any, params: Any, etype: Tensor, target: Tensor, *types_of_ends: Tensor,
+        traced: bool = False,
     ) -> Tensor:  # fmt: skip
         ends = [dict(features) for features in (src, dst)]
         for end, kind in zip(ends, types_of_ends, strict=False):

@@ -165,7 +165,9 @@ class _Lowering:
             space = _drawn_in(space)
         if space is Space.NONE:
             return self._without_rows(node)
-        if not works_by_rows(node, {n for n in node.all_input_nodes if self.values[n].space is not Space.NONE}, self.edges):
+        if not works_by_rows(
+            node, {n for n in node.all_input_nodes if self.values[n].space is not Space.NONE}, self.edges
+        ):
             raise refused(node, "it does not work edge by edge", "keep edges in dimension 0 and leave that alone")
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.at(self.values[n], space))
         target: Any = node.target
@@ -173,7 +175,10 @@ class _Lowering:
             target, args = spaces.tail_reshaped, (args[0], list(node.meta["val"].shape[1:]))
         elif target is aten.expand.default:
             args = args[0], [-1, *node.meta["val"].shape[1:]]
-        elif target is aten.slice.Tensor and (node.args[1] if len(node.args) > 1 else 0) in (0, -node.meta["val"].dim()):
+        elif target is aten.slice.Tensor and (node.args[1] if len(node.args) > 1 else 0) in (
+            0,
+            -node.meta["val"].dim(),
+        ):
             return values[0]  # all rows
         elif target is aten.detach.default:
             target = Tensor.detach
@@ -244,11 +249,13 @@ class _Lowering:
         if right.space in GROUPS and left.space not in (Space.ONE, right.space):
             if nodes[0].meta["val"].shape[1] != 1:  # type: ignore[union-attr]
                 return self._grouped(node, left, right, tuple(node.meta["val"].shape[1:]))
-            rows = self._made(node, spaces.tail_reshaped, (left.node, [nodes[0].meta["val"].shape[2]]), left.space, told=False)  # type: ignore[union-attr]
+            rows = self._made(
+                node, spaces.tail_reshaped, (left.node, [nodes[0].meta["val"].shape[2]]), left.space, told=False
+            )  # type: ignore[union-attr]
             return self._shaped(node, self._grouped(node, rows, right, (node.meta["val"].shape[2],)))
         if left.space in GROUPS and right.space not in (Space.ONE, left.space):
             turned = [self._made(node, aten.transpose.int, (v.node, 1, 2), v.space, told=False) for v in (right, left)]
-            made = self._grouped(node, *turned, ())
+            made = self._grouped(node, turned[0], turned[1], ())
             return self._made(node, aten.transpose.int, (made.node, 1, 2), made.space, told=False)
         space = joined(left.space, right.space)
         return self._made(node, aten.bmm.default, (self.at(left, space), self.at(right, space)), space)
@@ -264,7 +271,9 @@ class _Lowering:
 
     def _shaped(self, node: fx.Node, value: Value) -> Value:
         """With the dimensions that the traced value has."""
-        made = self._made(node, spaces.tail_reshaped, (value.node, list(node.meta["val"].shape[1:])), value.space, told=False)
+        made = self._made(
+            node, spaces.tail_reshaped, (value.node, list(node.meta["val"].shape[1:])), value.space, told=False
+        )
         made.linear = value.linear
         return made
 
@@ -291,7 +300,9 @@ class _Lowering:
         terms, _, result = str(equation).replace(" ", "").partition("->")
         letters = {t[:1] for t, value in zip(terms.split(","), values, strict=True) if value.space is not Space.NONE}
         if not has_rows(node.meta["val"], self.edges) or "..." in terms or letters != {result[:1]}:
-            raise refused(node, "it does not work edge by edge", "name edges first in the result and where they are given")
+            raise refused(
+                node, "it does not work edge by edge", "name edges first in the result and where they are given"
+            )
         space = joined(*(value.space for value in values))
         return self._made(node, torch.einsum, (equation, *(self.at(value, space) for value in values)), space)
 
@@ -310,7 +321,12 @@ class _Lowering:
     def _dot(self, node: fx.Node) -> Value | None:
         """(x * v[relation]).sum(-1), as a product with a matrix of one column."""
         source, dims, *keep = node.args
-        if not isinstance(source, fx.Node) or source.target is not aten.mul.Tensor or len(source.users) > 1 or node.kwargs:
+        if (
+            not isinstance(source, fx.Node)
+            or source.target is not aten.mul.Tensor
+            or len(source.users) > 1
+            or node.kwargs
+        ):
             return None
         shape, sides = source.meta["val"].shape, source.all_input_nodes
         if list(dims) not in ([-1], [1]) or len(shape) != 2 or keep not in ([], [False]) or len(sides) != 2:  # type: ignore[arg-type]
@@ -358,7 +374,9 @@ class _Lowering:
         if self.aggregate == "mean per relation":
             share = self._node("share", spaces.share_of_pair, (self.table, kind), space=Space.EDGE)
             weight = share if weight is None else self._node("share", spaces.times_each, (share, weight))
-        total = self._node("", Tensor.to, (self._sum_of(weight, body, message), kind), told=False)  # autocast: half a body
+        total = self._node(
+            "", Tensor.to, (self._sum_of(weight, body, message), kind), told=False
+        )  # autocast: half a body
         return total if self.aggregate != "mean" else self._node("mean", spaces.mean_of, (self.table, total))
 
     def _sum_of(self, weight: Any, body: Value, message: fx.Node) -> Any:

@@ -60,7 +60,8 @@ def _free_primes(like: Like) -> tuple[int, int]:
 
 def _arguments(like: Like, edges: int) -> tuple[Any, ...]:
     rowed = [
-        {name: torch.empty(edges, *t.shape[1:], dtype=t.dtype) for name, t in like[home].items()} for _, home in _SOURCES
+        {name: torch.empty(edges, *t.shape[1:], dtype=t.dtype) for name, t in like[home].items()}
+        for _, home in _SOURCES
     ]
     params = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in like["params"].items()}
     return *rowed, params, *(torch.empty(edges, dtype=torch.int64) for _ in IDS)
@@ -82,10 +83,11 @@ def _graph(run: Run, like: Like, edges: int) -> fx.Graph:
 def _write_anew(graph: fx.Graph) -> None:
     """torch's own code writes in place to what it has just made (rms_norm): nobody else reads that."""
     for node in graph.nodes:
-        if not getattr(getattr(node.target, "_schema", None), "is_mutable", False) or not isinstance(node.args[0], fx.Node):
+        before: Any = next(iter(node.args), None)
+        if not getattr(getattr(node.target, "_schema", None), "is_mutable", False) or not isinstance(before, fx.Node):
             continue
-        before, name = node.args[0], node.target._schema.name.split("::")[1]
-        returns = getattr(getattr(before.target, "_schema", None), "returns", ())
+        name = str(node.target._schema.name).removeprefix("aten::")
+        returns: Any = getattr(getattr(before.target, "_schema", None), "returns", ())
         fresh = len(returns) == 1 and returns[0].alias_info is None and set(before.users) == {node}
         if fresh and name.endswith("_") and hasattr(torch.ops.aten, name[:-1]):
             node.target = getattr(getattr(torch.ops.aten, name[:-1]), node.target._overloadname)
@@ -138,7 +140,9 @@ def _refuse_counted(first: fx.Graph, second: fx.Graph, edges: int, other: int) -
             raise refused(one, "it depends on the number of edges", "no number of theirs is known before a graph is")
         twins[one] = two
     if len(first.nodes) != len(second.nodes):
-        raise UnsupportedModel("the message function depends on the number of edges", hint="it has to work edge by edge")
+        raise UnsupportedModel(
+            "the message function depends on the number of edges", hint="it has to work edge by edge"
+        )
 
 
 def refused(node: fx.Node, what: str, hint: str) -> UnsupportedModel:
