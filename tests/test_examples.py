@@ -73,6 +73,14 @@ def test_fabric_missing_is_one_line_that_says_how_to_get_it() -> None:
     assert said.strip() == "this example needs Lightning Fabric: pip install lightning-fabric"
 
 
+def test_relational_attention_has_the_losses_of_plain_pytorch_and_is_faster() -> None:
+    said = run(str(FOLDER / "relational_attention.py"), "--steps", "4", "--scale", "0.03")
+    before, after = numbers(r"loss NUMBER -> NUMBER \(whole step\)", said)
+    assert after < before and numbers(r"ms: NUMBER times faster", said)[0] > 1.2
+    model = (FOLDER / "relational_attention.py").read_text().split("def message")[1].split("def timed")[0]
+    assert len(model.splitlines()) <= 30
+
+
 def test_gan_moves_towards_the_data() -> None:
     said = example("gan.py", 60)
     before, after = numbers(r"distance of made points to the data: NUMBER -> NUMBER", said)

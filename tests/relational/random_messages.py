@@ -67,7 +67,7 @@ def _end(choose: random.Random, pool: Pool) -> Tensor:
         return weight.reshape(-1, *[1] * (body.dim() - 1)) * body
     if how == 1 and body.dim() == 3:  # per head
         other = choose.choice(pool)
-        logits = (other.flatten(1)[:, :1] * body.sum(-1)) if choose.random() < 0.5 else body.mean(-1)
+        logits = (_flat(choose, other)[:, None] * body.sum(-1)) if choose.random() < 0.5 else body.mean(-1)
         return body * rel.edge_softmax(logits).unsqueeze(-1)
     if how == 2:
         return body * _flat(choose, body).reshape(-1, *[1] * (body.dim() - 1))
@@ -143,7 +143,8 @@ def _product(choose: random.Random, x: Tensor, pool: Pool, e: Any, p: Any) -> Te
     if x.dim() == 2:
         return choose.choice([
             lambda: (x.unsqueeze(1) @ of_edges).squeeze(1), lambda: torch.einsum("ni,nio->no", x, of_edges),
-            lambda: torch.bmm(x[:, None], of_edges).reshape(-1, out), lambda: (of_edges.transpose(1, 2) @ x.unsqueeze(2)).squeeze(2),
+            lambda: torch.bmm(x[:, None], of_edges).reshape(-1, out),
+            lambda: (of_edges.transpose(1, 2) @ x.unsqueeze(2)).squeeze(2),
             lambda: (x.unsqueeze(2) * of_edges).sum(1), lambda: _squeezed(x.unsqueeze(1) @ of_edges),
         ])() if out > 1 else torch.einsum("ni,nio->no", x, of_edges)  # fmt: skip
     if x.dim() == 3:
@@ -176,7 +177,8 @@ def _view(choose: random.Random, x: Tensor, pool: Pool, e: Any, p: Any) -> Tenso
         lambda: x.unsqueeze(dim), lambda: x.flatten(1), lambda: x.squeeze(dim), lambda: x.transpose(1, -1),
         lambda: x.narrow(dim, 0, max(1, x.shape[dim] - 1)), lambda: x.select(dim, 0), lambda: x.flip(dim),
         lambda: torch.cat(x.chunk(2, dim)[::-1], dim), lambda: torch.stack(x.unbind(dim), 1), lambda: x[:, ..., :1].expand_as(x),
-        lambda: x.repeat(1, *[2] * (x.dim() - 1)) if x.shape[1:].numel() < 9 else x, lambda: x[:], lambda: _squeezed(x.unsqueeze(1)),
+        lambda: x.repeat(1, *[2] * (x.dim() - 1)) if x.shape[1:].numel() < 9 else x, lambda: x[:],
+        lambda: _squeezed(x.unsqueeze(1)),
     ]  # fmt: skip
     if x.shape[-1] == 6:
         options.append(lambda: x.reshape(*x.shape[:-1], 2, 3))
@@ -202,7 +204,8 @@ def _normed(choose: random.Random, x: Tensor, pool: Pool, e: Any, p: Any) -> Ten
     dim, wide = _dim(choose, x), x.shape[-1]
     return choose.choice([
         lambda: F.softmax(x, dim), lambda: F.log_softmax(x, dim), lambda: F.layer_norm(x, x.shape[1:]),
-        lambda: F.layer_norm(x, (wide,), vars(p)[f"N{wide}"], vars(p)[f"N{wide}"]), lambda: F.rms_norm(x, (wide,), vars(p)[f"N{wide}"]),
+        lambda: F.layer_norm(x, (wide,), vars(p)[f"N{wide}"], vars(p)[f"N{wide}"]),
+        lambda: F.rms_norm(x, (wide,), vars(p)[f"N{wide}"]),
         lambda: F.normalize(x + 0.3, dim=dim), lambda: x.cumsum(dim), lambda: F.pad(x, (1, 0)) if wide < 5 else x,
         lambda: x - x.mean(dim, keepdim=True), lambda: F.glu(x, -1) if wide % 2 == 0 else x,
     ])()  # fmt: skip
@@ -236,7 +239,8 @@ def _mixing(choose: random.Random, x: Tensor, pool: Pool, e: Any, p: Any) -> Ten
         lambda: x - x.mean(0), lambda: x.cumsum(0), lambda: x.flip(0), lambda: x.roll(1, 0), lambda: F.softmax(x, 0),
         lambda: x / x.shape[0], lambda: x + x.sum(0, keepdim=True), lambda: x * x.sum(), lambda: x.roll(1),
         lambda: x * torch.arange(x.shape[0], dtype=x.dtype).reshape(-1, *[1] * (x.dim() - 1)), lambda: x.sort(0)[0],
-        lambda: F.pad(x, (0, 0) * (x.dim() - 1) + (1, -1)) if x.shape[0] else x, lambda: F.normalize(x, dim=0), lambda: x.reshape(-1).flip(0).reshape(x.shape),
+        lambda: F.pad(x, (0, 0) * (x.dim() - 1) + (1, -1)) if x.shape[0] else x, lambda: F.normalize(x, dim=0),
+        lambda: x.reshape(-1).flip(0).reshape(x.shape),
         lambda: torch.cat([x[1:], x[:1]]), lambda: F.layer_norm(x.t(), (x.shape[0],)).t() if x.dim() == 2 else x.cumprod(0),
     ])()  # fmt: skip
 

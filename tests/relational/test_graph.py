@@ -75,6 +75,24 @@ def test_the_better_side_has_fewer_rows() -> None:
     assert f"{rows}" in graph.report() and "5 relations" in graph.report()
 
 
+@pytest.mark.parametrize("ntype", [[2, 0, 0, 2], [0, 0, 2, 2]])
+def test_nodes_in_the_order_of_types(ntype: list[int]) -> None:
+    types = RelGraph([0, 3], [1, 2], [0, 0], ntype=ntype, num_types=4).types
+    assert types is not None and types.count == 4 and types.ends.tolist() == [2, 2, 4, 4]
+    assert types.to_node(torch.arange(4.0)).tolist() == ntype
+    assert (types.order is None) == (ntype == sorted(ntype))
+    x = torch.tensor(ntype, dtype=torch.float64, requires_grad=True)
+    if types.order is not None:
+        there = types.order(x)
+        assert there.tolist() == sorted(ntype)
+        assert torch.autograd.grad((there * torch.arange(4.0, dtype=torch.float64)).sum(), x)[0].tolist() == [
+            2,
+            0,
+            1,
+            3,
+        ]
+
+
 def test_it_is_tensors_only_so_that_graphs_of_equal_sizes_are_one_batch() -> None:
     src, dst, etype, nodes, relations = edges_of("plain")
     graphs = [RelGraph(s, d, etype, num_nodes=nodes, num_relations=relations) for s, d in ((src, dst), (dst, src))]
@@ -103,6 +121,9 @@ def test_from_triples_and_without_counts() -> None:
         (dict(src=[0.5], dst=[0], etype=[0]), "src is torch.float32"),
         (dict(src=[[0]], dst=[0], etype=[0]), r"src is torch.int64 of shape \(1, 1\)"),
         (dict(src=[0], dst=[0], etype=[0], num_nodes=-1), "num_nodes=-1"),
+        (dict(src=[0, 1], dst=[1, 1], etype=[0, 0], ntype=[0]), "ntype has 1 rows, and there are 2 nodes"),
+        (dict(src=[0], dst=[0], etype=[0], ntype=[3], num_types=3), r"ntype\[0\] is 3, and num_types is 3"),
+        (dict(src=[0], dst=[0], etype=[0], ntype=[0.5]), "ntype is torch.float32.*per node"),
     ],
 )
 def test_bad_ids_are_named_with_their_place(given: dict[str, Any], told: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import wholestep
 from wholestep import relational as rel
 from wholestep.capture.dry import dry_capture
-from wholestep.errors import BadOption, UnsupportedModel
+from wholestep.errors import BadOption
 from wholestep.relational.graph import RelGraph
 
 WIDE, OUT = 6, 4
@@ -190,44 +190,6 @@ def test_a_whole_step(backend: str, in_batch: bool) -> None:
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
-def turned(e: Any, p: Any) -> Tensor:
-    return (e.src.x.t() @ e.dst.x).sum() * e.src.x
-
-
-def counting(e: Any, p: Any) -> Tensor:
-    return e.src.x * e.type[:, None]
-
-
-def summing(e: Any, p: Any) -> Tensor:
-    return e.src.x.sum(0)
-
-
-def in_place(e: Any, p: Any) -> Tensor:
-    return e.src.x.mul_(2)
-
-
-def along_edges(e: Any, p: Any) -> Tensor:
-    return F.softmax(e.src.x, dim=0)
-
-
-@pytest.mark.parametrize(
-    ("message", "told"),
-    [
-        (in_place, "writes in place.*test_layer.py.*make a new tensor"),
-        (along_edges, "does not work edge by edge"),
-        (turned, "does not work edge by edge.*test_layer.py.*keep edges in dimension 0"),
-        (counting, "computes with the ids of relations"),
-        (summing, "does not work edge by edge"),
-        (lambda e, p: p.A, "does not return a tensor with a row per edge"),
-    ],
-)
-def test_what_cannot_be_traced_is_refused_with_its_line(message: Any, told: str) -> None:
-    graph = made("plain")
-    x, _, params = tensors(graph)
-    with pytest.raises(UnsupportedModel, match=told):
-        rel.layer(message)(graph, {"x": x}, params)
-
-
 def test_bad_calls_are_told() -> None:
     graph = made("plain")
     x, _, params = tensors(graph)
@@ -235,6 +197,14 @@ def test_bad_calls_are_told() -> None:
         rel.layer(rgcn)(graph, {"x": x[:3]}, params)
     with pytest.raises(BadOption, match=r"aggregate='median'.*sum, mean, max"):
         rel.layer(rgcn, aggregate="median")
+    with pytest.raises(
+        BadOption, match=r"params\['W'\] has shape \(3, 6, 4\), and the graph has 4 relations.*number 3"
+    ):
+        rel.layer(rgcn)(graph, {"x": x}, {"W": params["W"][:3]})
+    with pytest.raises(BadOption, match=r"the graph has no node types.*ntype="):
+        rel.layer(lambda e, p: e.src.x * p.v[e.src.type])(graph, {"x": x}, {"v": params["u"]})
+    with pytest.raises(BadOption, match="nodes has a 'type'"):
+        rel.layer(rgcn)(graph, {"x": x, "type": x}, params)
     with pytest.raises(BadOption, match="edge_softmax outside of a message function"):
         rel.edge_softmax(torch.zeros(3))
 
@@ -288,6 +258,13 @@ def test_what_is_drawn_is_drawn_for_every_edge(backend: str) -> None:
         kept = step(torch.zeros(1)) / 2
         assert step.rung == "whole step"
     assert 120 < float(kept) < 280
+
+
+def test_the_derivative_drops_what_was_dropped() -> None:
+    graph, weight = made("hubs"), torch.ones(1, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(graph.num_nodes, 3, dtype=torch.float64)
+    out = rel.layer(lambda e, p: F.dropout(e.src.x * p.w, 0.5))(graph, {"x": x}, {"w": weight})
+    assert torch.allclose(torch.autograd.grad(out.sum(), weight)[0], out.detach().sum())
 
 
 def test_a_parameter_that_is_dropped_is_dropped_once() -> None:

@@ -17,9 +17,8 @@ from torch import Tensor
 from wholestep.graph.liveness import tensor_bytes
 from wholestep.ops.amounts import numel, product
 from wholestep.ops.call import Call
-from wholestep.ops.multi_tensor import triton_reason
+from wholestep.ops.multi_tensor import in_triton
 from wholestep.ops.record import record
-
 
 NARROW, SPLIT = 128, 1024
 """Matrices with no more rows and columns are multiplied by kernels that cut rows at fixed places, so many at a time for weights."""
@@ -40,7 +39,7 @@ def reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    if not _in_triton(x, w):
+    if not in_triton(x, w):
         return reference(x, w, ends)
     from wholestep.ops.grouped_mm_triton import rows_product
 
@@ -58,17 +57,11 @@ def weights_reference(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 
 def _weights(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    if not _in_triton(grad, x):
+    if not in_triton(grad, x):
         return weights_reference(grad, x, ends)
     from wholestep.ops.grouped_mm_triton import weights_product
 
     return weights_product(grad, x, ends)
-
-
-def _in_triton(*tensors: Tensor) -> bool:
-    """Whether the kernels know these operands, and Triton is there."""
-    known = {torch.float32, torch.bfloat16, torch.float16}
-    return all(t.is_cuda and t.dtype in known for t in tensors) and triton_reason() is None
 
 
 _forward = torch.library.custom_op(

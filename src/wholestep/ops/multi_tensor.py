@@ -101,6 +101,14 @@ def triton_reason() -> str | None:
     return None if importlib.util.find_spec("triton") is not None else "triton is not installed"
 
 
+IN_TRITON = frozenset((torch.float32, torch.bfloat16, torch.float16))
+
+
+def in_triton(*tensors: Tensor | None) -> bool:
+    """Whether kernels know these operands, and Triton is there."""
+    return all(t is None or (t.is_cuda and t.dtype in IN_TRITON) for t in tensors) and triton_reason() is None
+
+
 # ---- grouping and layout -------------------------------------------------------------------------------------
 
 

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from wholestep.ops.amounts import numel
-from wholestep.ops.multi_tensor import triton_reason
+from wholestep.ops.multi_tensor import in_triton
 from wholestep.ops.record import record
-
-KNOWN = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 
 def reference(index: Tensor, src: Tensor, size: int) -> Tensor:
@@ -28,7 +26,7 @@ def reference(index: Tensor, src: Tensor, size: int) -> Tensor:
 
 
 def _scattered(index: Tensor, src: Tensor, size: int) -> Tensor:
-    if not src.is_cuda or src.dtype not in KNOWN or triton_reason() is not None:
+    if not in_triton(src):
         return reference(index, src, size)
     from wholestep.ops.scatter_shared_triton import launch
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from wholestep.graph.training_graph import TrainingGraph
-from wholestep.ops.scatter_shared import KNOWN
+from wholestep.ops.multi_tensor import IN_TRITON
 from wholestep.passes.fx_edit import Editor, is_static, tensor_of
 from wholestep.passes.pipeline import compiler_pass
 
@@ -39,7 +39,7 @@ def _is_shared(start: Any, dim: Any, index: Any, src: Any, least_shared: int) ->
     if made is None or places is None or values is None or not all(map(is_static, (made, places, values))):
         return False
     rank = places.dim()
-    if rank < 3 or dim not in (-1, rank - 1) or values.dtype not in KNOWN or not _is_zero(start):
+    if rank < 3 or dim not in (-1, rank - 1) or values.dtype not in IN_TRITON or not _is_zero(start):
         return False
     if places.shape != values.shape or made.shape[:-1] != values.shape[:-1]:
         return False

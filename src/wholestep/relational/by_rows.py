@@ -1,7 +1,7 @@
 """Which operators work row by row, rows in dimension 0: such a one computes the same in any index space.
 
-In: a traced node, and which of its operands have rows. Out: whether it may be run on the rows of a smaller space. An operator that is
-not known here is not taken for one.
+In: a traced node, and which of its operands have rows. Out: whether it may be run on the rows of a smaller space. An operator that
+is not known here is not taken for one.
 """
 
 from __future__ import annotations

@@ -15,18 +15,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from wholestep.errors import BadOption
+from wholestep.relational.tables import NodeTypes as NodeTypes
 from wholestep.relational.tables import Pairs as Pairs
 from wholestep.relational.tables import Rows as Rows
 from wholestep.relational.tables import Table as Table
 from wholestep.relational.tables import Taking as Taking
-from wholestep.relational.tables import NodeTypes as NodeTypes
 from wholestep.relational.tables import make_tables, make_types
+
+if TYPE_CHECKING:
+    from wholestep.relational.hetero import Layout
 
 
 @dataclasses.dataclass(frozen=True, slots=True, init=False)
@@ -99,6 +102,13 @@ class RelGraph:
             raise BadOption(f"triples of shape {tuple(told.shape)}", hint="one row (head, relation, tail) per edge")
         return cls(told[:, 0], told[:, 2], told[:, 1], **counts)
 
+    @classmethod
+    def from_hetero(cls, data: Any) -> tuple[RelGraph, Layout]:
+        """Of torch_geometric's HeteroData, with a Layout that joins features of all node types and splits results."""
+        from wholestep.relational.hetero import from_hetero  # which is made of this
+
+        return from_hetero(data)
+
     @property
     def num_nodes(self) -> int:
         return self.nodes.shape[0]
@@ -133,6 +143,7 @@ class RelGraph:
             ("the better side per relation", self.rows.gathered.ptr.shape[0] - 1),
         ]  # fmt: skip
         first = f"{self.num_nodes} nodes, {self.num_edges} edges, {self.num_relations} relations"
+        first += "" if self.types is None else f", {self.types.count} node types"
         lines = [f"{name:<30}{count:>12}  {count / edges:.3f} of the edges" for name, count in sizes]
         by_source = int(self.rows.by_source.sum())
         return "\n".join([first, *lines, f"relations by their sources    {by_source:>12}  of {self.num_relations}"])

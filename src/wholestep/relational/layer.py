@@ -21,6 +21,7 @@ from torch import Tensor
 from wholestep.errors import BadOption
 from wholestep.ops.amounts import numel
 from wholestep.ops.record import record
+from wholestep.relational.explain import explain
 from wholestep.relational.graph import RelGraph
 from wholestep.relational.lowering import Program, lower
 from wholestep.relational.trace import refuse_own_derivatives, trace
@@ -110,8 +111,8 @@ def _prepare(number: int, shapes: tuple[Any, ...], device: str, narrow: torch.dt
             like[kind][name] = torch.empty(rows, dtype=dtype, device="meta")
         with torch.autocast("cpu", narrow, enabled=narrow is not None):  # where it is traced
             run = functools.partial(self._called, traced=True)
-            self.programs[shapes, narrow] = lower(trace(run, like), self.aggregate)
             refuse_own_derivatives(run, like)
+            self.programs[shapes, narrow] = lower(trace(run, like), self.aggregate)
     return True
 
 
@@ -161,7 +162,8 @@ class Layer:
         return self.programs[shapes, narrow]
 
     def _called(
-        self, src: Any, dst: Any, edge: Any, params: Any, etype: Tensor, target: Tensor, *types_of_ends: Tensor, traced: bool = False
+        self, src: Any, dst: Any, edge: Any, params: Any, etype: Tensor, target: Tensor, *types_of_ends: Tensor,
+        traced: bool = False,
     ) -> Tensor:  # fmt: skip
         ends = [dict(features) for features in (src, dst)]
         for end, kind in zip(ends, types_of_ends, strict=False):
@@ -205,18 +207,12 @@ class Layer:
         self,
         graph: RelGraph,
         nodes: Mapping[str, Tensor],
-        params: Mapping[str, Tensor],
+        params: Mapping[str, Tensor] | None = None,
         edges: Mapping[str, Tensor] | None = None,
     ) -> str:
-        """The steps, each with the space it runs in and how many rows that has."""
-        rows = {
-            "relations": graph.num_relations, "source nodes": graph.num_nodes, "destination nodes": graph.num_nodes,
-            "source pairs": graph.sources.relation.shape[0], "destination pairs": graph.destinations.relation.shape[0],
-            "edges": graph.num_edges,
-        }  # fmt: skip
-        steps = self.program(graph, nodes, params, edges).steps
-        lines = [f"{what:<60}{space:<20}{rows.get(space, ''):>12}" for what, space in steps]
-        return "\n".join([graph.report(), "", *lines])
+        """The steps of a forward, each with the space it runs in, its rows and its bytes, and the floor: see `explain.py`."""
+        program = self.program(graph, nodes, params or {}, edges)
+        return explain(program, graph, [*nodes.values(), *(edges or {}).values(), *(params or {}).values()])
 
     def _refuse_wrong(self, graph: RelGraph, like: Mapping[str, Mapping[str, Tensor]]) -> None:
         for kind, taken in (("nodes", {"type"}), ("edges", {"src", "dst", "type"})):

@@ -30,6 +30,7 @@ from wholestep.relational.trace import Traced, refused
 
 aten = torch.ops.aten
 _SQUEEZES = {aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default}
+_UNTOLD = VIEWS | {spaces.tail_reshaped, spaces.one_row_each, Tensor.detach, Tensor.to, operator.getitem}
 _HALF = (torch.bfloat16, torch.float16)
 _HOMES = {"src": "nodes", "dst": "nodes", "edge": "edges", "param": "params"}
 _SPACES = {
@@ -103,7 +104,8 @@ class _Lowering:
     def _inputs(self, placeholders: list[fx.Node]) -> None:
         pairs = list(zip(placeholders, self.traced.inputs, strict=True))
         places = dict.fromkeys((_HOMES[kind], name) for _, (kind, name) in pairs if kind in _HOMES)
-        homes = {place: self.graph.placeholder("_".join(place)) for place in places}
+        # by number: fx takes names for one that differ in their capitals only
+        homes = {place: self.graph.placeholder(f"input_{number}") for number, place in enumerate(places)}
         for node, (kind, name) in pairs:
             if kind in _HOMES:
                 self.values[node] = Value(homes[_HOMES[kind], name], _SPACES[kind])
@@ -118,14 +120,15 @@ class _Lowering:
         target, first = node.target, node.args[0] if node.args else None
         if target is torch.ops.ws.edge_softmax.default:
             return self._softmax(node)
-        if target is aten.native_dropout.default and node.args[2] in (
-            True,
-            None,
-        ):  # made anew: a capture sees what it knows
+        if target is aten.native_dropout.default:  # made anew, so that a capture sees what it knows
+            if node.args[2] not in (True, None):
+                raise refused(node, "it drops nothing", "leave it out")
             x = self.values[first]  # type: ignore[index]
             space = _drawn_in(x.space)
             return self._made(node, F.dropout, (self.at(x, space), node.args[1]), space)
-        if target is operator.getitem and first.target is aten.native_dropout.default and node.args[1] == 0:  # type: ignore[union-attr]
+        if target is operator.getitem and first.target is aten.native_dropout.default:  # type: ignore[union-attr]
+            if node.args[1] != 0:
+                raise refused(node, "dropout keeps what was dropped to itself", "draw with torch.rand_like")
             return self.values[first]  # type: ignore[index]
         self._refuse_unknown(node)
         if target is aten.index.Tensor:
@@ -252,7 +255,7 @@ class _Lowering:
             return self._shaped(node, self._grouped(node, rows, right, (node.meta["val"].shape[2],)))
         if left.space in GROUPS and right.space not in (Space.ONE, left.space):
             turned = [self._made(node, aten.transpose.int, (v.node, 1, 2), v.space, told=False) for v in (right, left)]
-            made = self._grouped(node, *turned, ())
+            made = self._grouped(node, turned[0], turned[1], ())
             return self._made(node, aten.transpose.int, (made.node, 1, 2), made.space, told=False)
         space = joined(left.space, right.space)
         return self._made(node, aten.bmm.default, (self.at(left, space), self.at(right, space)), space)
@@ -402,9 +405,8 @@ class _Lowering:
     def _sum_of(self, weight: Any, body: Value, message: fx.Node) -> Any:
         linear = body.linear
         if linear is not None and linear.rows.space is Space.SOURCE:
-            what = "weighted sum of products, per relation on the better side"
             args = self.table, linear.rows.node, linear.matrices.node, weight
-            total = self._node(what, spaces.linear_sum, args)
+            total = self._node(spaces.LINEAR_SUM, spaces.linear_sum, args)
             return self._node("", spaces.tail_reshaped, (total, list(message.meta["val"].shape[1:])), told=False)
         if body.space is Space.SOURCE:
             return self._node("weighted sum", spaces.source_sum, (self.table, body.node, weight))
@@ -431,6 +433,8 @@ class _Lowering:
             if body.meta["val"].dtype not in (whole.dtype, *_HALF) or self.values[body].space is Space.NONE:
                 continue
             rest = self.values[body]
+            if rest.linear is None and self.values[message].space is rest.space:
+                continue  # it is where the rest is
             if rest.linear is not None and not one and rest.linear.tail != tuple(whole.shape[1:]):
                 rest = Value(rest.node, rest.space)  # heads are not rows of that product
             flat = self._node(
@@ -458,7 +462,7 @@ class _Lowering:
         kwargs = dict(kwargs or {})
         if kwargs.get("device") is not None:  # that of the trace
             kwargs["device"] = self._node("", spaces.device_of, (self.table,), told=False)
-        return Value(self._node(name, target, args, kwargs, told=told and target not in VIEWS, space=space), space)
+        return Value(self._node(name, target, args, kwargs, told=told and target not in _UNTOLD, space=space), space)
 
     def _node(
         self, what: str, target: Any, args: Any, kwargs: Any = None, *, told: bool = True, space: Space | None = None

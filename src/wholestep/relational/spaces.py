@@ -1,8 +1,8 @@
 """Index spaces: over what a value of a message function has rows, and how it gets from one to a larger one.
 
-A value depends on the source, the destination, the relation of an edge, on the type of one of its nodes, or on the edge itself. That
-names the smallest space in which it can be computed: once per relation, type, node, pair or edge. The functions here run inside of
-a compiled layer: RelGraph in, rows out.
+A value depends on the source, the destination, the relation of an edge, on the type of one of its nodes, or on the edge itself.
+That names the smallest space in which it can be computed: once per relation, type, node, pair or edge. The functions here run
+inside of a compiled layer: RelGraph in, rows out.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ def numbers_of(graph: RelGraph, space: Space) -> Tensor:
 
 def one_row_each(graph: RelGraph, x: Tensor, space: Space, name: str) -> Tensor:
     """A parameter that is indexed by relation or type, checked: what is indexed by a number has a row for it."""
-    count = count_of(graph, space)
+    count, what = count_of(graph, space), "relations" if space is Space.RELATION else "node types"
     if x.dim() == 0 or x.shape[0] < count:
         raise BadOption(
-            f"{name} has shape {tuple(x.shape)}, and the graph has {count} {'relations' if space is Space.RELATION else 'node types'}",
+            f"{name} has shape {tuple(x.shape)}, and the graph has {count} {what}",
             hint=f"it needs a row for each, and has none for number {x.shape[0] if x.dim() else 0}",
         )
     return x if x.shape[0] == count else x[:count]
@@ -254,6 +254,8 @@ def dot_with_relations(graph: RelGraph, nodes: Tensor, vectors: Tensor, space: S
 DOTS = {Space.SOURCE: dot_of_nodes, Space.SOURCE_PAIR: dot_of_source_pairs}
 
 # ---- sums over the edges of a node ----
+
+LINEAR_SUM = "weighted sum of products, the better side"
 
 
 def linear_sum(graph: RelGraph, x: Tensor, matrices: Tensor, weight: Tensor | None) -> Tensor:

@@ -83,12 +83,11 @@ def _graph(run: Run, like: Like, edges: int) -> fx.Graph:
 def _write_anew(graph: fx.Graph) -> None:
     """torch's own code writes in place to what it has just made (rms_norm): nobody else reads that."""
     for node in graph.nodes:
-        if not getattr(getattr(node.target, "_schema", None), "is_mutable", False) or not isinstance(
-            node.args[0], fx.Node
-        ):
+        before: Any = next(iter(node.args), None)
+        if not getattr(getattr(node.target, "_schema", None), "is_mutable", False) or not isinstance(before, fx.Node):
             continue
-        before, name = node.args[0], node.target._schema.name.split("::")[1]
-        returns = getattr(getattr(before.target, "_schema", None), "returns", ())
+        name = str(node.target._schema.name).removeprefix("aten::")
+        returns: Any = getattr(getattr(before.target, "_schema", None), "returns", ())
         fresh = len(returns) == 1 and returns[0].alias_info is None and set(before.users) == {node}
         if fresh and name.endswith("_") and hasattr(torch.ops.aten, name[:-1]):
             node.target = getattr(getattr(torch.ops.aten, name[:-1]), node.target._overloadname)
@@ -105,10 +104,9 @@ def refuse_own_derivatives(run: Run, like: Like) -> None:
         for tensors in arguments[:4]:
             for t in tensors.values():
                 t.requires_grad_(t.is_floating_point())
-        # a view of a leaf may be written to where the leaf may not
-        with _Whole(edges):
-            out = run(*({n: t.view_as(t) for n, t in given.items()} for given in arguments[:4]), *arguments[4:])
-    seen, front = set(), [out.grad_fn]
+        with _Lines():
+            out = run(*({n: t.clone() for n, t in given.items()} for given in arguments[:4]), *arguments[4:])
+    seen, front = set(), [getattr(out, "grad_fn", None)]
     while front:
         node = front.pop()
         if node is None or node in seen:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from wholestep.ops.amounts import numel, product
 from wholestep.ops.call import Call
-from wholestep.ops.multi_tensor import triton_reason
+from wholestep.ops.multi_tensor import in_triton
 from wholestep.ops.record import record
 
 LIBRARY = torch.library.Library("ws", "FRAGMENT")
@@ -45,12 +45,6 @@ CHUNK = 1 << 16
 """Entries whose products exist at a time, on the CPU."""
 
 
-def in_triton(*tensors: Tensor | None) -> bool:
-    """Whether kernels know these numbers, and Triton is there."""
-    known = {torch.float32, torch.bfloat16, torch.float16}
-    return all(t is None or (t.is_cuda and t.dtype in known) for t in tensors) and triton_reason() is None
-
-
 def _one_weight_per_head(x: Tensor, weight: Tensor | None) -> bool:
     """The kernels know a number per entry, or one per head, and no other broadcasting."""
     return weight is None or weight.shape[1:] == x.shape[1 : weight.dim()]
@@ -62,7 +56,7 @@ def targets_of(ptr: Tensor, entries: int) -> Tensor:
     return torch.repeat_interleave(torch.arange(counts.shape[0], device=ptr.device), counts, output_size=entries)
 
 
-def values_of(weight: Tensor | None, edge: Tensor | None, entries: int, like: Tensor) -> Tensor | None:
+def values_of(weight: Tensor | None, edge: Tensor | None) -> Tensor | None:
     """The factor of every entry, (Z,) or (Z, heads); None where all are one."""
     if weight is None:
         return None
@@ -84,14 +78,15 @@ def sum_reference(
     back_edge: Tensor | None,
 ) -> Tensor:
     """Entry by entry, added in float32 (float64 for float64) and rounded once."""
-    values, rows = values_of(weight, edge, index.shape[0], x), _wide(x.index_select(0, index))
+    values, rows = values_of(weight, edge), widened(x.index_select(0, index))
     if values is not None:
         rows = rows * values.to(rows.dtype).reshape(*values.shape, *[1] * (rows.dim() - values.dim()))
     out = rows.new_zeros(ptr.shape[0] - 1, *x.shape[1:])
     return out.index_add(0, targets_of(ptr, index.shape[0]), rows).to(x.dtype)
 
 
-def _wide(t: Tensor) -> Tensor:
+def widened(t: Tensor) -> Tensor:
+    """As sums are made: in float32, or float64."""
     return t if t.dtype == torch.float64 else t.float()
 
 
@@ -111,7 +106,7 @@ def gather_sum(
         return gather_triton.gather_sum(x, weight, ptr, index, edge)
     if x.dtype not in (torch.float32, torch.float64) or x.device.type != "cpu" or index.shape[0] == 0 or x.numel() == 0:
         return sum_reference(x, weight, ptr, index, edge, back_ptr, back_index, back_edge)
-    values = values_of(weight, edge, index.shape[0], x)
+    values = values_of(weight, edge)
     if values is None:
         values = x.new_ones(index.shape[0])
     if values.dim() == 1:
@@ -143,7 +138,7 @@ def dot_reference(grad: Tensor, x: Tensor, weight: Tensor, ptr: Tensor, index: T
     targets, wide = targets_of(ptr, index.shape[0]), weight.dim()
     for start in range(0, index.shape[0], CHUNK):
         part = slice(start, start + CHUNK)
-        products = _wide(grad.index_select(0, targets[part])) * _wide(x.index_select(0, index[part]))
+        products = widened(grad.index_select(0, targets[part])) * widened(x.index_select(0, index[part]))
         dots = products.reshape(*products.shape[:wide], -1).sum(-1).to(weight.dtype)
         real = edge[part] >= 0
         out[edge[part][real].long()] = dots[real]

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from wholestep.ops import grouped_mm
 from wholestep.ops.amounts import numel
+from wholestep.ops.multi_tensor import in_triton
 from wholestep.ops.record import record
-from wholestep.ops.relational.gather import in_triton
 
 LIBRARY = torch.library.Library("ws", "FRAGMENT")
 LIBRARY.define(

@@ -16,20 +16,17 @@ import torch
 from torch import Tensor
 
 from wholestep.ops.amounts import numel
+from wholestep.ops.multi_tensor import in_triton
 from wholestep.ops.record import record
-from wholestep.ops.relational.gather import in_triton, targets_of
+from wholestep.ops.relational.gather import targets_of, widened
 
 LIBRARY = torch.library.Library("ws", "FRAGMENT")
 LIBRARY.define("segment_softmax(Tensor logits, Tensor ptr) -> Tensor")
 LIBRARY.define("segment_softmax_backward(Tensor grad, Tensor out, Tensor ptr) -> Tensor")
 
 
-def _wide(t: Tensor) -> Tensor:
-    return t if t.dtype == torch.float64 else t.float()
-
-
 def reference(logits: Tensor, ptr: Tensor) -> Tensor:
-    wide, targets = _wide(logits), targets_of(ptr, logits.shape[0])
+    wide, targets = widened(logits), targets_of(ptr, logits.shape[0])
     nodes = (ptr.shape[0] - 1, *wide.shape[1:])
     place = targets.reshape(-1, *[1] * (wide.dim() - 1)).expand(wide.shape)
     top = wide.new_full(nodes, float("-inf")).scatter_reduce(0, place, wide, "amax")
@@ -40,8 +37,8 @@ def reference(logits: Tensor, ptr: Tensor) -> Tensor:
 
 
 def reference_backward(grad: Tensor, out: Tensor, ptr: Tensor) -> Tensor:
-    a, targets = _wide(out), targets_of(ptr, out.shape[0])
-    pulled = a * _wide(grad)
+    a, targets = widened(out), targets_of(ptr, out.shape[0])
+    pulled = a * widened(grad)
     total = a.new_zeros(ptr.shape[0] - 1, *a.shape[1:]).index_add(0, targets, pulled)
     return (pulled - a * total.index_select(0, targets)).to(out.dtype)
 

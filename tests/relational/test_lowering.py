@@ -1,0 +1,155 @@
+"""Where things are computed: parameters by type, bases, blocks, heads and residuals in the smallest space."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.relational.graphs import NAMES, edges_of
+from torch import Tensor
+
+from wholestep import relational as rel
+from wholestep.relational import spaces
+
+TYPES = 3
+
+
+def basis(e: Any, p: Any) -> Tensor:
+    return (e.src.x.unsqueeze(1) @ torch.einsum("rb,bio->rio", p.c, p.basis)[e.type]).squeeze(1)
+
+
+def basis_as_a_product(e: Any, p: Any) -> Tensor:
+    return (e.src.x.unsqueeze(1) @ (p.c @ p.basis.flatten(1)).reshape(-1, 6, 4)[e.type]).squeeze(1)
+
+
+def basis_of_edges(e: Any, p: Any) -> Tensor:
+    return torch.einsum("ei,eio->eo", e.src.x, torch.einsum("eb,bio->eio", p.c[e.type], p.basis))
+
+
+def blocks(e: Any, p: Any) -> Tensor:
+    return torch.einsum("ebi,ebio->ebo", e.src.x.reshape(-1, 2, 3), p.B[e.type]).flatten(1)
+
+
+def residual(e: Any, p: Any) -> Tensor:
+    return F.layer_norm((e.src.x.unsqueeze(1) @ p.W[e.type]).squeeze(1) + e.src.x[:, :4], (4,), p.gain, p.bias)
+
+
+def typed(e: Any, p: Any) -> Tensor:
+    return torch.einsum("ei,eio->eo", e.src.x, p.T[e.src.type]) + p.t[e.dst.type]
+
+
+def typed_matrix_first(e: Any, p: Any) -> Tensor:
+    return (p.T[e.src.type].transpose(1, 2) @ e.src.x.unsqueeze(2)).squeeze(2) * e.dst.x[:, :1]
+
+
+def typed_after_relation(e: Any, p: Any) -> Tensor:
+    """Products by type of rows that are not in the order of types."""
+    m = (e.src.x.unsqueeze(1) @ p.W[e.type]).squeeze(1)
+    return ((m + e.dst.x[:, :4]).unsqueeze(1) @ p.S[e.dst.type]).squeeze(1) + (
+        m.unsqueeze(1) @ p.S[e.src.type]
+    ).squeeze(1)
+
+
+def hgt(e: Any, p: Any) -> Tensor:
+    k, v = ((e.src.x.unsqueeze(1) @ m[e.src.type]).reshape(-1, 2, 3) for m in (p.K, p.V))
+    q = (e.dst.x.unsqueeze(1) @ p.Q[e.dst.type]).reshape(-1, 2, 3)
+    k, v = ((t.unsqueeze(2) @ m[e.type]).squeeze(2) for t, m in ((k, p.A), (v, p.M)))
+    return rel.edge_softmax((q * k).sum(-1) * p.prior[e.type] / math.sqrt(3)).unsqueeze(-1) * v
+
+
+LINEAR = spaces.LINEAR_SUM
+WHERE: dict[Callable[..., Tensor], list[tuple[str, str]]] = {
+    basis: [(LINEAR, "")],
+    basis_as_a_product: [(LINEAR, "")],
+    basis_of_edges: [("einsum", "relations"), (LINEAR, "")],
+    blocks: [("product", "source pairs")],
+    residual: [("product", "source pairs"), ("native_layer_norm", "source pairs")],
+    typed: [("product", "source nodes")],
+    typed_matrix_first: [("product", "source nodes")],
+    typed_after_relation: [("product", "source pairs"), ("product", "edges")],
+    hgt: [("product", "source nodes"), ("product", "destination nodes"), ("product", "source pairs"), (LINEAR, "")],
+}
+
+
+def graph_of(name: str, *, in_order: bool) -> rel.RelGraph:
+    src, dst, etype, nodes, relations = edges_of(name)
+    ntype = torch.randint(0, TYPES - 1, (nodes,), generator=torch.Generator().manual_seed(5))  # none of the last
+    ntype = ntype.sort()[0] if in_order else ntype
+    return rel.RelGraph(src, dst, etype, ntype=ntype, num_nodes=nodes, num_relations=relations, num_types=TYPES)
+
+
+def tensors(graph: rel.RelGraph) -> tuple[Tensor, dict[str, Tensor]]:
+    torch.manual_seed(1)
+    relations = graph.num_relations
+    sizes = {
+        "c": (relations, 2), "basis": (2, 6, 4), "B": (relations, 2, 3, 4), "W": (relations, 6, 4), "gain": (4,), "bias": (4,),
+        "T": (TYPES, 6, 4), "t": (TYPES, 4), "S": (TYPES, 4, 5), "K": (TYPES, 6, 6), "Q": (TYPES, 6, 6), "V": (TYPES, 6, 6),
+        "A": (relations, 2, 3, 3), "M": (relations, 2, 3, 3), "prior": (relations, 2),
+    }  # fmt: skip
+    params = {name: torch.randn(size, dtype=torch.float64).requires_grad_() for name, size in sizes.items()}
+    return torch.randn(graph.num_nodes, 6, dtype=torch.float64).requires_grad_(), params
+
+
+@pytest.mark.parametrize("message", WHERE, ids=lambda m: m.__name__)
+@pytest.mark.parametrize(("name", "in_order"), [(name, False) for name in NAMES] + [("hubs", True)])
+def test_equal_to_edge_by_edge(name: str, message: Any, in_order: bool) -> None:
+    graph = graph_of(name, in_order=in_order)
+    x, params = tensors(graph)
+    layer = rel.layer(message)
+    found, wanted = (run(graph, {"x": x}, params) for run in (layer, layer.reference))
+    assert found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-12)
+    pull, leaves = torch.randn_like(wanted), [x, *params.values()]
+    grads = [
+        torch.autograd.grad((out * pull).sum(), leaves, allow_unused=True, materialize_grads=True)
+        for out in (found, wanted)
+    ]
+    assert all(torch.allclose(one, other, atol=1e-10) for one, other in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("message", WHERE, ids=lambda m: m.__name__)
+def test_in_the_smallest_space(message: Any) -> None:
+    graph = graph_of("hubs", in_order=False)
+    x, params = tensors(graph)
+    steps = rel.layer(message).program(graph, {"x": x}, params).steps
+    assert set(WHERE[message]) <= set(steps) or steps[-1][0] == LINEAR, steps
+    products = {space for what, space in steps if what == "product"}
+    assert products == {space for what, space in WHERE[message] if what == "product"} or steps[-1][0] == LINEAR
+    if message not in (typed_after_relation, hgt):
+        assert not [
+            step for step in steps if step[1] == "edges" and step[0] in ("product", "einsum", "bmm", "matmul")
+        ], steps
+
+
+def test_a_detached_product_has_no_gradient() -> None:
+    """Not even where the product itself is never made."""
+    graph = graph_of("hubs", in_order=True)
+    x, params = tensors(graph)
+
+    def message(e: Any, p: Any) -> Tensor:
+        m = (e.src.x.unsqueeze(1) @ p.W[e.type]).squeeze(1).detach()
+        return e.src.x[:, :4] * (m * p.W[e.type][:, 0]).sum(-1)[:, None]
+
+    layer = rel.layer(message)
+    grads = [
+        torch.autograd.grad(run(graph, {"x": x}, params).square().sum(), [x, params["W"]]) for run in (layer, layer.reference)
+    ]  # fmt: skip
+    assert all(torch.allclose(one, other, atol=1e-10) for one, other in zip(*grads, strict=True))
+
+
+def test_dtypes_are_those_of_the_function() -> None:
+    """A weight in float64 makes messages of float64, and no sum of them float32."""
+    graph = graph_of("hubs", in_order=True)
+    x = torch.randn(graph.num_nodes, 4)
+    for message in (
+        lambda e, p: p.w[e.type][:, None] * e.src.x,
+        lambda e, p: (e.src.x * e.src.x.double()).sum(-1, keepdim=True) * e.src.x,
+        lambda e, p: (e.src.x > 0)[:, :1] * e.dst.x,
+        lambda e, p: (e.src.x * p.v[e.type]).sum(-1, dtype=torch.float64),
+    ):
+        layer, params = rel.layer(message), {"w": torch.randn(5, dtype=torch.float64), "v": torch.randn(5, 4)}
+        found, wanted = (run(graph, {"x": x}, params) for run in (layer, layer.reference))
+        assert found.dtype == wanted.dtype and torch.allclose(found, wanted, atol=1e-5)
