@@ -26,7 +26,8 @@ TRIED_ELSEWHERE = {
     *(f"ws::{kind}" for kind in UPDATES),
     "ws::packed_recurrent_backward",
     "ws::edge_softmax",
-    "ws::head_product",
+    "ws::row_einsum",
+    "ws::row_matmul",
 }
 """By tests of their own, against torch's optimizers, by gradcheck, and as part of message functions."""
 

@@ -153,3 +153,16 @@ def test_dtypes_are_those_of_the_function() -> None:
         layer, params = rel.layer(message), {"w": torch.randn(5, dtype=torch.float64), "v": torch.randn(5, 4)}
         found, wanted = (run(graph, {"x": x}, params) for run in (layer, layer.reference))
         assert found.dtype == wanted.dtype and torch.allclose(found, wanted, atol=1e-5)
+
+
+def test_one_relation_keeps_its_dimension() -> None:
+    """Over edges squeeze() leaves dimension 0 alone, so it does where there is one row."""
+    graph = graph_of("one relation", in_order=True)
+    x, params = tensors(graph)
+    for message in (
+        lambda e, p: p.W[e.type][:, :1].squeeze() + e.src.x[:, :4],
+        lambda e, p: p.W[e.type].squeeze(0)[:, 0] + e.src.x[:, :4],
+    ):
+        layer = rel.layer(message)
+        found, wanted = (run(graph, {"x": x}, params) for run in (layer, layer.reference))
+        assert found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-12)
