@@ -136,15 +136,11 @@ def test_bits_repeat() -> None:
 
 
 def test_what_is_computed_where() -> None:
-    """Products per pair, weights folded per relation, one number per edge: no vector per edge."""
+    """Numbers per pair, weights folded per relation, one number per edge: no vector per edge or pair."""
     graph = made("hubs")
     x, _, params = tensors(graph)
     steps = rel.layer(rgat).program(graph, {"x": x}, params).steps
-    assert (
-        ("fold", "relations") in steps
-        and ("product", "source pairs") in steps
-        and ("product", "destination pairs") in steps
-    )
+    assert ("fold", "relations") in steps and ("dot", "source pairs") in steps and ("dot", "destination pairs") in steps
     assert steps[-1][0].startswith("weighted sum of products")
     told = rel.layer(rgat).explain(graph, {"x": x}, params)
     assert "the better side per relation" in told and "leaky_relu" in told
@@ -224,6 +220,36 @@ def test_autocast_is_traced_apart() -> None:
     )  # fmt: skip
     losses = [float(step(torch.zeros(1))) for _ in range(3)]
     assert step.rung == "whole step" and losses[2] < losses[0]
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4)], ids=["one head", "heads"])
+@pytest.mark.parametrize("linear", [False, True], ids=["nodes", "products"])
+@pytest.mark.parametrize("turned", [False, True], ids=["as it is", "turned round"])
+def test_products_of_both_ends_need_no_rows_of_edges(shape: tuple[int, ...], linear: bool, turned: bool) -> None:
+    """Whichever side has fewer pairs."""
+
+    def message(e: Any, p: Any) -> Tensor:
+        k = e.src.k
+        if linear:
+            k = (k.unsqueeze(-2) @ p.A[e.type]).squeeze(-2)
+        return (k * e.dst.q).sum(-1)
+
+    graph = made("hubs")
+    if turned:
+        (src, dst), etype = graph.given()
+        graph = RelGraph(dst, src, etype, num_nodes=graph.num_nodes, num_relations=graph.num_relations)
+    torch.manual_seed(0)
+    nodes = {name: torch.randn(graph.num_nodes, *shape, dtype=torch.float64, requires_grad=True) for name in "kq"}
+    params = {"A": torch.randn(graph.num_relations, *shape, shape[-1], dtype=torch.float64, requires_grad=True)}
+    layer = rel.layer(message)
+    steps = layer.program(graph, nodes, params).steps
+    assert any(what.startswith("dot") for what, _ in steps) and ("mul", "edges") not in steps
+    used = [*nodes.values(), *(params.values() if linear else ())]
+    ours, plain = layer(graph, nodes, params), layer.reference(graph, nodes, params)
+    pull = torch.randn_like(ours)
+    torch.testing.assert_close(ours, plain)
+    for mine, theirs in zip(torch.autograd.grad(ours, used, pull), torch.autograd.grad(plain, used, pull), strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 def test_a_capture_without_data_makes_the_program_by_itself() -> None:

@@ -18,7 +18,7 @@ def with_room(graph: RelGraph, more: int) -> RelGraph:
     made_ = make_tables(
         *ids, graph.num_nodes, graph.num_relations, lambda there: Sizes(*(size + more for size in there))
     )
-    return RelGraph._of({"order": torch.arange(graph.num_edges + more)} | made_)
+    return RelGraph._of({"order": torch.arange(graph.num_edges + more), "types": None} | made_)
 
 
 def entries(ptr: Tensor, *values: Tensor) -> list[tuple[int, ...]]:
@@ -30,7 +30,7 @@ def entries(ptr: Tensor, *values: Tensor) -> list[tuple[int, ...]]:
 
 def tables_of(graph: RelGraph) -> list[Table]:
     rows = [table for rows in (graph.rows, graph.only_sources) for table in (rows.gathered, rows.spread)]
-    return [*rows, graph.incoming, graph.neighbours]
+    return [*rows, graph.incoming, graph.neighbours, graph.at_destinations]
 
 
 def takings_of(graph: RelGraph) -> list[Taking]:
