@@ -12,6 +12,7 @@ makes in passing stays small. A `scale` below zero leaves everything as it was: 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -60,11 +61,6 @@ def define_update(
             values = dict(zip(numbers, hyper.tolist(), strict=True))
             _update_on_host(eager, list(params), list(grads), kept, values, multi_tensor.factor(scale), named)
 
-    def functional(params: list[Tensor], grads: list[Tensor], *rest: Any) -> list[Tensor]:
-        new = [[t.clone() for t in tensors] for tensors in (params, *rest[:count])]
-        in_place(new[0], grads, *new[1:], *rest[count:])
-        return [t for tensors in new for t in tensors]
-
     def fake(params: list[Tensor], grads: list[Tensor], *rest: Any) -> list[Tensor]:
         multi_tensor.check_lengths(params, {"grads": grads}, f"ws::{name}")
         kept = dict(zip(states, rest, strict=False))
@@ -74,7 +70,7 @@ def define_update(
     in_place.__name__ = in_place.__qualname__ = f"{name}_in_place"
     torch.library.register_fake(f"ws::{name}", fake, lib=LIBRARY)
     for device in ("CPU", "CUDA"):
-        LIBRARY.impl(name, functional, device)
+        LIBRARY.impl(name, functools.partial(multi_tensor.on_copies, in_place, count), device)
     operator = getattr(torch.ops.ws, name).default
     return Update(kind=name, operator=operator, in_place=in_place, states=states, numbers=numbers, **facts)
 
