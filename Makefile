@@ -12,7 +12,7 @@ TORCH   := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint unit test-cpus train zoo trust loop fuzz bench-cpu bench-smoke sz clean distclean
+.PHONY: help install test lint unit test-slow test-cpus train zoo trust loop fuzz bench-cpu bench-smoke sz clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ lint: $(STAMP)  ## ruff and mypy
 
 unit: $(STAMP)  ## the tests alone (WORKERS=4, ARGS="-k dropout")
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-slow: $(STAMP)  ## the tests that `make test` leaves out since they take long (ARGS="tests/fuzz")
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'slow and not gpu and not multi_gpu and not zoo' $(ARGS)
 
 # What older CPUs lack is switched off in torch's own kernels and in oneDNN's; the last line is a machine with more threads.
 test-cpus: $(STAMP)  ## the tests as on CPUs without AVX-512, without AVX2, and with four threads (ARGS="tests/lower")

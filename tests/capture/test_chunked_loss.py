@@ -371,7 +371,7 @@ def hugging_face(name: str) -> tuple[Built, int]:
     return built, hf.ROWS * hf.TOKENS
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", pytest.param("llama", marks=pytest.mark.slow)])
 def test_hugging_face_verifies(name: str) -> None:
     built, rows = hugging_face(name)
     optimizer = torch.optim.AdamW(built.model.parameters(), lr=1e-3)

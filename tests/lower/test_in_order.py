@@ -19,6 +19,7 @@ from wholestep.ops import IN_ORDER
 
 ROWS = 20_000
 """Into 50 rows: enough for torch and Inductor to use all threads, and for these to meet."""
+REPEATS = 6
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +92,7 @@ def test_no_compiled_kernel_adds_atomically(functional_trace, forwards) -> None:
     assert not [line for source in sources for line in source.splitlines() if "atomic_add" in line]
     expected = runner(step.fresh())
     torch.testing.assert_close(expected, lower_interpret(step.graph)(step.fresh()), rtol=1e-3, atol=1e-3)
-    for _ in range(20):
+    for _ in range(REPEATS):
         for forward, ours, again in zip(forwards, expected, runner(step.fresh()), strict=True):
             assert torch.equal(ours, again), forward.__name__
 
@@ -118,4 +119,4 @@ def test_interpreted_operators_repeat_themselves(functional_trace, forward) -> N
         expected = runner(step.fresh())
     assert not called.targets & set(IN_ORDER)
     assert (torch.ops.ws.add_rows.default in called.targets) == (forward in (indexed, indexed_twice, taken))
-    assert all(torch.equal(expected[0], runner(step.fresh())[0]) for _ in range(20))
+    assert all(torch.equal(expected[0], runner(step.fresh())[0]) for _ in range(REPEATS))

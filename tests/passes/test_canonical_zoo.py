@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -21,9 +22,12 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::wholestep.errors.WholestepWarning")
 
 MODELS = ("bert", "gpt2", "llama", "t5", "bn_cnn")
-CANONICAL = default_pipeline().without("recognise_masks")
+QUICK = (("bert", "bf16"), ("gpt2", "fp32"), ("llama", "bf16"), ("bn_cnn", "fp32"), ("bn_cnn", "bf16"))
+"""Every precision and every kind of model once; the rest are slow."""
+CANONICAL, NONE = default_pipeline().without("recognise_masks"), Pipeline([])
 
 
+@functools.cache
 def trained(name: str, passes: Pipeline, precision: str) -> tuple[list[float], dict[str, torch.Tensor], Any]:
     built = ZOO[name].build()
     step = wholestep.compile(
@@ -36,14 +40,13 @@ def trained(name: str, passes: Pipeline, precision: str) -> tuple[list[float], d
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    # the largest one in fp32 has nothing that the others have not
     [
-        pytest.param(name, precision, marks=[pytest.mark.slow] if (name, precision) == ("t5", "fp32") else [])
+        pytest.param(name, precision, marks=[] if (name, precision) in QUICK else [pytest.mark.slow])
         for name in MODELS for precision in ("fp32", "bf16")
     ],
 )  # fmt: skip
 def test_the_same_bits_with_fewer_nodes(name: str, precision: str) -> None:
-    losses, state, plain = trained(name, Pipeline([]), precision)
+    losses, state, plain = trained(name, NONE, precision)
     ours, our_state, step = trained(name, CANONICAL, precision)
     assert ours == losses
     for key, value in state.items():
@@ -62,7 +65,7 @@ def test_equal_layers_stay_equal(name: str) -> None:
         pieces = split_regions(write_state_in_place(graph))
         return len({p.signature for p in pieces if isinstance(p, Region)}), peak_bytes(graph)
 
-    before, after = measured(Pipeline([])), measured(CANONICAL)
+    before, after = measured(NONE), measured(CANONICAL)
     assert after[0] <= before[0] and after[1] <= before[1]
 
 

@@ -23,8 +23,17 @@ def _question(model: str, batch: int, *sets: str, seq: int | None) -> Question:
     [
         _question("gpt-1m", 3, "layers=2", "width=48", "heads=2", seq=31),
         _question("resnet-18", 5, "image_size=16", seq=None),
-        _question(
-            "bert-large", 3, "num_hidden_layers=2", "hidden_size=64", "intermediate_size=160", "vocab_size=500", seq=19
+        pytest.param(
+            _question(
+                "bert-large",
+                3,
+                "num_hidden_layers=2",
+                "hidden_size=64",
+                "intermediate_size=160",
+                "vocab_size=500",
+                seq=19,
+            ),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=lambda asked: asked.model,

@@ -14,7 +14,6 @@ from wholestep.errors import BadOption
 
 FORMAT = "wholestep-bench-1"
 Row = dict[str, Any]
-STATUSES = ("ok", "failed", "out of memory", "timed out", "not installed")
 
 
 def key_of(row: Mapping[str, Any]) -> tuple[str, str]:

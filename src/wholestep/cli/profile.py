@@ -71,7 +71,6 @@ def command(
     passes = options.pipeline(disable)
     page = checked_page(out, model)
     from wholestep.profile.profile import profile_job
-    from wholestep.report.page import write_report
     from wholestep.train.job import make_job
 
     job = make_job(model, sets=sets or (), data=data, batch=batch, seq=seq, precision=precision, seed=seed or 0)
@@ -80,6 +79,14 @@ def command(
         budget=memory, verified=not no_verify, passes=passes, tell=_tell,
     )  # fmt: skip
     _tell("")
+    _report(profile, page, json)
+    if open_page:
+        _open(page)
+
+
+def _report(profile: Profile, page: Path, json: bool) -> None:
+    from wholestep.report.page import write_report
+
     facts = profile.to_json()
     twin = write_report(facts, page)
     if json:
@@ -87,8 +94,6 @@ def command(
         typer.echo(f"wholestep: {page} and {twin.name} written", err=True)
     else:
         typer.echo("\n".join([*summary_lines(profile), f"page      {page}", f"numbers   {twin}"]))
-    if open_page:
-        _open(page)
 
 
 def checked_page(out: Path | None, model: str) -> Path:

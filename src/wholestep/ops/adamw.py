@@ -12,6 +12,8 @@ torch's. On CUDA it is one Triton launch per dtype group in float32 math (float6
 multi_tensor.py.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim.adam import adam as torch_adam
@@ -95,38 +97,13 @@ def update_in_place(
         states = [exp_avgs, exp_avg_sqs, *([max_exp_avg_sqs] if amsgrad else [])]
         adamw_triton.launch(params, grads, states, hyper, scale, maximize=maximize, decoupled=decoupled)
         return
-    reference_in_place(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        max_exp_avg_sqs,
-        hyper,
-        scale,
-        amsgrad,
-        maximize,
-        decoupled,
-        implementation,
-    )
+    states = [exp_avgs, exp_avg_sqs, max_exp_avg_sqs]
+    reference_in_place(params, grads, *states, hyper, scale, amsgrad, maximize, decoupled, implementation)
 
 
-def update(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    max_exp_avg_sqs: list[Tensor],
-    hyper: Tensor,
-    scale: Tensor | None,
-    amsgrad: bool,
-    maximize: bool,
-    decoupled: bool,
-    implementation: str,
-) -> list[Tensor]:
-    """The functional form: copies, then updates the copies."""
-    new = [[t.clone() for t in group] for group in (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs)]
-    update_in_place(new[0], grads, new[1], new[2], new[3], hyper, scale, amsgrad, maximize, decoupled, implementation)
-    return [t for group in new for t in group]
+def update(*args: Any) -> list[Tensor]:
+    """The functional form, with the arguments of `update_in_place`."""
+    return multi_tensor.on_copies(update_in_place, 3, *args)
 
 
 @torch.library.register_fake("ws::adamw", lib=LIBRARY)
@@ -139,9 +116,7 @@ def _fake(
     hyper: Tensor,
     scale: Tensor | None,
     amsgrad: bool,
-    maximize: bool,
-    decoupled: bool,
-    implementation: str,
+    *others: Any,
 ) -> list[Tensor]:
     multi_tensor.check_lengths(params, {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}, "ws::adamw")
     multi_tensor.check_lengths(params if amsgrad else [], {"max_exp_avg_sqs": max_exp_avg_sqs}, "ws::adamw")

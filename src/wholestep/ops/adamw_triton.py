@@ -9,13 +9,12 @@ exp_avg_sq, 4 max_exp_avg_sq (amsgrad).
 # Kernel bodies are Triton's language, whose arguments carry no Python types.
 # mypy: disallow-untyped-defs=False
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from wholestep.ops import multi_tensor
-from wholestep.ops.triton_types import load_pointer, triton_dtype
+from wholestep.ops.multi_tensor_triton import launch_update
+from wholestep.ops.triton_types import load_pointer
 
 
 @triton.jit
@@ -98,27 +97,7 @@ def launch(
     decoupled: bool,
 ) -> None:
     """states: [exp_avgs, exp_avg_sqs], and max_exp_avg_sqs as a third list for amsgrad."""
-    for group in multi_tensor.launches(params, grads, states):
-        types = [triton_dtype(d) for d in group.dtypes]
-        _adamw_kernel[(group.chunks.num_chunks,)](
-            group.table,
-            group.chunks.tensor,
-            group.chunks.start,
-            group.chunks.size,
-            hyper,
-            hyper if scale is None else scale,
-            len(group.rows[0]),
-            PARAM=types[0],
-            GRAD=types[1],
-            FIRST=types[2],
-            SECOND=types[3],
-            LARGEST=types[-1],
-            MATH=tl.float64 if group.dtypes[0] == torch.float64 else tl.float32,
-            HAS_SCALE=scale is not None,
-            AMSGRAD=len(states) == 3,
-            MAXIMIZE=maximize,
-            DECOUPLED=decoupled,
-            ALIGNED=group.aligned,
-            BLOCK=multi_tensor.BLOCK,
-        )
-        multi_tensor.copy_back(group)
+    flags = dict(AMSGRAD=len(states) == 3, MAXIMIZE=maximize, DECOUPLED=decoupled)
+    launch_update(
+        _adamw_kernel, params, grads, states, hyper, scale, state_types=("FIRST", "SECOND", "LARGEST"), **flags
+    )

@@ -13,7 +13,9 @@ every replay.
 import functools
 import importlib.util
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,6 +95,14 @@ def check_lengths(params: list[Tensor], lists: dict[str, list[Tensor]], op: str)
     for name, tensors in lists.items():
         if len(tensors) != len(params):
             raise ValueError(f"{op}: {name} has {len(tensors)} tensors, expected {len(params)}")
+
+
+def on_copies(in_place: Callable[..., None], num_states: int, params: list[Tensor], *rest: Any) -> list[Tensor]:
+    """The functional form of an update (params, grads, one list per state, ...): new params and states, concatenated."""
+    grads, states, others = rest[0], rest[1 : num_states + 1], rest[num_states + 1 :]
+    new = [[t.clone() for t in tensors] for tensors in (params, *states)]
+    in_place(new[0], grads, *new[1:], *others)
+    return [t for tensors in new for t in tensors]
 
 
 @functools.cache

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from wholestep.graph.training_graph import tensors_in
 from wholestep.ops.call import Call
 
 Kind = Literal["matmul", "attention", "convolution", "elementwise", "reduction", "movement", "optimizer", "other"]
@@ -178,9 +179,7 @@ def is_unordered(node: fx.Node, device: str, *, compiled: bool) -> bool:
     known = record_of(node)
     if device not in known.unordered and not (compiled and device in known.unordered_compiled):
         return False
-    result = node.meta.get("val")
-    made = result if isinstance(result, list | tuple) else [result]
-    if not any(isinstance(t, torch.Tensor) and t.is_floating_point() for t in made):  # whole numbers are exact
+    if not any(t.is_floating_point() for t in tensors_in(node.meta.get("val"))):  # whole numbers are exact
         return False
     given = arguments_of(node.target, node.args, node.kwargs)
     return bool(given.get("accumulate", "accumulate" not in (a.name for a in node.target._schema.arguments)))

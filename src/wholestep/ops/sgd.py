@@ -11,6 +11,8 @@ On CPU this is torch.optim's own code for the `implementation` asked, hence bitw
 per dtype group.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim.sgd import sgd as torch_sgd
@@ -90,34 +92,13 @@ def update_in_place(
     reference_in_place(params, grads, momentum_buffers, hyper, scale, nesterov, maximize, implementation)
 
 
-def update(
-    params: list[Tensor],
-    grads: list[Tensor],
-    momentum_buffers: list[Tensor],
-    hyper: Tensor,
-    scale: Tensor | None,
-    nesterov: bool,
-    maximize: bool,
-    implementation: str,
-) -> list[Tensor]:
-    """The functional form: copies, then updates the copies."""
-    new_params = [t.clone() for t in params]
-    new_buffers = [t.clone() for t in momentum_buffers]
-    update_in_place(new_params, grads, new_buffers, hyper, scale, nesterov, maximize, implementation)
-    return new_params + new_buffers
+def update(*args: Any) -> list[Tensor]:
+    """The functional form, with the arguments of `update_in_place`."""
+    return multi_tensor.on_copies(update_in_place, 1, *args)
 
 
 @torch.library.register_fake("ws::sgd", lib=LIBRARY)
-def _fake(
-    params: list[Tensor],
-    grads: list[Tensor],
-    momentum_buffers: list[Tensor],
-    hyper: Tensor,
-    scale: Tensor | None,
-    nesterov: bool,
-    maximize: bool,
-    implementation: str,
-) -> list[Tensor]:
+def _fake(params: list[Tensor], grads: list[Tensor], momentum_buffers: list[Tensor], *others: Any) -> list[Tensor]:
     multi_tensor.check_lengths(params, {"grads": grads}, "ws::sgd")
     multi_tensor.check_lengths(params if momentum_buffers else [], {"momentum_buffers": momentum_buffers}, "ws::sgd")
     return [torch.empty_like(t) for t in (*params, *momentum_buffers)]

@@ -8,13 +8,12 @@ Out: params and buffers updated in place, in float32 math (float64 for float64 p
 # Kernel bodies are Triton's language, whose arguments carry no Python types.
 # mypy: disallow-untyped-defs=False
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from wholestep.ops import multi_tensor
-from wholestep.ops.triton_types import load_pointer, triton_dtype
+from wholestep.ops.multi_tensor_triton import launch_update
+from wholestep.ops.triton_types import load_pointer
 
 
 @triton.jit
@@ -79,25 +78,5 @@ def launch(
     maximize: bool,
 ) -> None:
     """states: [momentum_buffers], or nothing without momentum."""
-    for group in multi_tensor.launches(params, grads, states):
-        types = [triton_dtype(d) for d in group.dtypes]
-        _sgd_kernel[(group.chunks.num_chunks,)](
-            group.table,
-            group.chunks.tensor,
-            group.chunks.start,
-            group.chunks.size,
-            hyper,
-            hyper if scale is None else scale,
-            len(group.rows[0]),
-            PARAM=types[0],
-            GRAD=types[1],
-            BUFFER=types[-1],
-            MATH=tl.float64 if group.dtypes[0] == torch.float64 else tl.float32,
-            HAS_SCALE=scale is not None,
-            MOMENTUM=len(states) == 1,
-            NESTEROV=nesterov,
-            MAXIMIZE=maximize,
-            ALIGNED=group.aligned,
-            BLOCK=multi_tensor.BLOCK,
-        )
-        multi_tensor.copy_back(group)
+    flags = dict(MOMENTUM=len(states) == 1, NESTEROV=nesterov, MAXIMIZE=maximize)
+    launch_update(_sgd_kernel, params, grads, states, hyper, scale, state_types=("BUFFER",), **flags)

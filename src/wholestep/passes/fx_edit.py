@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.graph.training_graph import TrainingGraph, phase_of, tensors_in
+from wholestep.graph.training_graph import TrainingGraph, tensors_in
 
 aten = torch.ops.aten
 
@@ -96,10 +96,6 @@ def same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
         and same_sizes(a.shape, b.shape)
         and same_sizes(a.stride(), b.stride())
     )
-
-
-def same_phase(a: fx.Node, b: fx.Node) -> bool:
-    return phase_of(a) == phase_of(b)
 
 
 def _written(size: Any) -> Any:

@@ -9,20 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 Shapes = tuple[tuple[int, ...], ...]
 
 SIZES_BEFORE_SYMBOLIC = 3
-
-
-def shapes_of(tensors: Sequence[torch.Tensor]) -> Shapes:
-    return tuple(tuple(t.shape) for t in tensors)
-
-
-def rank_signature(tensors: Sequence[torch.Tensor]) -> tuple:
-    """What two batches must share for one symbolic graph to serve both."""
-    return tuple((t.dim(), t.dtype, t.device, t.requires_grad) for t in tensors)
 
 
 def symbolic_dims(seen: Sequence[Shapes]) -> list[dict[int, str]] | None:

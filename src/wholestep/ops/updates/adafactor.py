@@ -18,7 +18,7 @@ from torch.optim._adafactor import adafactor
 
 from wholestep.ops.call import Call
 from wholestep.ops.updates.operators import Lists, define_update
-from wholestep.ops.updates.update import Flags, Group, Rule, Update, floats, sign_of
+from wholestep.ops.updates.update import Flags, Group, Rule, floats, sign_of
 
 STATES = ("row_var", "col_var", "variance")
 NUMBERS = ("step", "lr", "beta2_decay", "eps1", "eps2", "d", "weight_decay")
@@ -103,16 +103,14 @@ def flops(call: Call) -> int:
     return 16
 
 
-OPERATOR, IN_PLACE = define_update(
-    "adafactor", states=STATES, numbers=NUMBERS, flags={"maximize": "bool"}, eager=eager, arithmetic=arithmetic
-)
-ADAFACTOR = Update(
-    kind="adafactor",
+ADAFACTOR = define_update(
+    "adafactor",
     classes=(TorchAdafactor,),
-    operator=OPERATOR,
-    in_place=IN_PLACE,
     states=STATES,
     numbers=NUMBERS,
+    flags={"maximize": "bool"},
+    eager=eager,
+    arithmetic=arithmetic,
     fill=fill,
     describe=describe,
     rules=rules,

@@ -15,7 +15,7 @@ from wholestep.ops.call import Call
 from wholestep.ops.multi_tensor import implementation_flags
 from wholestep.ops.updates.lists import decayed, plus_, times_
 from wholestep.ops.updates.operators import Lists, define_update
-from wholestep.ops.updates.update import Flags, Group, Rule, Update, floats, implementation, sign_of
+from wholestep.ops.updates.update import Flags, Group, Rule, floats, implementation, sign_of
 
 STATES = ("sum",)
 NUMBERS = ("step", "lr", "lr_decay", "eps", "weight_decay")
@@ -62,16 +62,14 @@ def flops(call: Call) -> int:
     return 9
 
 
-OPERATOR, IN_PLACE = define_update(
-    "adagrad", states=STATES, numbers=NUMBERS, flags={"maximize": "bool"}, eager=eager, arithmetic=arithmetic
-)
-ADAGRAD = Update(
-    kind="adagrad",
+ADAGRAD = define_update(
+    "adagrad",
     classes=(TorchAdagrad,),
-    operator=OPERATOR,
-    in_place=IN_PLACE,
     states=STATES,
     numbers=NUMBERS,
+    flags={"maximize": "bool"},
+    eager=eager,
+    arithmetic=arithmetic,
     fill=fill,
     describe=describe,
     rules=rules,

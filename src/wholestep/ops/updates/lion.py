@@ -13,7 +13,7 @@ from wholestep import optim
 from wholestep.ops.call import Call
 from wholestep.ops.updates.lists import blend_, signed, times, times_
 from wholestep.ops.updates.operators import Lists, define_update
-from wholestep.ops.updates.update import Flags, Group, Rule, Update, sign_of
+from wholestep.ops.updates.update import Flags, Group, Rule, sign_of
 
 STATES = ("exp_avg",)
 NUMBERS = ("lr", "beta1", "beta2", "weight_decay")
@@ -51,16 +51,14 @@ def flops(call: Call) -> int:
     return 10
 
 
-OPERATOR, IN_PLACE = define_update(
-    "lion", states=STATES, numbers=NUMBERS, flags={"maximize": "bool"}, eager=eager, arithmetic=arithmetic
-)
-LION = Update(
-    kind="lion",
+LION = define_update(
+    "lion",
     classes=(optim.Lion,),
-    operator=OPERATOR,
-    in_place=IN_PLACE,
     states=STATES,
     numbers=NUMBERS,
+    flags={"maximize": "bool"},
+    eager=eager,
+    arithmetic=arithmetic,
     fill=fill,
     describe=describe,
     rules=rules,

@@ -14,7 +14,7 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz, muon
 from wholestep.ops.call import Call
 from wholestep.ops.updates.lists import blend_
 from wholestep.ops.updates.operators import Lists, define_update
-from wholestep.ops.updates.update import Flags, Group, Rule, Update, floats
+from wholestep.ops.updates.update import Flags, Group, Rule, floats
 
 STATES = ("momentum_buffer",)
 NUMBERS = ("lr", "momentum", "weight_decay")
@@ -73,16 +73,14 @@ def flops(call: Call) -> int:
     return 9 + iterations // max(1, sum(t.numel() for t in matrices))
 
 
-OPERATOR, IN_PLACE = define_update(
-    "muon", states=STATES, numbers=NUMBERS, flags=FLAGS, eager=eager, arithmetic=arithmetic
-)
-MUON = Update(
-    kind="muon",
+MUON = define_update(
+    "muon",
     classes=(TorchMuon,),
-    operator=OPERATOR,
-    in_place=IN_PLACE,
     states=STATES,
     numbers=NUMBERS,
+    flags=FLAGS,
+    eager=eager,
+    arithmetic=arithmetic,
     fill=fill,
     describe=describe,
     rules=rules,

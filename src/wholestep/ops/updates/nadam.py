@@ -18,7 +18,6 @@ from wholestep.ops.updates.update import (
     Flags,
     Group,
     Rule,
-    Update,
     capturable_on_cpu,
     floats,
     implementation,
@@ -94,21 +93,14 @@ def flops(call: Call) -> int:
     return 17
 
 
-OPERATOR, IN_PLACE = define_update(
+NADAM = define_update(
     "nadam",
+    classes=(TorchNAdam,),
     states=STATES,
     numbers=NUMBERS,
     flags={"maximize": "bool", "decoupled": "bool"},
     eager=eager,
     arithmetic=arithmetic,
-)
-NADAM = Update(
-    kind="nadam",
-    classes=(TorchNAdam,),
-    operator=OPERATOR,
-    in_place=IN_PLACE,
-    states=STATES,
-    numbers=NUMBERS,
     fill=fill,
     describe=describe,
     rules=rules,

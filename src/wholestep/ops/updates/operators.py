@@ -1,7 +1,7 @@
 """The operator of an update, from two functions: what the optimizer itself calls, and the same arithmetic for a GPU.
 
-In: names of states, numbers and flags; `eager`, the optimizer's own code; `arithmetic`, which reads its numbers from 0-d tensors.
-Out: `ws::<name>` and its in-place twin:
+In: names of states, numbers and flags; `eager`, the optimizer's own code; `arithmetic`, which reads its numbers from 0-d tensors;
+what else its record says. Out: the record, an `Update`, with `ws::<name>` and its in-place twin:
 
     name(params, grads, <one list per state>, hyper, scale, <flags>, implementation) -> new params and states, concatenated
 
@@ -12,14 +12,15 @@ makes in passing stays small. A `scale` below zero leaves everything as it was: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from wholestep.ops import multi_tensor
+from wholestep.ops.updates.update import Update
 
 Lists: TypeAlias = list[list[Tensor]]
 Eager: TypeAlias = Callable[[list[Tensor], list[Tensor], Lists, Mapping[str, float], Mapping[str, Any]], None]
@@ -35,13 +36,14 @@ LIBRARY = torch.library.Library("ws", "FRAGMENT")
 def define_update(
     name: str,
     *,
-    states: Sequence[str],
-    numbers: Sequence[str],
+    states: tuple[str, ...],
+    numbers: tuple[str, ...],
     flags: Mapping[str, str],
     eager: Eager,
     arithmetic: Arithmetic,
-) -> tuple[OpOverload, Callable[..., None]]:
-    """`flags`: name -> type in the schema, beside the implementation. The operator, and its in-place twin."""
+    **facts: Any,
+) -> Update:
+    """`flags`: name -> type in the schema, beside the implementation. `facts`: the other fields of the `Update`."""
     lists = "".join(f", Tensor[] {key}s" for key in states)
     fixed = "".join(f", {kind} {key}" for key, kind in flags.items())
     schema = f"(Tensor[] params, Tensor[] grads{lists}, Tensor hyper, Tensor? scale{fixed}, str implementation)"
@@ -59,11 +61,6 @@ def define_update(
             values = dict(zip(numbers, hyper.tolist(), strict=True))
             _update_on_host(eager, list(params), list(grads), kept, values, multi_tensor.factor(scale), named)
 
-    def functional(params: list[Tensor], grads: list[Tensor], *rest: Any) -> list[Tensor]:
-        new = [[t.clone() for t in tensors] for tensors in (params, *rest[:count])]
-        in_place(new[0], grads, *new[1:], *rest[count:])
-        return [t for tensors in new for t in tensors]
-
     def fake(params: list[Tensor], grads: list[Tensor], *rest: Any) -> list[Tensor]:
         multi_tensor.check_lengths(params, {"grads": grads}, f"ws::{name}")
         kept = dict(zip(states, rest, strict=False))
@@ -73,8 +70,9 @@ def define_update(
     in_place.__name__ = in_place.__qualname__ = f"{name}_in_place"
     torch.library.register_fake(f"ws::{name}", fake, lib=LIBRARY)
     for device in ("CPU", "CUDA"):
-        LIBRARY.impl(name, functional, device)
-    return getattr(torch.ops.ws, name).default, in_place
+        LIBRARY.impl(name, functools.partial(multi_tensor.on_copies, in_place, count), device)
+    operator = getattr(torch.ops.ws, name).default
+    return Update(kind=name, operator=operator, in_place=in_place, states=states, numbers=numbers, **facts)
 
 
 def _update_on_host(

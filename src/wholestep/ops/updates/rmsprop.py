@@ -18,7 +18,6 @@ from wholestep.ops.updates.update import (
     Flags,
     Group,
     Rule,
-    Update,
     capturable_on_cpu,
     floats,
     implementation,
@@ -85,16 +84,14 @@ def flops(call: Call) -> int:
     return 11 + 2 * bool(call.tensors("momentum_buffers")) + 5 * bool(call.tensors("grad_avgs"))
 
 
-OPERATOR, IN_PLACE = define_update(
-    "rmsprop", states=STATES, numbers=NUMBERS, flags={"maximize": "bool"}, eager=eager, arithmetic=arithmetic
-)
-RMSPROP = Update(
-    kind="rmsprop",
+RMSPROP = define_update(
+    "rmsprop",
     classes=(TorchRMSprop,),
-    operator=OPERATOR,
-    in_place=IN_PLACE,
     states=STATES,
     numbers=NUMBERS,
+    flags={"maximize": "bool"},
+    eager=eager,
+    arithmetic=arithmetic,
     fill=fill,
     describe=describe,
     rules=rules,

@@ -43,9 +43,6 @@ class Work:
         return "compute" if 2 * self.compute_seconds >= self.floor_seconds else "memory"
 
 
-NO_WORK = Work(0.0, 0.0, 0.0, 0.0)
-
-
 def sum_of(works: Iterable[Work]) -> Work:
     """Of several calls, one after the other."""
     listed = list(works)
