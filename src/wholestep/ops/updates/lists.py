@@ -18,7 +18,8 @@ def times_(tensors: list[Tensor], number: Tensor) -> None:
 
 
 def plus_(tensors: list[Tensor], number: Tensor) -> None:
-    torch._foreach_add_(tensors, number.to(tensors[0].dtype))
+    """One by one: torch reads a number that is added to a list on the host."""
+    torch._foreach_add_(tensors, [number.to(tensors[0].dtype)] * len(tensors))
 
 
 def blend_(olds: list[Tensor], news: list[Tensor], kept: Tensor) -> None:
