@@ -59,6 +59,11 @@ def new_fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
+def has_symbols(env: ShapeEnv) -> bool:
+    """Whether any size, or number, is symbolic so far."""
+    return bool(env.var_to_range)
+
+
 def is_fake(value: object) -> bool:
     return isinstance(value, FakeTensor)
 
@@ -184,6 +189,20 @@ def _deferred(env: ShapeEnv) -> set[Any]:
 
 _certain: weakref.WeakKeyDictionary[ShapeEnv, set[Any]] = weakref.WeakKeyDictionary()
 """Facts that operators see to themselves: bincount(x, minlength=5) has five places or more."""
+
+
+def _hashed_variable() -> Any:
+    """Dynamo's class for keys of dictionaries and members of sets."""
+    try:
+        from torch._dynamo.variables.hashable import HashableTracker
+    except ImportError:
+        from torch._dynamo.variables import ConstDictVariable
+
+        return ConstDictVariable._HashableTracker
+    return HashableTracker
+
+
+HashedVariable = _hashed_variable()
 
 
 def mend_lstm() -> None:
