@@ -24,7 +24,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
@@ -130,6 +130,20 @@ def no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def recorded_graph() -> fx.Graph:
+    """The graph that the trace at work writes."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    return mode.tracer.graph
+
+
+def recorded_node(value: torch.Tensor) -> fx.Node:
+    """The node that stands for a value in the trace at work."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    return get_proxy_slot(value, mode.tracer).proxy.node
 
 
 def annotate(**facts: Any) -> Any:
