@@ -89,6 +89,11 @@ def test_graph_and_guards_are_those_of_layers_traced_one_by_one(
     assert guards[0] == guards[1] and len(guards[0]) > 50
 
 
+class Doubled(Block):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, pair: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(x * 2, mask, pair)
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "number": lambda block: setattr(block, "scale", 0.25),
     "function": lambda block: setattr(block, "act", F.relu),
@@ -97,6 +102,10 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "frozen": lambda block: block.inner.weight.requires_grad_(False),
     "submodule": lambda block: setattr(block, "norm", nn.Identity()),
     "mode": lambda block: block.eval(),
+    "number of a submodule": lambda block: setattr(block.norm, "eps", 0.5),
+    "missing parameter": lambda block: setattr(block.inner, "bias", None),
+    "class": lambda block: setattr(block, "__class__", Doubled),
+    "buffer": lambda block: setattr(block, "shift", torch.full((1,), 0.2)),
     "tied": lambda block: setattr(block.inner, "bias", nn.Parameter(torch.zeros(8))),
 }
 
@@ -115,7 +124,10 @@ def test_a_layer_that_differs_is_traced(change: Callable[[Any], Any], copied: li
     assert any("'2'" in name for name in copied) == (change is CHANGES["tied"])
 
 
-@pytest.mark.parametrize("change", [CHANGES[name] for name in ("number", "forward", "hook", "frozen", "tied")])
+LATER = ("number", "forward", "hook", "frozen", "number of a submodule", "missing parameter", "class", "buffer", "tied")
+
+
+@pytest.mark.parametrize("change", [CHANGES[name] for name in LATER], ids=LATER)
 def test_a_copied_layer_that_changes_later_is_noticed(change: Callable[[Any], Any]) -> None:
     twins = Twins(lambda: side(Stack()), BATCHES[0], check="off")
     twins.train(BATCHES[:1])
