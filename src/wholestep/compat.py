@@ -24,7 +24,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
@@ -57,6 +57,11 @@ ONE_AT_A_TIME = threading.RLock()
 def new_fake_mode() -> FakeTensorMode:
     """A mode whose tensors have shapes and no data; real tensors that reach it (closures) are taken in and noticed later."""
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+def has_symbols(env: ShapeEnv) -> bool:
+    """Whether any size, or number, is symbolic so far."""
+    return bool(env.var_to_range)
 
 
 def is_fake(value: object) -> bool:
@@ -127,6 +132,20 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def recorded_graph() -> fx.Graph:
+    """The graph that the trace at work writes."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    return mode.tracer.graph
+
+
+def recorded_node(value: torch.Tensor) -> fx.Node:
+    """The node that stands for a value in the trace at work."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    return get_proxy_slot(value, mode.tracer).proxy.node
+
+
 def annotate(**facts: Any) -> Any:
     """Context: every node made inside carries `facts` in meta["custom"]."""
     return fx_traceback.annotate(facts)
@@ -184,6 +203,20 @@ def _deferred(env: ShapeEnv) -> set[Any]:
 
 _certain: weakref.WeakKeyDictionary[ShapeEnv, set[Any]] = weakref.WeakKeyDictionary()
 """Facts that operators see to themselves: bincount(x, minlength=5) has five places or more."""
+
+
+def _hashed_variable() -> Any:
+    """Dynamo's class for keys of dictionaries and members of sets."""
+    try:
+        from torch._dynamo.variables.hashable import HashableTracker
+    except ImportError:
+        from torch._dynamo.variables import ConstDictVariable
+
+        return ConstDictVariable._HashableTracker
+    return HashableTracker
+
+
+HashedVariable = _hashed_variable()
 
 
 def mend_lstm() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from operator import is_
 
 import pytest
 import torch
 from tests.graph import toy_graphs
 from torch import fx
 
-from wholestep.graph.check import GraphError, check
+from wholestep.graph.check import GraphError, check, looked_at
 from wholestep.graph.training_graph import Input, Output, OutputKind, Role, TrainingGraph
 
 aten = torch.ops.aten
@@ -134,9 +135,17 @@ BREAKS: list[tuple[Callable[[TrainingGraph], None], str]] = [
 def test_broken_rule_is_named(break_it: Callable[[TrainingGraph], None], message: str) -> None:
     graph = toy_graphs.mlp().graph
     check(graph)
+    checked = looked_at(graph)
     break_it(graph)
+    changed = looked_at(graph)
+    assert len(changed) != len(checked) or not all(map(is_, changed, checked))
     with pytest.raises(GraphError, match=message):
         check(graph)
+
+
+def test_a_graph_that_nobody_touched_is_known() -> None:
+    graph = toy_graphs.mlp().graph
+    assert all(map(is_, looked_at(graph), looked_at(graph)))
 
 
 def test_forward_may_read_backward() -> None:

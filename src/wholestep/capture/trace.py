@@ -22,9 +22,11 @@ from wholestep.capture.nonfinite import keep_all, keep_buffers
 from wholestep.capture.optimizers import UpdatePlan
 from wholestep.capture.provenance import attribute_backward
 from wholestep.capture.reading import Reading
+from wholestep.capture.repeats import longest_run
 from wholestep.capture.sites import Sites, TooFewKeys
 from wholestep.capture.subject import Subject
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT, HOLDS, Tracer
+from wholestep.capture.write_out import NotAlike, write_out
 from wholestep.errors import BadOption, CaptureRefused
 from wholestep.graph.copies import copy_graph
 from wholestep.graph.notes import Note
@@ -84,14 +86,17 @@ def capture(
     if reading is not None:
         _check_surroundings(subject, reading)
     keys = 8 + (UNKNOWN_CALLS if reading is None else reading.graph.random_calls())
+    run = None if reading is None or dynamic else longest_run(reading.graph.module.graph)
     while True:
-        tracer = Tracer(subject, reading, batch, dynamic=dynamic, whole_logits_bytes=whole_logits_bytes)
+        tracer = Tracer(subject, reading, batch, dynamic=dynamic, whole_logits_bytes=whole_logits_bytes, run=run)
         try:
             tracer.add_inputs(keys)
             graph, constants = _trace(tracer)
             break
         except TooFewKeys:
             keys *= 4
+        except NotAlike:
+            run = None
     update = None
     if subject.accumulate > 1 and tracer.captured_update:
         update = _trace_update(tracer)
@@ -142,6 +147,9 @@ def _trace(tracer: Tracer) -> tuple[TrainingGraph, tuple[torch.Tensor, ...]]:
             f"masks pick numbers of places that have to fit each other, which nothing looks at: {unseen}"
         )
     attribute_backward(recorded)
+    if tracer.watch is not None:
+        recorded = write_out(recorded, tracer.watch, order, meanings)
+        drawn += tracer.watch.more_keys
     first = sum(entry.role is Role.CONSTANT for entry in order)
     constants = lift_constants(recorded, tracer.subject, tracer.mode)
     inputs = order + [Input(Role.CONSTANT, f"constant{first + i}") for i in range(len(constants))]

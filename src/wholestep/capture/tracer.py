@@ -24,8 +24,10 @@ from wholestep.capture.modes import keyed
 from wholestep.capture.preflight import autocast_for
 from wholestep.capture.provenance import ModuleCalls
 from wholestep.capture.reading import Reading
+from wholestep.capture.repeats import Run
 from wholestep.capture.sites import Sites
 from wholestep.capture.subject import Subject
+from wholestep.capture.write_out import Watch
 from wholestep.errors import BadLoss, CaptureRefused
 from wholestep.graph.notes import Note
 from wholestep.graph.training_graph import Input, Output, OutputKind, Role
@@ -130,8 +132,9 @@ class Tracer:
         *,
         dynamic: Sequence[dict[int, str]] | None = None,
         whole_logits_bytes: int = WHOLE_LOGITS_BYTES,
+        run: Run | None = None,
     ) -> None:
-        """`reading` None traces the user's own code on `batch`, without guards."""
+        """`reading` None traces the user's own code on `batch`, without guards. `run`: equal layers of which few are traced."""
         self.subject, self.reading = subject, reading
         self.whole_logits_bytes = whole_logits_bytes
         self.mode = compat.new_fake_mode()
@@ -153,6 +156,11 @@ class Tracer:
         self.paths = {id(m): path for path, m in subject.root.named_modules()}
         self.aux_names: tuple[str, ...] = ()
         self.used: list[str] = []
+        self.watch = None if run is None or reading is None else Watch(run, self._places(reading), self.paths)
+
+    def _places(self, reading: Reading) -> dict[Any, Input]:
+        nodes = [n for n in reading.graph.module.graph.nodes if n.op == "placeholder"]
+        return {node: place for node, place in zip(nodes, reading.places) if place is not None}
 
     def _add_given(self, batch: Any, dynamic: Sequence[dict[int, str]] | None) -> None:
         """Inputs that a call brings: the batch, tensors around the model, numbers."""
@@ -224,7 +232,9 @@ class Tracer:
             else contextlib.nullcontext()
         )
         with dry, keyed(sites, on_gpu=self.subject.target.is_gpu, chunked=chunked) as modes:
-            found = reading.graph.run(args, numbers, self.paths, self.subject.device)
+            if self.watch is not None:
+                self.watch.sites = sites
+            found = reading.graph.run(args, numbers, self.paths, self.subject.device, self.watch)
         return Forward(
             found.loss,
             found.aux,
@@ -313,6 +323,8 @@ class Tracer:
         if hooked is not None:  # hooks saw the gradients already; which parameters got one is torch's to say
             grads = tuple(None if g is None else h for g, h in zip(grads, hooked, strict=True))
         found = {n: g for n, g in zip(trained, grads, strict=True) if g is not None}
+        if self.watch is not None:
+            found = self.watch.add_gradients(found, trained)
         for name, grad in found.items():
             if grad.layout is not torch.strided:
                 raise CaptureRefused(f"the gradient of {name} is sparse")

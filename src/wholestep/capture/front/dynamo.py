@@ -29,7 +29,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._guards import TracingContext
 
 from wholestep import compat
-from wholestep.capture.front import replaced  # noqa: F401 - tells Dynamo what to take in the place of what
+from wholestep.capture.front import equal_layers, replaced  # noqa: F401 - tell Dynamo what to take in the place of what
 from wholestep.capture.front.assumed import assuming
 from wholestep.capture.front.growing import growing
 from wholestep.capture.front.sparse import attach_parts, is_matrix
@@ -145,6 +145,7 @@ def settings(loggers: Any, lists: Iterable[str] = (), **more: Any) -> Iterator[N
             yield
         finally:
             growing.on, growing.lists, assuming.on = False, frozenset(), False
+            equal_layers.forget_layers()
 
 
 def _wanted(loggers: Any, more: dict[str, Any]) -> dict[str, Any]:

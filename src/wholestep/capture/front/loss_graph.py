@@ -21,7 +21,7 @@ from torch import fx
 from wholestep import compat
 from wholestep.capture.front import traced as marks
 from wholestep.capture.front.numbers import Argument, HostPart, split_numbers
-from wholestep.capture.front.replay import Assumed, Replay, target_name, user_line
+from wholestep.capture.front.replay import Assumed, Replay, Watcher, target_name, user_line
 from wholestep.errors import BadLoss, CaptureRefused
 
 LOSS, AUX, KEPT, NUMBER, NOTHING = "loss", "aux", "kept", "number", "nothing"
@@ -117,7 +117,12 @@ class LossGraph:
         return found.hexdigest()
 
     def run(
-        self, args: Sequence[Any], numbers: Sequence[torch.Tensor], paths: Mapping[int, str], device: torch.device
+        self,
+        args: Sequence[Any],
+        numbers: Sequence[torch.Tensor],
+        paths: Mapping[int, str],
+        device: torch.device,
+        watch: Watcher | None = None,
     ) -> Replayed:
         """Run the graph on `args` (sizes are read off their tensors), under whatever modes are in force."""
         given = list(args)
@@ -125,7 +130,7 @@ class LossGraph:
             if argument.size_of is not None:
                 tensor, what, dim = argument.size_of
                 given[i] = _PROPERTIES[what](given[tensor], dim)
-        replay = Replay(self.module, paths, device)
+        replay = Replay(self.module, paths, device, watch)
         found = replay.run(*given, *numbers)
         if replay.loss is None:
             raise CaptureRefused("the loss was not found in Dynamo's graph")

@@ -15,7 +15,7 @@ import operator
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -41,12 +41,24 @@ class Assumed:
     """For one about sizes: the expression."""
 
 
+class Watcher(Protocol):
+    """Told before and after nodes run; nodes with a twin take its value instead."""
+
+    twins: Mapping[fx.Node, fx.Node]
+
+    def before(self, node: fx.Node) -> None: ...
+
+    def after(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> None: ...
+
+
 class Replay(fx.Interpreter):
     """Runs the graph node by node; every operation is annotated with its module and source line."""
 
-    def __init__(self, module: fx.GraphModule, paths: Mapping[int, str], device: torch.device) -> None:
+    def __init__(
+        self, module: fx.GraphModule, paths: Mapping[int, str], device: torch.device, watch: Watcher | None = None
+    ) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self.paths, self.device = paths, device
+        self.paths, self.device, self.watch = paths, device, watch
         self.loss: torch.Tensor | None = None
         self.aux: dict[str, torch.Tensor] = {}
         self.gradients: list[torch.Tensor] | None = None
@@ -67,6 +79,18 @@ class Replay(fx.Interpreter):
         if n.op not in ("call_function", "call_method", "call_module"):
             return super().run_node(n)
         stack = n.meta.get("nn_module_stack") or {}
+        if self.watch is None:
+            return self._run_noted(n, stack)
+        twin = self.watch.twins.get(n)
+        if twin is not None:
+            self._note_calls(n, stack)
+            return self.env[twin]
+        self.watch.before(n)
+        value = self.env[n] = self._run_noted(n, stack)
+        self.watch.after(n, self.env)
+        return value
+
+    def _run_noted(self, n: fx.Node, stack: Mapping[str, Any]) -> Any:
         path = self._path(stack)
         source = self._source(n.meta.get("stack_trace"))
         facts = {k: v for k, v in (("module", path), ("source", source)) if v}
@@ -80,11 +104,14 @@ class Replay(fx.Interpreter):
             except Exception as error:
                 lines = str(error).strip().splitlines() or [""]
                 raise CaptureRefused(f"{type(error).__name__}: {lines[0][:200]}", where=source) from error
+        self._note_calls(n, stack)
+        return value
+
+    def _note_calls(self, n: fx.Node, stack: Mapping[str, Any]) -> None:
         for key in stack:
             inner = self.paths.get(_module_id(key))
             if inner:
                 self.calls[inner + _call_suffix(key)] = n
-        return value
 
     def _path(self, stack: Mapping[str, Any]) -> str:
         for key in reversed(list(stack)):
