@@ -207,7 +207,7 @@ def measured(options: dict[str, Any]) -> dict[str, Any]:
     if options["threads"]:
         torch.set_num_threads(options["threads"])
     device, dtype, width = options["device"], getattr(torch, options["dtype"]), options["width"]
-    edges = tuple(t.to(device) if isinstance(t, Tensor) else t for t in edges_of(options))
+    edges = edges_of(options)
     nodes, relations = edges[3:]
     model, system, source = options["model"], options["system"], torch.Generator().manual_seed(0)
 
@@ -218,7 +218,7 @@ def measured(options: dict[str, Any]) -> dict[str, Any]:
     n = {name: leaf(nodes, width) for name in NODES[model]}
     p = {name: leaf(relations, *[width] * dims) for name, dims in PARAMS[model].items()}
     pull = torch.randn(nodes, width, generator=source).to(device, dtype)
-    forward, leaves = forward_of(system, model, edges, n, p), [*n.values(), *p.values()]
+    forward, leaves = forward_of(system, model, moved(edges, device), n, p), [*n.values(), *p.values()]
 
     def step() -> list[Tensor]:
         out = forward()
@@ -240,8 +240,12 @@ def measured(options: dict[str, Any]) -> dict[str, Any]:
     return {
         "ms": 1e3 * statistics.median(times), "times_ms": [1e3 * t for t in times], "peak_mb": peak, "checks": checks,
         "clock": clock_of(device), "threads": torch.get_num_threads(), "load": round(os.getloadavg()[0], 1),
-        "nodes": nodes, "edges": edges[0].shape[0], "relations": relations, **floors(edges, n, p, model),
+        "nodes": nodes, "edges": edges[0].shape[0], "relations": relations, **floors(moved(edges, device), n, p, model),
     }  # fmt: skip
+
+
+def moved(edges: Edges, device: str) -> Edges:
+    return tuple(t.to(device) if isinstance(t, Tensor) else t for t in edges)
 
 
 def recorded(step: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:

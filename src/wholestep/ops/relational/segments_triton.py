@@ -68,5 +68,7 @@ def direct_entry(start, head, last, number, CHUNK: tl.constexpr):
 
 
 def entries_at_a_time(entries: int, targets: int) -> int:
-    """As many as a usual target has: more would be lanes without work."""
-    return min(max(triton.next_power_of_2(entries // max(targets, 1)), 2), 16)
+    """As many as a usual target has: more would be lanes without work. Where all are hubs, their chunks are added up one after
+    another, many at a time."""
+    usual = entries // max(targets, 1)
+    return min(max(triton.next_power_of_2(usual), 2), 16 if usual < 1024 else 64)
