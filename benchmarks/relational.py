@@ -15,9 +15,9 @@ Legend: N nodes, E edges, R relations, d width; x (N, d), W (R, d, d). Sums over
     loop, loop-compile  edges sorted by relation, one product per relation, as it is and under torch.compile
     grouped-mm       edges sorted by relation, torch's grouped product in bf16 (CUDA only)
 
-Every system runs in a process of its own: one that needs too much memory or time is reported as such, and the others still run.
-With `--jobs` several of them get ready at a time (imports, graphs, compilation); what is timed runs alone, by a lock. A twin is
-made once and kept in `--cache`.
+Ours share a process per graph, plain peers another, and every compiled peer has its own: one that needs too much memory or time
+is reported as such, and the others still run. With `--jobs` several of them get ready at a time (imports, graphs, compilation);
+what is timed runs alone, by a lock. A twin is made once and kept in `--cache`.
 `floor` is what must move whatever the algorithm: x, W, ids and the gradient read, out and gradients written, at 4.3 TB/s.
 `rows floor` is what our order of work moves, every row that is gathered read from memory. Both on CUDA only.
 
@@ -33,6 +33,7 @@ import argparse
 import contextlib
 import copy
 import fcntl
+import gc
 import importlib
 import json
 import math
@@ -141,6 +142,9 @@ def over_edges(model: str, edges: Edges, n: dict[str, Tensor], p: dict[str, Tens
     return m.new_zeros(nodes, m.shape[1]).index_add(0, dst, m)
 
 
+LINEAR_DOT = spaces.linear_dot
+
+
 def dot_at_sources(graph: rel.RelGraph, destination: Tensor, source: Tensor, matrices: Tensor) -> Tensor:
     moved = spaces.product_of(graph, source, matrices, Space.SOURCE, Space.SOURCE_PAIR, Space.RELATION)
     return spaces.dot_of_source_pairs(graph, destination, moved)
@@ -161,11 +165,11 @@ def forward_of(
     system: str, model: str, edges: Edges, n: dict[str, Tensor], p: dict[str, Tensor]
 ) -> Callable[[], Tensor]:
     if system in ("wholestep", "wholestep-graph", "source-only"):
+        spaces.linear_dot = dot_at_sources if system == "source-only" else LINEAR_DOT
         graph, layer = rel.RelGraph(*edges[:3], num_nodes=edges[3], num_relations=edges[4]), rel.layer(MESSAGES[model])
         if system == "source-only":
             rows, graph = graph.only_sources, copy.copy(graph)
             object.__setattr__(graph, "rows", rows)
-            spaces.linear_dot = dot_at_sources
         return lambda: layer(graph, n, p)
     if system in ("pyg", "pyg-compile"):
         return pyg(model, edges, n, p, system == "pyg-compile")
@@ -235,20 +239,34 @@ def measured(options: dict[str, Any]) -> dict[str, Any]:
         if device == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+        repeats = None if system in PEERS else says_the_same(step, device)
         if system == "wholestep-graph" or (system == "source-only" and device == "cuda"):
             step = recorded(step)
-        times, peak, results = timed(step, device, options["runs"], options["seconds"])
+        times, peak, results = timed(step, device, options["runs"], MOST_SECONDS)
     checks = [float(t.double().square().mean().sqrt()) for t in results]
     checks += [float((results[0].double() * pull.double()).sum())]
     return {
         "ms": 1e3 * statistics.median(times), "times_ms": [1e3 * t for t in times], "peak_mb": peak, "checks": checks,
-        "clock": clock_of(device), "threads": torch.get_num_threads(), "load": round(os.getloadavg()[0], 1),
-        "nodes": nodes, "edges": edges[0].shape[0], "relations": relations, **floors(moved(edges, device), n, p, model),
+        "same_bits_and_no_wait": repeats, "clock": clock_of(device), "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 1), "nodes": nodes, "edges": edges[0].shape[0], "relations": relations,
+        **floors(moved(edges, device), n, p, model),
     }  # fmt: skip
 
 
 def moved(edges: Edges, device: str) -> Edges:
     return tuple(t.to(device) if isinstance(t, Tensor) else t for t in edges)
+
+
+def says_the_same(step: Callable[[], list[Tensor]], device: str) -> bool:
+    """Whether a second step gives the same bits; an error where the host waits for the device."""
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        one, other = step(), step()
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def recorded(step: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
@@ -329,30 +347,44 @@ def floors(edges: Edges, n: dict[str, Tensor], p: dict[str, Tensor], model: str)
 
 
 def child(options: dict[str, Any]) -> None:
-    try:
-        found = measured(options)
-    except torch.OutOfMemoryError:
-        found = {"error": "out of memory"}
-    except Exception as error:
-        found = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-    print("ROW " + json.dumps(found))
+    """Rows are told as they come."""
+    for model, system in options["rows"]:
+        try:
+            found = measured({**options, "model": model, "system": system})
+        except torch.OutOfMemoryError:
+            found = {"error": "out of memory"}
+        except Exception as error:
+            found = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+        print("ROW " + json.dumps({"model": model, "system": system, **found}), flush=True)
+        if options["device"] == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 # ---- all of them ----
 
 
-def row_of(options: dict[str, Any], seconds: float) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--child", json.dumps({**options, "seconds": min(seconds / 2, MOST_SECONDS)})]
+def rows_of(options: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
+    """From a process of their own; those that it did not come to have the reason."""
+    command = [sys.executable, __file__, "--child", json.dumps(options)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done in {seconds:.0f} s"}
-    told = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
-    if told:
-        return json.loads(told[-1][4:])
-    killed = done.returncode < 0
-    last = (done.stderr.strip().splitlines() or [""])[-1]
-    return {"error": f"killed by signal {-done.returncode}: out of memory?" if killed else last[:200]}
+        told, last = done.stdout, (done.stderr.strip().splitlines() or [""])[-1][:200]
+        reason = f"killed by signal {-done.returncode}: out of memory?" if done.returncode < 0 else last
+    except subprocess.TimeoutExpired as error:
+        told, reason = (error.stdout or b"").decode(), f"not done in {seconds:.0f} s"
+    found = [json.loads(line[4:]) for line in told.splitlines() if line.startswith("ROW ")]
+    missing = options["rows"][len(found) :]
+    return found + [{"model": model, "system": system, "error": reason} for model, system in missing]
+
+
+def tasks(graphs: list[str], models: list[str], systems: list[str]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """What runs in one process: all of ours on a graph; its peers; every compiled one alone, last."""
+    known = [(m, s) for s in systems for m in models if m == "rgcn" or not s.startswith("pyg")]
+    ours, peers = [pair for pair in known if pair[1] not in PEERS], [pair for pair in known if pair[1] in PEERS]
+    plain = [pair for pair in peers if "compile" not in pair[1]]
+    alone = [[pair] for pair in peers if "compile" in pair[1]]
+    return [(graph, pairs) for pairs in (ours, plain, *alone) for graph in graphs if pairs]
 
 
 def compared(rows: list[dict[str, Any]]) -> None:
@@ -442,9 +474,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--cache", default="/tmp/wholestep-twins", help="folder of twins that were made")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument(
-        "--budget-seconds", type=float, required=True, help="for all; every system gets an equal share of what is left"
-    )
+    parser.add_argument("--budget-seconds", type=float, required=True, help="for all")
     return parser.parse_args()
 
 
@@ -453,8 +483,7 @@ def main() -> None:
         return child(json.loads(sys.argv[2]))
     told, begun = arguments(), time.time()
     graphs = [*([told.name] if told.triples else []), *filter(None, told.graphs.split(","))]
-    todo = [(g, m, s) for s in told.systems.split(",") for g in graphs for m in told.models.split(",")]
-    todo = [row for row in todo if row[1] == "rgcn" or not row[2].startswith("pyg")]
+    models, systems = told.models.split(","), told.systems.split(",")
     shared = {
         key: getattr(told, key)
         for key in ("triples", "name", "scale", "width", "dtype", "device", "runs", "threads", "cache")
@@ -462,20 +491,20 @@ def main() -> None:
     Path(told.cache).mkdir(parents=True, exist_ok=True)
     public = {"width": told.width, "dtype": told.dtype, "device": told.device}
 
-    def run(number: int) -> dict[str, Any]:
-        graph, model, system = todo[number]
-        share = told.jobs / (len(todo) - number)
-        left = min((told.budget_seconds - (time.time() - begun)) * min(share, 1.0), told.row_seconds)
-        named = {"graph": graph, "model": model, "system": system}
-        found = row_of({**shared, **named}, left) if left > 1 else {"error": "no time left"}
-        took = found.get("error") or format(found["ms"], ".3f") + " ms"
-        print(f"{time.time() - begun:5.0f} s  {graph} {model} {system}: {took}", file=sys.stderr, flush=True)
-        return {**named, **public, **found}
+    def run(task: tuple[str, list[tuple[str, str]]]) -> list[dict[str, Any]]:
+        graph, pairs = task
+        left = min(told.budget_seconds - (time.time() - begun), told.row_seconds * len(pairs))
+        found = rows_of({**shared, "graph": graph, "rows": pairs}, max(left, 1))
+        for row in found:
+            took = row.get("error") or format(row["ms"], ".3f") + " ms"
+            line = f"{time.time() - begun:5.0f} s  {graph} {row['model']} {row['system']}: {took}"
+            print(line, file=sys.stderr, flush=True)
+        return [{"graph": graph, **public, **row} for row in found]
 
     with ThreadPoolExecutor(told.jobs) as pool:
         list(pool.map(lambda graph: edges_of({**shared, "graph": graph}), graphs))
-        rows = list(pool.map(run, range(len(todo))))
-    for graph, model in {(g, m) for g, m, _ in todo}:
+        rows = [row for found in pool.map(run, tasks(graphs, models, systems)) for row in found]
+    for graph, model in {(row["graph"], row["model"]) for row in rows}:
         compared([row for row in rows if (row["graph"], row["model"]) == (graph, model)])
     rows.sort(key=lambda row: (graphs.index(row["graph"]), MODELS.index(row["model"]), SYSTEMS.index(row["system"])))
     told.out.write_text(json.dumps({**machine(), "rows": rows, "means": means(rows)}, indent=1) + "\n")
