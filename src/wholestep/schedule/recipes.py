@@ -7,15 +7,12 @@ happens without it: compiled with the recipe, the step is the same, node for nod
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from torch import nn
 
 from wholestep.errors import NotBuiltYet
 from wholestep.schedule import verbs  # noqa: F401 - registers them
-from wholestep.schedule.recipe import Recipe
-from wholestep.schedule.recipe_file import expectations
 from wholestep.schedule.schedule import Schedule
 from wholestep.schedule.verb import Verb, make
 from wholestep.schedule.verbs.recompute import AUTO
@@ -23,18 +20,18 @@ from wholestep.schedule.verbs.recompute import AUTO
 MIN_LAYERS = 2
 
 
-def auto(model: nn.Module, mesh: Any = None) -> Schedule:
+def auto(model: Any, mesh: Any = None) -> Schedule:
     """The defaults for a model, written down. With a mesh: how it is sharded; not part of this version."""
     if mesh is not None:
         raise NotBuiltYet("recipes.auto with a mesh", hint="leave mesh out; shardings come with their engine")
     schedule = Schedule(model)
+    model = schedule.model
     lines: list[Verb] = [make("recompute", glob, ratio=AUTO) for glob in layer_globs(model)]
     lines += [make("kernel", glob, take=AUTO) for glob in attention_globs(model)]
     lines += [make("precision", path, AUTO) for path in ("", *heads(model))]
     lines += [make("cudagraph", "", AUTO)]
     schedule.add(*lines)
-    recipe = Recipe(tuple(schedule.lines), expectations(Recipe(tuple(schedule.lines)), model), "the recipe")
-    schedule.start = recipe
+    schedule.start = schedule.recipe
     return schedule
 
 
@@ -44,10 +41,10 @@ def layer_globs(model: nn.Module) -> list[str]:
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or any(_below(path, glob) for glob in found):
             continue
-        kinds = Counter(type(child) for child in module)
-        if kinds and kinds.most_common(1)[0][1] >= MIN_LAYERS and len(kinds) == 1 and any(module.children()):
-            if any(list(child.children()) for child in module):
-                found.append(f"{path}.*" if path else "*")
+        children = list(module)
+        alike = len({type(child) for child in children}) == 1
+        if alike and len(children) >= MIN_LAYERS and any(list(child.children()) for child in children):
+            found.append(f"{path}.*" if path else "*")
     return found
 
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from wholestep.capture.edits import Edits
 from wholestep.capture.front import Front, LossGraph
-from wholestep.capture.subject import make_subject
+from wholestep.capture.subject import make_subject, root_of
 from wholestep.errors import BadOption, CaptureRefused
 from wholestep.schedule import verb as verbs_table
 from wholestep.schedule import verbs  # noqa: F401 - registers them
@@ -105,14 +105,13 @@ class Schedule(Place):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         recipe: Recipe | None = None,
         *,
         example: Any = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise BadOption(f"schedule takes a torch.nn.Module, got {type(model).__name__}")
-        self.model, self.modules_of = model, Modules(model)
+        self.model = root_of(model)
+        self.modules_of = Modules(self.model)
         self.lines: list[Verb] = list(recipe or ())
         self.start = recipe or Recipe()
         """With what it began, for `diff`."""
@@ -259,11 +258,11 @@ class Schedule(Place):
         return public.verify(self.model, loss_fn, optimizer, batches, recipe=self, by_verb=by_verb, **options)
 
 
-def schedule(model: nn.Module, recipe: Any = None, *, example: Any = None) -> Schedule:
+def schedule(model: Any, recipe: Any = None, *, example: Any = None) -> Schedule:
     """Say how a model is to run, apart from what it is; nothing is applied until `compile(..., recipe=...)` or `build()`.
 
     Args:
-        model: a Module.
+        model: a Module, or a dict or tuple of them, whose names come first in paths.
         recipe: a file or recipe to begin with; what no longer matches the model is an error with the nearest name.
         example: a batch, as the model takes it, to look for operators in the forward pass (`find`).
     """
