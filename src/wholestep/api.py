@@ -106,6 +106,9 @@ def compile(
     if step.graph is None and compiler.budget is not None:
         text = f"memory={compiler.budget.said} is not honoured: the step was not captured, so it cannot be planned"
         warnings.warn(text, WholestepWarning, stacklevel=2)
+    if step.graph is None and compiler.scheduled is not None and len(compiler.scheduled.recipe):
+        text = f"{compiler.scheduled.recipe.source} is not honoured but for changed modules: the step was not captured"
+        warnings.warn(text, WholestepWarning, stacklevel=2)
     compiler.progress.finish(step.explain())
     return step
 

@@ -218,3 +218,16 @@ def test_awkward_batches_are_made_of_the_first_one() -> None:
     report = sch.verify(loss, optimizer, batch, **QUICK)
     assert not report.ok and report.first_departure is not None
     assert report.first_departure.step == "edge 1" and "replace embed" in str(report.first_departure)
+
+
+def test_what_is_not_captured_is_not_verified() -> None:
+    model, optimizer, batch = made(1)
+
+    def reads_data(model: Any, batch: Any) -> torch.Tensor:
+        found = loss(model, batch)
+        return found * float(str(found.item())[0] == "9" or 1.0)
+
+    sch = wholestep.schedule(model)
+    sch["head"].replace(lambda module, input: F.linear(input, module.weight, module.bias) * 2)
+    with pytest.raises(wholestep.WholestepError, match="a recipe cannot be verified"):
+        sch.verify(reads_data, optimizer, batch, edge_batches=(), **QUICK)

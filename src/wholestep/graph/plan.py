@@ -52,7 +52,7 @@ class Plan:
     what was chosen. Implementations round differently, and compute the same."""
     fuse: tuple[str, ...] = ()
     """Module paths or patterns, each compiled as a region of its own; `matched: ...` for operators that a recipe's line matched."""
-    replace: Mapping[str, str] = _field({}, numbers=True)
+    replace: Mapping[str, str] = _field({})
     """What a recipe put in the place of modules or operators: place -> what computes there. A plan with such entries is used
     together with the recipe, which carries them out."""
     reasons: Mapping[str, str] = _field({})

@@ -48,7 +48,7 @@ def plan_text(plan: Plan) -> str:
             lines.append(f"{field.name} = {toml_value(value)}  # {shown}{says}")
     lines += tables
     lines += ["", f"[end.{_check(plan)}]"]
-    lines += ["# The file is whole. The number is of chunked_loss, precision and replace: write [end] when you edit them."]
+    lines += ["# The file is whole. The number is of chunked_loss and precision: write [end] when you edit them."]
     return "\n".join(lines) + "\n"
 
 

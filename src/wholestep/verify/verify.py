@@ -17,7 +17,7 @@ from wholestep.capture.batch import split_batch
 from wholestep.capture.subject import Subject, root_of
 from wholestep.capture.undo import RandomStates
 from wholestep.compiler import compiler_for
-from wholestep.errors import BadBatch, BadOption
+from wholestep.errors import BadBatch, BadOption, UnsupportedModel
 from wholestep.options import options_of
 from wholestep.schedule import Recipe, recipe_of
 from wholestep.verify.by_verb import verify_by_verb
@@ -83,6 +83,9 @@ def verify(
     finally:
         kept.restore()
         randomness.restore()
+    if report.rung == "eager" and compiler.scheduled is not None and len(compiler.scheduled.recipe):
+        reason = f": {report.falls[0]}" if report.falls else ""
+        raise UnsupportedModel(f"nothing was captured, so that a recipe cannot be verified{reason}")
     return report
 
 
