@@ -75,10 +75,13 @@ class Compiler:
         budget: Budget | None = None,
         progress: Progress | None = None,
         scheduled: Scheduled | None = None,
+        lock: bool = False,
     ) -> None:
         self.subject, self.options, self.budget = subject, options, budget
         self.scheduled = scheduled
         """What a recipe became for this model."""
+        self.lock = lock
+        """Whether a plan beside a recipe has to be what became of it."""
         self.progress = progress or Progress(options.verbose)
         self.pipeline = pipeline_for(options, scheduled)
         self.code: list[Any] = []
@@ -96,6 +99,8 @@ class Compiler:
     def plan(self, prepared: Capture) -> Plan:
         """As asked; or for the budget; or for speed."""
         if self.options.plan is not None:
+            if self.scheduled is not None and self.lock:
+                self.scheduled.refuse_other(self.options.plan, prepared.graph)
             return self.options.plan
         device, backend = self.subject.device, self.options.backend
         pipeline = self.settled_pipeline
@@ -263,7 +268,7 @@ def compiler_for(
     budget = None if options.memory is None else make_budget(options.memory, subject, flatten(batch)[0])
     if budget is not None:
         options = dataclasses.replace(options, dynamic=False)  # every size gets its own plan within the same budget
-    return Compiler(subject, options, budget=budget, scheduled=scheduled)
+    return Compiler(subject, options, budget=budget, scheduled=scheduled, lock=True)
 
 
 def with_recipe(options: Options, recipe: Recipe, root: torch.nn.Module) -> tuple[Options, Scheduled]:
@@ -272,9 +277,6 @@ def with_recipe(options: Options, recipe: Recipe, root: torch.nn.Module) -> tupl
     scheduled = resolve(recipe, root)
     if options.guards == "off" and (scheduled.edits.changes or scheduled.edits.rewrites):
         raise BadOption(f"guards='off' with {recipe.source}, which changes the forward pass", hint="leave guards out")
-    if options.plan is not None and scheduled.decides is not None:
-        place = recipe.place(scheduled.decides)
-        raise BadOption(f"plan=... together with {place}: a plan has decided that already", hint="give one of them")
     found: dict[str, Any] = {}
     asked = {"precision": (scheduled.whole_precision, "fp32"), "cuda_graph": (scheduled.cuda_graph, None)}
     for name, (wish, default) in asked.items():

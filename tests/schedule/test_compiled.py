@@ -113,13 +113,26 @@ def test_options_that_contradict_a_line_are_named_with_it() -> None:
     sch.cudagraph(False)
     with pytest.raises(BadOption, match="cuda_graph=True contradicts line 2"):
         compiled(model, optimizer, batch, sch, cuda_graph=True)
-    with pytest.raises(BadOption, match=r"plan=... together with line 1 of the schedule"):
-        compiled(model, optimizer, batch, sch, plan=Plan())
     with pytest.raises(BadOption, match=r"recipe=3"):
         compiled(model, optimizer, batch, 3)
     lost = Plan(replace={"layers.*.mlp": "FastMLP()"})
     with pytest.raises(BadOption, match=r"made with a recipe that replaces layers.\*.mlp"):
         compiled(model, optimizer, batch, plan=lost)
+
+
+def test_a_plan_beside_a_recipe_is_what_became_of_it() -> None:
+    model, optimizer, batch = made(2)
+    sch = wholestep.schedule(model)
+    sch["layers.*"].recompute()
+    sch["head"].precision("bf16")
+    sch["layers.0.mlp"].replace(FastMLP(), params=CARRIED)
+    step = compiled(model, optimizer, batch, sch)
+    again = compiled(model, optimizer, batch, sch, plan=step.plan)
+    assert again.program == step.program and step.plan.replace
+    with pytest.raises(BadOption, match=r"something else about recompute than line 1 of the schedule \(recompute"):
+        compiled(model, optimizer, batch, sch, plan=Plan(replace=step.plan.replace, precision=step.plan.precision))
+    with pytest.raises(BadOption, match=r"something else about precision than line 2"):
+        compiled(model, optimizer, batch, sch, plan=dataclasses.replace(step.plan, precision={"head": "fp32"}))
 
 
 def test_precision_of_a_module_is_in_the_graph_and_in_the_plan() -> None:

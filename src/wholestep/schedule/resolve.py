@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from wholestep.capture.edits import Edits
@@ -31,10 +32,8 @@ from wholestep.schedule.modules import Modules, inside
 from wholestep.schedule.recipe import Recipe
 from wholestep.schedule.verb import NoEngineYet, Verb, shown
 from wholestep.schedule.verbs.cudagraph import cudagraph
-from wholestep.schedule.verbs.fuse import fuse
-from wholestep.schedule.verbs.kernel import kernel
 from wholestep.schedule.verbs.precision import precision
-from wholestep.schedule.verbs.recompute import AUTO, recompute
+from wholestep.schedule.verbs.recompute import AUTO
 from wholestep.schedule.verbs.replace import replace
 from wholestep.schedule.verbs.replace_all import replace_all
 
@@ -54,13 +53,15 @@ class Scheduled:
     by_function: bool
     """Whether operators are computed by a function that no graph shows: such a step is not kept on disk."""
 
-    @property
-    def decides(self) -> Verb | None:
-        """A line that is about what a Plan decides."""
-        kinds = (recompute, precision, kernel, fuse)
-        return next(
-            (line for line in self.recipe if isinstance(line, kinds) and AUTO not in line.arguments().values()), None
-        )
+    def refuse_other(self, plan: Plan, graph: TrainingGraph) -> None:
+        """A plan that is given beside the recipe must say what the recipe says: it is what became of it."""
+        settled = self.settle(plan, graph)
+        for name in ("recompute", "precision", "kernel", "fuse"):
+            now, before = getattr(settled, name), getattr(plan, name)
+            if (set(now) if isinstance(now, tuple) else now) != (set(before) if isinstance(before, tuple) else before):
+                line = self.recipe.of(name)[0]
+                hint = "make the plan again with the recipe, or give one of them"
+                raise BadOption(f"the plan says something else about {name} than {self.recipe.place(line)}", hint=hint)
 
     def settle(self, plan: Plan, graph: TrainingGraph) -> Plan:
         """A plan with what the recipe says written over it."""
@@ -122,6 +123,10 @@ class Scheduled:
 
     def _kernels(self, graph: TrainingGraph) -> dict[str, str]:
         lines: list[Any] = [line for line in self.recipe.of("kernel") if line.take != AUTO]  # type: ignore[attr-defined]
+        if (
+            graph.target.is_gpu and not torch.cuda.is_available()
+        ):  # planned here, to run elsewhere: nothing can be asked
+            return {}
         found: dict[str, str] = {}
         for line in lines:
             if line.take is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from wholestep.capture.front.replay import MATCHED, path_of, user_line
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, WholestepWarning
 from wholestep.schedule.match import Match, apart, matches
 from wholestep.schedule.modules import inside, nearest
 from wholestep.schedule.operators import call_of
@@ -76,6 +77,9 @@ class PatternRewrite:
         if self.one and len(found) > 1:
             hint = "name a narrower place, or use replace_all"
             raise BadOption(f"{self.line}: {len(found)} places match, {found[0]} and {found[1]} among them", hint=hint)
+        if not found:
+            text = f"{self.line}: nothing matches in a graph that was captured anew, which runs as it was written"
+            warnings.warn(text, WholestepWarning, stacklevel=2)
         self.met = self.met or bool(found)
         for one in found:
             self.act(module, one)
