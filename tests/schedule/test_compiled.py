@@ -331,3 +331,45 @@ def test_an_empty_recipe_and_the_defaults_change_nothing() -> None:
         assert compiled(model, optimizer, batch, auto).program == plain
         assert len(auto) >= 3
         assert dataclasses.replace(auto.recipe).lines == tuple(auto.lines)
+
+
+class Projections(nn.Module):
+    """Three products of one input; the first is read before the last is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = torch.tanh(self.q(x)) @ self.k(x).transpose(-2, -1)
+        return scores.softmax(-1) @ self.v(x)
+
+
+def three(x: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return F.linear(x, q), F.linear(x, k), F.linear(x, v)
+
+
+def one_product(x: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return F.linear(x, torch.cat([q, k, v])).chunk(3, -1)
+
+
+def test_three_products_become_one() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Projections(), Projections())
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(2, 4, 8)
+    sch = wholestep.schedule(model, example=batch)
+    assert [found.module for found in sch.find(three)] == ["0", "1"]
+    sch.replace_all(three, one_product)
+
+    def squared(model: Any, batch: Any) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    report = wholestep.verify(model, squared, optimizer, batch, steps=1, recipe=sch, backend="interpret")
+    assert report.ok, str(report)
+    step = wholestep.compile(model, squared, optimizer, batch, recipe=sch, **QUICK)
+    products = [n for n in step.graph.operations() if str(n.target) == "aten.mm.default" and _phase(n) == "forward"]
+    assert len(products) == 2
+
+
+def _phase(node: Any) -> str:
+    return str(node.meta["custom"]["phase"])
