@@ -54,6 +54,7 @@ def test_what_there_is_not_is_named_with_the_nearest() -> None:
         sch["layers.*.mpl"]
     with pytest.raises(BadOption, match=r"no verb 'recomptue'. did you mean recompute\?"):
         sch.recomptue()
+    assert not hasattr(sch, "keys") and not hasattr(sch["head"], "__len__")
     with pytest.raises(BadOption, match=r"recompute has no argument 'ration'. did you mean ratio\?"):
         sch["layers.*"].recompute(ration=0.5)
     with pytest.raises(BadOption, match=r"no parameter 'wieght'. did you mean weight\?"):

@@ -41,6 +41,19 @@ from wholestep.schedule.rewrite import Found, found_in
 from wholestep.schedule.verb import Verb, make
 
 
+class NoSuchVerb(BadOption, AttributeError):
+    """A method that is no verb: an error for the user, and for `hasattr` an attribute that is not there."""
+
+
+def _verb(name: str) -> type[Verb]:
+    if name.startswith("_"):
+        raise AttributeError(name)
+    try:
+        return verbs_table.known_verb(name)
+    except BadOption as error:
+        raise NoSuchVerb(error.what, hint=error.hint) from None
+
+
 class Place:
     """Some modules of a scheduled model, by path or glob; every verb is a method."""
 
@@ -54,9 +67,7 @@ class Place:
         return Place(self.schedule, at)
 
     def __getattr__(self, name: str) -> Callable[..., Schedule]:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        kind = verbs_table.known_verb(name)
+        kind = _verb(name)
         record = functools.partial(self.schedule.record, name, self.at)
         record.__doc__ = kind.__doc__
         return record
@@ -86,9 +97,7 @@ class Places(Sequence[Place]):
         return len(self.paths)
 
     def __getattr__(self, name: str) -> Callable[..., Schedule]:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        verbs_table.known_verb(name)
+        _verb(name)
 
         def record(*args: Any, **kwargs: Any) -> Schedule:
             lines = [make(name, path, *args, **kwargs) for path in self.paths]
