@@ -374,3 +374,21 @@ def test_three_products_become_one() -> None:
 
 def _phase(node: Any) -> str:
     return str(node.meta["custom"]["phase"])
+
+
+def test_matches_that_feed_each_other_are_all_replaced() -> None:
+    """The second reads what the first computed, which is another value by then."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU())
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(2, 8)
+    sch = wholestep.schedule(model, example=batch)
+    sch.replace_all(linear_relu, linear_clamp)
+
+    def squared(model: Any, batch: Any) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    assert len(sch.find(linear_relu)) == 3
+    report = wholestep.verify(model, squared, optimizer, batch, steps=1, recipe=sch, backend="interpret")
+    assert report.ok, str(report)
+    step = wholestep.compile(model, squared, optimizer, batch, recipe=sch, **QUICK)
+    assert sum("clamp" in str(node.target) for node in step.graph.operations() if _phase(node) == "forward") == 3

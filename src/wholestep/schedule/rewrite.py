@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -24,6 +24,9 @@ from wholestep.schedule.match import Match, apart, matches
 from wholestep.schedule.modules import inside, nearest
 from wholestep.schedule.operators import call_of
 from wholestep.schedule.pattern import Pattern
+
+Act: TypeAlias = Callable[[fx.GraphModule, "Found", dict[fx.Node, fx.Node]], None]
+"""What is done with one match; the last argument knows by what earlier matches of the graph were replaced."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +65,7 @@ class PatternRewrite:
     """For people."""
     pattern: Pattern
     scopes: tuple[str, ...]
-    act: Callable[[fx.GraphModule, Found], None]
+    act: Act
     one: bool = False
     """Whether there may be one match only."""
     met: bool = False
@@ -81,8 +84,9 @@ class PatternRewrite:
             text = f"{self.line}: nothing matches in a graph that was captured anew, which runs as it was written"
             warnings.warn(text, WholestepWarning, stacklevel=2)
         self.met = self.met or bool(found)
+        renamed: dict[fx.Node, fx.Node] = {}
         for one in found:
-            self.act(module, one)
+            self.act(module, one, renamed)
         module.recompile()
 
 
@@ -98,25 +102,26 @@ def _why_not(graph: fx.Graph, pattern: Pattern) -> str:
 # ---- what is done with a match ----
 
 
-def marker(number: str) -> Callable[[fx.GraphModule, Found], None]:
+def marker(number: str) -> Act:
     """Marks the matched calls; what autodiff and the passes make of them keeps the mark."""
 
-    def act(module: fx.GraphModule, found: Found) -> None:
+    def act(module: fx.GraphModule, found: Found, renamed: dict[fx.Node, fx.Node]) -> None:
         for node in found.match.nodes:
             node.meta[MATCHED] = number
 
     return act
 
 
-def replacer(line: str, pattern: Pattern, function: Callable[..., Any]) -> Callable[[fx.GraphModule, Found], None]:
+def replacer(line: str, pattern: Pattern, function: Callable[..., Any]) -> Act:
     """Puts `function`, of the pattern's inputs, in the place of the matched calls."""
 
-    def act(module: fx.GraphModule, found: Found) -> None:
+    def act(module: fx.GraphModule, found: Found, renamed: dict[fx.Node, fx.Node]) -> None:
         match, graph = found.match, module.graph
+        inputs = fx.map_arg(match.inputs, lambda value: renamed.get(value, value))  # what another match computed before
         order = {node: index for index, node in enumerate(graph.nodes)}
         last = max(match.nodes, key=order.__getitem__)
         with graph.inserting_after(last):
-            made = graph.call_function(function, match.inputs)
+            made = graph.call_function(function, inputs)
         _describe(made, match.outputs[-1])
         _check_result(line, function, match, pattern.several)
         results = [made]
@@ -129,6 +134,7 @@ def replacer(line: str, pattern: Pattern, function: Callable[..., Any]) -> Calla
                 _describe(after, output)
                 results.append(after)
         _move_readers(match, results[-1], order)
+        renamed.update(zip(match.outputs, results, strict=True))
         for output, result in zip(match.outputs, results, strict=True):
             output.replace_all_uses_with(result, delete_user_cb=lambda user: user is not made)
         for node in sorted(match.nodes, key=order.__getitem__, reverse=True):
