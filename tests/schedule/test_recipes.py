@@ -15,6 +15,7 @@ from torch import nn
 import wholestep
 from wholestep.errors import NotBuiltYet
 from wholestep.schedule import Recipe
+from wholestep.schedule.changes import Edited
 from wholestep.schedule.recipes import attention_globs, heads, layer_globs
 
 pytest.importorskip("transformers")
@@ -108,6 +109,7 @@ def test_an_edited_default_is_a_wish() -> None:
     sch = wholestep.recipes.auto(model)
     text = sch.text()
     assert '{ recompute = "model.layers.*", ratio = "auto" },' in text and sch.diff() == "no difference"
+    assert sch.build() is model and all(not isinstance(module, Edited) for module in model.modules())
     with pytest.raises(NotBuiltYet, match="with a mesh"):
         wholestep.recipes.auto(model, mesh=object())
 

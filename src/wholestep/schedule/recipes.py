@@ -14,8 +14,7 @@ from torch import nn
 from wholestep.errors import NotBuiltYet
 from wholestep.schedule import verbs  # noqa: F401 - registers them
 from wholestep.schedule.schedule import Schedule
-from wholestep.schedule.verb import Verb, make
-from wholestep.schedule.verbs.recompute import AUTO
+from wholestep.schedule.verb import AUTO, Verb, make
 
 MIN_LAYERS = 2
 

@@ -30,10 +30,9 @@ from wholestep.ops.tuned import calls_that_ask
 from wholestep.ops.tuner import TUNER
 from wholestep.schedule.modules import Modules, inside
 from wholestep.schedule.recipe import Recipe
-from wholestep.schedule.verb import NoEngineYet, Verb, shown
+from wholestep.schedule.verb import AUTO, NoEngineYet, Verb, shown
 from wholestep.schedule.verbs.cudagraph import cudagraph
 from wholestep.schedule.verbs.precision import precision
-from wholestep.schedule.verbs.recompute import AUTO
 from wholestep.schedule.verbs.replace import replace
 from wholestep.schedule.verbs.replace_all import replace_all
 

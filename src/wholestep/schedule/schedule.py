@@ -24,6 +24,7 @@ from wholestep.capture.edits import Edits
 from wholestep.capture.front import Front, LossGraph
 from wholestep.capture.subject import make_subject, root_of
 from wholestep.errors import BadOption, CaptureRefused
+from wholestep.graph.layers import layer_pattern
 from wholestep.schedule import verb as verbs_table
 from wholestep.schedule import verbs  # noqa: F401 - registers them
 from wholestep.schedule.modules import Modules, inside, joined
@@ -85,7 +86,7 @@ class Place:
 
 
 class Places(Sequence[Place]):
-    """What `find` found: each is a Place, and a verb of all of them is recorded for each."""
+    """What `find` found: each is a Place, and a verb of all of them is recorded in as few lines as say it."""
 
     def __init__(self, schedule: Schedule, paths: Sequence[str]) -> None:
         self.schedule, self.paths = schedule, tuple(paths)
@@ -100,10 +101,17 @@ class Places(Sequence[Place]):
         _verb(name)
 
         def record(*args: Any, **kwargs: Any) -> Schedule:
-            lines = [make(name, path, *args, **kwargs) for path in self.paths]
-            return self.schedule.add(*lines)
+            return self.schedule.add(*(make(name, at, *args, **kwargs) for at in self.globs()))
 
         return record
+
+    def globs(self) -> list[str]:
+        """As few addresses as mean the same modules: `layers.*.norm` where it is every one of them."""
+        groups: dict[str, list[str]] = {}
+        for path in self.paths:
+            groups.setdefault(layer_pattern(path), []).append(path)
+        whole = {glob for glob, paths in groups.items() if list(self.schedule.modules.select(glob)) == paths}
+        return [at for glob, paths in groups.items() for at in ([glob] if glob in whole else paths)]
 
     def __repr__(self) -> str:
         return "\n".join(self.paths) or "nothing"

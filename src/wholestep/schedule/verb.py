@@ -21,6 +21,8 @@ from wholestep.schedule.modules import Modules, nearest
 if TYPE_CHECKING:
     from wholestep.capture.edits import Change, Rewrite
 
+AUTO = "auto"
+"""An argument that leaves it to the budget, or to measurement: as without the line."""
 VERBS: dict[str, type[Verb]] = {}
 """By name, in the order of registration."""
 
@@ -68,7 +70,7 @@ class Verb:
     def eager(self, modules: Modules) -> Sequence[Change]:
         """What `build()` does about it: the changes of modules, unless only a compiled step can carry it out."""
         found = self.changes(modules)
-        if not found:
+        if not found and AUTO not in self.arguments().values():
             hint = f"leave it out, or use compile(..., recipe=...); take it back with sch.undo({self.name!r})"
             raise BadOption(f"build() cannot carry out `{self}`: it is about a compiled step", hint=hint)
         return found

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from wholestep.errors import BadOption
 from wholestep.schedule.modules import Modules
-from wholestep.schedule.verb import Verb, verb
-from wholestep.schedule.verbs.recompute import AUTO
+from wholestep.schedule.verb import AUTO, Verb, verb
 
 
 @verb

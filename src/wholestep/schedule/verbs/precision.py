@@ -13,8 +13,7 @@ from wholestep.errors import BadOption
 from wholestep.graph.plan_file import PRECISIONS
 from wholestep.schedule.changes import wrapping_change
 from wholestep.schedule.modules import Modules
-from wholestep.schedule.verb import Verb, verb
-from wholestep.schedule.verbs.recompute import AUTO
+from wholestep.schedule.verb import AUTO, Verb, verb
 
 
 @verb

@@ -13,10 +13,7 @@ from wholestep.schedule import rewrite
 from wholestep.schedule.changes import wrapping_change
 from wholestep.schedule.modules import Modules
 from wholestep.schedule.pattern import trace_pattern
-from wholestep.schedule.verb import Verb, loaded, objects, verb
-
-AUTO = "auto"
-"""As the memory budget says, or as it is fastest."""
+from wholestep.schedule.verb import AUTO, Verb, loaded, objects, verb
 
 
 @verb
