@@ -176,6 +176,22 @@ def test_what_has_no_name_cannot_be_written(tmp_path: Path) -> None:
     assert not (tmp_path / "recipe.toml").exists()
 
 
+def test_a_module_with_two_names_is_changed_once() -> None:
+    model, _, batch = made(2, dropout=0.0)
+    model.layers[1].mlp = model.layers[0].mlp
+    expected = loss(model, batch)
+    sch = wholestep.schedule(model)
+    sch["layers.*.mlp"].replace(FastMLP(), params=CARRIED)
+    sch.build()
+    assert type(model.layers[0].mlp).__mro__[2] is type(Net().layers[0].mlp)
+    assert torch.equal(loss(model, batch), expected)
+    sch.restore()
+    sch.undo()
+    sch["layers.0.mlp"].replace(FastMLP(), params=CARRIED)
+    with pytest.raises(BadOption, match=r"both change layers.\d.mlp"):
+        sch["layers.1.mlp"].replace(FastMLP(), params=CARRIED)
+
+
 # ---- building ----
 
 

@@ -52,7 +52,7 @@ def command(
     )
     report = verify(
         job.model, job.loss_fn, job.optimizer, [job.batches.batch(number) for number in range(steps)], steps=steps,
-        edge_batches=job.edge_batches, memory=memory, plan=options.fitting_plan(planned, job.settings),
+        edge_batches=job.edge_batches or None, memory=memory, plan=options.fitting_plan(planned, job.settings),
         recipe=chosen, by_verb=None if chosen is None else "blame", backend=backend or "inductor", passes=passes, dump=folder,
         seed=job.settings.get("seed", 0), **job.compile_options,
     )  # fmt: skip

@@ -67,8 +67,8 @@ class Recipe:
 def _shared_place(earlier: Verb, later: Verb, modules: Modules) -> str:
     """A module whose forward two lines change, in one of them perhaps as part of another."""
     second = later.places(modules)
-    for one in earlier.places(modules) if second else ():
-        for other in second:
-            if inside(one, other) or inside(other, one):
+    for one, module in earlier.places(modules).items() if second else ():
+        for other, same in second.items():
+            if inside(one, other) or inside(other, one) or module is same:  # one module may have two names
                 return f"both change {max(one, other, key=len) or 'the model'}"
     return ""

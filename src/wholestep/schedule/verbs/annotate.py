@@ -16,7 +16,8 @@ from wholestep.schedule.verb import Verb, verb
 class annotate(Verb):
     """Give a parameter, or a module, an attribute of one's own, for code that reads it.
 
-    key, value: the attribute. param: the parameter that gets it; without it the module does.
+    key, value: the attribute. param: the parameter that gets it; without it the module does. Compiled, it is there while the
+    loss is called; after build() it stays.
     Example: sch["embed"].annotate("lr_scale", 0.1, param="weight")
     """
 

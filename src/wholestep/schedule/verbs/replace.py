@@ -72,7 +72,8 @@ def _one_of(by: Any, make: Any) -> None:
 def replaced(
     places: Mapping[str, nn.Module], by: Any, make: Any, params: Mapping[str, str] | None
 ) -> list[ClassChange]:
-    """The change of every place."""
+    """The change of every place; a module that has two names is changed once."""
+    places = dict({id(m): (p, m) for p, m in reversed(list(places.items()))}.values())
     if by == LEAN:
         return [_lean(path, module) for path, module in places.items()]
     new, maker = loaded(by), loaded(make)
