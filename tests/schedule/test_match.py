@@ -132,6 +132,35 @@ def test_matches_that_share_a_call_are_taken_once() -> None:
     assert len(every) == 2 and len(apart(every)) == 1
 
 
+def gelu(x: Any) -> Any:
+    """Somebody's own, of the name of one of torch's."""
+    return x
+
+
+def test_a_function_of_the_same_name_is_another_one() -> None:
+    graph = fx.Graph()
+    graph.output(graph.call_function(gelu, (graph.placeholder("x"),)))
+    assert matches(graph, trace_pattern(lambda x: F.gelu(x))) == []
+    named = torch.library.Library("test_match_own", "DEF")
+    named.define("gelu(Tensor x) -> Tensor")
+    graph = fx.Graph()
+    graph.output(graph.call_function(torch.ops.test_match_own.gelu.default, (graph.placeholder("x"),)))
+    assert matches(graph, trace_pattern(lambda x: F.gelu(x))) == []
+    graph = fx.Graph()
+    graph.output(graph.call_function(torch.ops.aten.gelu.default, (graph.placeholder("x"),)))
+    assert len(matches(graph, trace_pattern(lambda x: F.gelu(x)))) == 1
+
+
+def test_what_nobody_knows_may_write_to_what_it_is_given() -> None:
+    for own, count in ((gelu, 0), (torch.sin, 1)):
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        hidden = graph.call_function(torch.relu, (x,))
+        between = graph.call_function(own, (x,))
+        graph.output((graph.call_function(torch.tanh, (hidden,)), between))
+        assert len(matches(graph, trace_pattern(lambda x: torch.tanh(torch.relu(x))))) == count
+
+
 CAPTURED = torch.ones(3)
 
 

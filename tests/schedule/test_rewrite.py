@@ -62,7 +62,7 @@ def results(module: fx.GraphModule) -> list[torch.Tensor]:
 def test_a_match_replaced_by_the_pattern_changes_nothing() -> None:
     choose = random.Random(5)
     replaced = refused = 0
-    for _ in range(1000):
+    for _ in range(500):
         module = random_graph(choose)
         function = choose.choice(PATTERNS)
         pattern = trace_pattern(function)
@@ -76,4 +76,4 @@ def test_a_match_replaced_by_the_pattern_changes_nothing() -> None:
         module.recompile()
         after = results(module)
         assert len(before) == len(after) and all(map(torch.equal, before, after)), str(module.graph)
-    assert replaced > 100 and refused > 300
+    assert replaced > 60 and refused > 200

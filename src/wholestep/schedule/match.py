@@ -162,6 +162,7 @@ class Facts:
 
     def _written(self, node: fx.Node, call: Call) -> set[Any]:
         values = [call.arguments.get("out"), call.arguments.get("self"), *(node.args[:1])]
+        values = node.all_input_nodes if call.opaque else values
         return {self.memory[value] for value in values if isinstance(value, fx.Node)}
 
     def can_be_taken_out(self, match: Match, interior: set[fx.Node]) -> bool:
@@ -215,7 +216,7 @@ def _memory(graph: fx.Graph, calls: Mapping[fx.Node, Call]) -> dict[fx.Node, Any
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             found[node] = value.untyped_storage()._cdata
         elif call is not None and sources and (call.name in _VIEWS or call.writes):
-            found[node] = found[sources[0]]
+            found[node] = found[sources[0]]  # an opaque call may return any of them: such graphs know their memory
         else:
             found[node] = node
     return found

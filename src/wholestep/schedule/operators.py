@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload, OpOverloadPacket
 
 COMMUTES = frozenset(
     ("add", "mul", "maximum", "minimum", "eq", "ne", "logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or",
@@ -28,6 +29,17 @@ _SAME = {
 }  # fmt: skip
 _STATE = ("_enter_", "_exit_", "_set_grad_enabled", "set_grad_enabled", "mark_cudnn", "_saved_tensors_hooks")
 """Calls that change how those after them compute."""
+_TORCH = (
+    "torch",
+    "torch.functional",
+    "torch.nn.functional",
+    "torch._tensor",
+    "torch._VF",
+    "torch.special",
+    "torch.linalg",
+    "math",
+)
+"""Modules whose functions are torch's, or plain arithmetic."""
 _LISTS = ("size", "dims", "repeats", "shape")
 """Arguments that a method also takes one by one: `x.view(2, -1)`."""
 _IRRELEVANT = ("_stacklevel",)
@@ -40,6 +52,8 @@ class Call:
     name: str
     arguments: dict[str, Any]
     """By name; values are nodes or constants."""
+    opaque: bool = False
+    """Whether it is somebody's own, of which nothing is known: it may write to whatever it is given."""
 
     @property
     def commutes(self) -> bool:
@@ -47,9 +61,10 @@ class Call:
 
     @property
     def writes(self) -> bool:
-        """Whether it changes a tensor in place."""
+        """Whether it changes a tensor in place, or may."""
         in_place = self.name.endswith("_") and not self.name.endswith("__")
-        return in_place or self.name == "setitem" or bool(self.arguments.get("inplace")) or "out" in self.arguments
+        known = in_place or self.name == "setitem" or bool(self.arguments.get("inplace")) or "out" in self.arguments
+        return known or self.opaque
 
     @property
     def sets_state(self) -> bool:
@@ -63,13 +78,23 @@ def call_of(node: fx.Node) -> Call | None:
         return Call(name, _bound(name, None, node.args, dict(node.kwargs)))
     if node.op != "call_function":
         return None
-    target = node.target
-    name = getattr(target, "__name__", str(target))
-    if getattr(target, "__module__", "") in ("_operator", "operator"):
+    name, opaque = _named(node.target)
+    function = node.target if inspect.isfunction(node.target) else None
+    return Call(name, _bound(name, function, node.args, dict(node.kwargs)), opaque)
+
+
+def _named(target: Any) -> tuple[str, bool]:
+    """The name of a function, and whether it is opaque. Only torch's own go by their short names: `mine::gelu` is another one."""
+    if isinstance(target, OpOverload | OpOverloadPacket):
+        overloads = [target] if isinstance(target, OpOverload) else [getattr(target, o) for o in target.overloads()]
+        space, _, name = str(overloads[0]._schema.name).partition("::")
+        return name if space == "aten" else f"{space}::{name}", any(one._schema.is_mutable for one in overloads)
+    name, module = getattr(target, "__name__", str(target)), getattr(target, "__module__", None) or "torch"
+    if module in ("_operator", "operator"):
         name = _OPERATORS.get(name, name)
-    name = _SAME.get(name, name)
-    function = target if inspect.isfunction(target) else None
-    return Call(name, _bound(name, function, node.args, dict(node.kwargs)))
+    elif not (module in _TORCH or module.startswith("torch._C")):
+        return f"{module}.{name}", not module.startswith("wholestep.")
+    return _SAME.get(name, name), False
 
 
 def _bound(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
