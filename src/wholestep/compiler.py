@@ -100,7 +100,7 @@ class Compiler:
         """As asked; or for the budget; or for speed."""
         if self.options.plan is not None:
             if self.scheduled is not None and self.lock:
-                self.scheduled.refuse_other(self.options.plan, prepared.graph)
+                return self.scheduled.beside(self.options.plan, prepared.graph)
             return self.options.plan
         device, backend = self.subject.device, self.options.backend
         pipeline = self.settled_pipeline

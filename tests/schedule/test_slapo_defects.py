@@ -193,6 +193,19 @@ def test_parameters_are_carried_or_the_replacement_is_refused() -> None:
     assert not sch.lines
 
 
+def test_a_forward_on_the_instance_is_not_passed_over() -> None:
+    """A changed class would have no effect, in silence."""
+    model, _, _ = made(1)
+    model.head.forward = lambda input: input
+    for record in (
+        lambda place: place.replace(lambda module, input: input),
+        lambda place: place.replace("lean"),
+        lambda place: place.decompose(),
+    ):
+        with pytest.raises(BadOption, match="head has a forward that was put on the instance"):
+            record(wholestep.schedule(model)["head"])
+
+
 def test_after_every_verb() -> None:
     """The steps of the model alone, then of one line more each: the first that fails is named."""
     model, optimizer, batch = made(1)

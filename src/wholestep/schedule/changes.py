@@ -99,7 +99,13 @@ class AttributeChange:
 
 
 def refuse_edited(path: str, module: nn.Module) -> None:
-    """A model that `build()` has changed already would be changed twice."""
+    """A model that `build()` has changed already would be changed twice; a forward of the instance's own would hide the change."""
+    if "forward" in module.__dict__ or isinstance(module, torch.jit.ScriptModule):
+        what = (
+            "has a forward that was put on the instance" if "forward" in module.__dict__ else "is a TorchScript module"
+        )
+        hint = "undo that patch (a hook of accelerate, for one), or leave this module out"
+        raise BadOption(f"{path or 'the model'} {what}, which a changed class would not reach", hint=hint)
     if isinstance(module, Edited):
         hint = "compile it without recipe=, or call sch.restore() first"
         raise BadOption(f"{path or 'the model'} is changed by build() already", hint=hint)

@@ -52,15 +52,20 @@ class Scheduled:
     by_function: bool
     """Whether operators are computed by a function that no graph shows: such a step is not kept on disk."""
 
-    def refuse_other(self, plan: Plan, graph: TrainingGraph) -> None:
-        """A plan that is given beside the recipe must say what the recipe says: it is what became of it."""
+    def beside(self, plan: Plan, graph: TrainingGraph) -> Plan:
+        """A plan that is given beside the recipe must say what the recipe says, for it is what became of it. Kernels may be
+        missing: one that was made on another machine could not ask for them."""
         settled = self.settle(plan, graph)
-        for name in ("recompute", "precision", "kernel", "fuse"):
+        other = {name for name in ("recompute", "fuse") if set(getattr(settled, name)) != set(getattr(plan, name))}
+        for name in ("precision", "kernel"):
             now, before = getattr(settled, name), getattr(plan, name)
-            if (set(now) if isinstance(now, tuple) else now) != (set(before) if isinstance(before, tuple) else before):
-                line = self.recipe.of(name)[0]
-                hint = "make the plan again with the recipe, or give one of them"
-                raise BadOption(f"the plan says something else about {name} than {self.recipe.place(line)}", hint=hint)
+            if any(now[place] != value for place, value in before.items()):
+                other.add(name)
+        for name in sorted(other):
+            line = self.recipe.of(name)[0]
+            hint = "make the plan again with the recipe, or give one of them"
+            raise BadOption(f"the plan says something else about {name} than {self.recipe.place(line)}", hint=hint)
+        return settled
 
     def settle(self, plan: Plan, graph: TrainingGraph) -> Plan:
         """A plan with what the recipe says written over it."""
@@ -115,7 +120,7 @@ class Scheduled:
             if isinstance(line, replace | replace_all):
                 of = line.pattern if isinstance(line, replace) else line.what
                 place = line.at or "the model"
-                found[place if of is None else f"{place}: {shown(of)}"] = shown(line.by or line.make)
+                found[place if of is None else f"{place}: {_name(of)}"] = _name(line.by or line.make)
         return found
 
     # ---- kernels ----
@@ -197,6 +202,10 @@ def _leaves(node: fx.Node, within: Any) -> bool:
         if not within(user) or ((is_cheap_view(user) or user.target is operator.getitem) and _leaves(user, within)):
             return True
     return False
+
+
+def _name(value: Any) -> str:
+    return value if isinstance(value, str) else shown(value)
 
 
 def _maker(node: fx.Node) -> fx.Node:

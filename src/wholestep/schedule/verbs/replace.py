@@ -13,7 +13,14 @@ from wholestep.errors import BadOption
 from wholestep.nn.known import recognise
 from wholestep.nn.styles import MARK
 from wholestep.schedule import rewrite
-from wholestep.schedule.changes import ClassChange, copied, function_change, module_change, refuse_lost_arguments
+from wholestep.schedule.changes import (
+    ClassChange,
+    copied,
+    function_change,
+    module_change,
+    refuse_edited,
+    refuse_lost_arguments,
+)
 from wholestep.schedule.modules import Modules
 from wholestep.schedule.pattern import trace_pattern
 from wholestep.schedule.verb import Verb, loaded, objects, verb
@@ -117,7 +124,8 @@ def _subclass(path: str, module: nn.Module, kind: type) -> ClassChange:
 
 
 def _lean(path: str, module: nn.Module) -> ClassChange:
-    found = recognise(module)
+    refuse_edited(path, module)
+    found = recognise(module, planned=True)
     if found is None or isinstance(found, str):
         reason = found or f"no lean form of a {type(module).__name__} is known"
         raise BadOption(f"{path}: {reason}", hint="see docs/lean-layers.md")
