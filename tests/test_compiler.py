@@ -16,6 +16,8 @@ from wholestep.errors import BadOption
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.options import Options
+from wholestep.schedule import Recipe
+from wholestep.schedule.verb import make
 
 
 class Net(nn.Module):
@@ -60,6 +62,11 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"plan": Plan(kernel={"/attention": "math"})},
         {"plan": Plan(layout={"mixed": "channels_last"})},
         {"plan": Plan(recompute=AGAIN, precision={"head": "fp32"}), "precision": "bf16"},
+        {"plan": Plan(fuse=("layers.*",))},
+    ],
+    "recipe": [
+        {"recipe": Recipe((make("recompute", "layers.*", every=2), make("precision", "head", "bf16")))},
+        {"recipe": Recipe((make("decompose", "head"), make("recompute", "layers.*", ratio=0.0))), "memory": "64MiB"},
     ],
     "precision": [{"precision": "bf16"}, {"precision": "fp16"}],
     "accumulate": [{"accumulate": 2}],
@@ -106,8 +113,8 @@ def test_what_is_verified_is_what_runs(options: dict[str, Any], tmp_path: Path) 
 def test_no_option_and_no_field_is_forgotten() -> None:
     tried = {name for cases in OPTIONS.values() for case in cases for name in case}
     assert tried == {field.name for field in dataclasses.fields(Options)}
-    decided = {"recompute", "early_update", "precision", "chunked_loss", "kernel", "layout"}
-    told = {"reasons", "budget_bytes", "predicted_bytes", "predicted_seconds", "made_for"}
+    decided = {"recompute", "early_update", "precision", "chunked_loss", "kernel", "layout", "fuse"}
+    told = {"replace", "reasons", "budget_bytes", "predicted_bytes", "predicted_seconds", "made_for"}
     assert {field.name for field in dataclasses.fields(Plan)} == decided | told
     used = {
         name for case in OPTIONS["plan"] for name in decided if getattr(case["plan"], name) != getattr(Plan(), name)

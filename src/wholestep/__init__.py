@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "compile": "wholestep.api",
     "verify": "wholestep.api",
+    "schedule": "wholestep.api",
     "default_passes": "wholestep.passes.pipeline",
     "save": "wholestep.train.checkpoint",
     "load": "wholestep.train.checkpoint",
@@ -27,10 +28,11 @@ _PUBLIC = {
     "WholestepWarning": "wholestep.errors",
 }
 
-_MODULES = {"nn": "wholestep.nn", "hf": "wholestep.train.hf", "optim": "wholestep.optim"}
+_MODULES = {"nn": "wholestep.nn", "hf": "wholestep.train.hf", "optim": "wholestep.optim", "recipes": "wholestep.schedule.recipes"}
 
 __all__ = [
-    "Plan", "Step", "TrainingGraph", "WholestepError", "WholestepWarning", "compile", "default_passes", "load", "save", "verify",
+    "Plan", "Step", "TrainingGraph", "WholestepError", "WholestepWarning", "compile", "default_passes", "load", "save", "schedule",
+    "verify",
 ]  # fmt: skip
 
 

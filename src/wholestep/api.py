@@ -20,6 +20,7 @@ from wholestep.passes.pipeline import Pipeline
 from wholestep.plan.host import fits_beside
 from wholestep.runtime.one_step import OneStep
 from wholestep.runtime.step import Step
+from wholestep.schedule.schedule import schedule
 from wholestep.verify.check import check_first_step, only_before
 from wholestep.verify.verify import verify
 from wholestep.verify.within_budget import check_within
@@ -33,6 +34,7 @@ def compile(
     *,
     memory: str | int | None = None,
     plan: Plan | None = None,
+    recipe: Any = None,
     precision: str = "fp32",
     accumulate: int = 1,
     clip_norm: float | None = None,
@@ -63,6 +65,7 @@ def compile(
             the backward pass where that is needed, as fast as possible; or an error names the smallest budget there is.
         plan: decisions made earlier (`wholestep plan`), instead of a budget. Without either, a GPU makes again what it computes
             more quickly than it stores it; `plan=Plan()` keeps everything.
+        recipe: how the model is to run, verb by verb: a `wholestep.schedule(model)`, or the file of one. A verb beats the budget.
         precision: "fp32"; "bf16" (autocast); or "fp16" (autocast with dynamic loss scaling, as torch's GradScaler does it, on
             the device: a step whose gradients overflow changes nothing but the scale).
         accumulate: micro-batches per update.
@@ -88,9 +91,10 @@ def compile(
         verbose: progress on stderr; None shows it on a terminal.
     """
     options = Options(
-        memory=memory, plan=plan, precision=precision, accumulate=accumulate, clip_norm=clip_norm, clip_scope=clip_scope,
-        nonfinite=nonfinite, chunked_loss=chunked_loss, backend=backend, dynamic=dynamic, check=check, guards=guards, passes=passes,
-        early_update=early_update, cuda_graph=cuda_graph, cache=cache, dump=dump, seed=seed, verbose=verbose,
+        memory=memory, plan=plan, recipe=recipe, precision=precision, accumulate=accumulate, clip_norm=clip_norm,
+        clip_scope=clip_scope, nonfinite=nonfinite, chunked_loss=chunked_loss, backend=backend, dynamic=dynamic, check=check,
+        guards=guards, passes=passes, early_update=early_update, cuda_graph=cuda_graph, cache=cache, dump=dump, seed=seed,
+        verbose=verbose,
     )  # fmt: skip
     compiler = compiler_for(model, loss_fn, optimizer, options, example_batch)
     if compat.untested_version() is not None:
@@ -101,6 +105,9 @@ def compile(
         step.prepare(_example_micro_batch(step, example_batch))
     if step.graph is None and compiler.budget is not None:
         text = f"memory={compiler.budget.said} is not honoured: the step was not captured, so it cannot be planned"
+        warnings.warn(text, WholestepWarning, stacklevel=2)
+    if step.graph is None and compiler.scheduled is not None and len(compiler.scheduled.recipe):
+        text = f"{compiler.scheduled.recipe.source} is not honoured but for changed modules: the step was not captured"
         warnings.warn(text, WholestepWarning, stacklevel=2)
     compiler.progress.finish(step.explain())
     return step
@@ -149,4 +156,4 @@ def _warn_about_optimizer(optimizer: Optimizer | None, clip_norm: float | None) 
         )
 
 
-__all__ = ["compile", "verify"]
+__all__ = ["compile", "schedule", "verify"]

@@ -28,7 +28,7 @@ from wholestep.capture.cache import cached_capture
 from wholestep.capture.ladder import capture_whole
 from wholestep.capture.preflight import refuse_unsupported
 from wholestep.capture.reading import Reading
-from wholestep.capture.subject import Subject, make_subject
+from wholestep.capture.subject import Subject, make_subject, root_of
 from wholestep.capture.trace import Capture
 from wholestep.errors import BadOption, CaptureRefused, CompilerMissing, WholestepWarning
 from wholestep.graph.notes import Note
@@ -57,6 +57,8 @@ from wholestep.plan.budget import Budget, Fitting, ForSpeed, make_budget
 from wholestep.plan.host import fits_beside, refuse_what_cannot_fit
 from wholestep.runtime.enforce import Enforced, held_to, make_room
 from wholestep.runtime.progress import Progress
+from wholestep.schedule import Recipe, Scheduled, recipe_of, resolve
+from wholestep.schedule.recipe_file import warn_of_changes
 
 Dims = Sequence[dict[int, str]]
 """Per tensor of the batch: dimension -> the name of its symbol."""
@@ -66,11 +68,22 @@ class Compiler:
     """How one subject's step is made. It is asked again whenever a Step meets something new: another size, another value."""
 
     def __init__(
-        self, subject: Subject, options: Options, *, budget: Budget | None = None, progress: Progress | None = None
+        self,
+        subject: Subject,
+        options: Options,
+        *,
+        budget: Budget | None = None,
+        progress: Progress | None = None,
+        scheduled: Scheduled | None = None,
+        lock: bool = False,
     ) -> None:
         self.subject, self.options, self.budget = subject, options, budget
+        self.scheduled = scheduled
+        """What a recipe became for this model."""
+        self.lock = lock
+        """Whether a plan beside a recipe has to be what became of it."""
         self.progress = progress or Progress(options.verbose)
-        self.pipeline = pipeline_for(options)
+        self.pipeline = pipeline_for(options, scheduled)
         self.code: list[Any] = []
         """Regions that were compiled to measure plans, until one of the plans is lowered."""
 
@@ -86,18 +99,26 @@ class Compiler:
     def plan(self, prepared: Capture) -> Plan:
         """As asked; or for the budget; or for speed."""
         if self.options.plan is not None:
+            if self.scheduled is not None and self.lock:
+                return self.scheduled.beside(self.options.plan, prepared.graph)
             return self.options.plan
         device, backend = self.subject.device, self.options.backend
+        pipeline = self.settled_pipeline
         if self.budget is None:
-            planner: ForSpeed | Fitting = ForSpeed(self.pipeline, backend, device)
+            planner: ForSpeed | Fitting = ForSpeed(pipeline, backend, device)
             planning: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         else:
-            planner = Fitting(self.budget, self.pipeline, backend, device, self.code)
+            planner = Fitting(self.budget, pipeline, backend, device, self.code)
             planning = self.progress.stage("planning for the memory budget")
         with planning:
             plan = planner.plan(prepared)
         prepared.notes += planner.told
-        return plan
+        return plan if self.scheduled is None else self.scheduled.settle(plan, prepared.graph)
+
+    @property
+    def settled_pipeline(self) -> Pipeline:
+        """Carries out every plan with what the recipe says written over it."""
+        return self.pipeline if self.scheduled is None else self.pipeline.settled(self.scheduled.settle)
 
     def apply(self, prepared: Capture, plan: Plan) -> None:
         prepared.notes += self.pipeline.carry_out_on(prepared, plan, dump=self.options.dump)
@@ -141,7 +162,8 @@ class Compiler:
 
     def changed(self, **options: Any) -> Compiler:
         """The same for other options, without a budget."""
-        return Compiler(self.subject, dataclasses.replace(self.options, **options), progress=self.progress)
+        changed = dataclasses.replace(self.options, **options)
+        return Compiler(self.subject, changed, progress=self.progress, scheduled=self.scheduled)
 
     def _warm_up(self) -> None:
         """A graph that is not known yet has code that is not compiled yet; else not even Inductor need be imported."""
@@ -227,11 +249,17 @@ def compiler_for(
 ) -> Compiler:
     """A Compiler for what a user hands over. `batch`: all that lies on the device beside the model, for a budget; `dry`: see
     `capture/dry.py`."""
-    by_module = options.plan is not None and options.plan.precision  # captured in fp32, then mixed by the pass
+    scheduled = None
+    if options.recipe is not None:
+        options, scheduled = with_recipe(options, recipe_of(options.recipe), root_of(model))
+    _refuse_without_recipe(options.plan, scheduled)
+    by_module = precisions_of(options, scheduled)  # captured in fp32, then mixed by the pass
     subject = make_subject(
         model, loss_fn, optimizer, precision="fp32" if by_module else options.precision, accumulate=options.accumulate,
         clip_norm=options.clip_norm, nonfinite=options.nonfinite, chunked_loss=options.chunks_loss, dry=dry,
     )  # fmt: skip
+    if scheduled is not None:
+        subject.edits = scheduled.edits
     if options.clip_scope != "global" and (optimizer is None or optimizers.supported(optimizer) is not None):
         raise BadOption("clip_scope='layer' without a captured update", hint="clip p.grad yourself")
     if dry is None:
@@ -240,15 +268,55 @@ def compiler_for(
     budget = None if options.memory is None else make_budget(options.memory, subject, flatten(batch)[0])
     if budget is not None:
         options = dataclasses.replace(options, dynamic=False)  # every size gets its own plan within the same budget
-    return Compiler(subject, options, budget=budget)
+    return Compiler(subject, options, budget=budget, scheduled=scheduled, lock=True)
 
 
-def pipeline_for(options: Options) -> Pipeline:
+def with_recipe(options: Options, recipe: Recipe, root: torch.nn.Module) -> tuple[Options, Scheduled]:
+    """What a recipe says about the whole step becomes options; what contradicts one that was given is an error that names both."""
+    warn_of_changes(recipe, root)
+    scheduled = resolve(recipe, root)
+    if options.guards == "off" and (scheduled.edits.changes or scheduled.edits.rewrites):
+        raise BadOption(f"guards='off' with {recipe.source}, which changes the forward pass", hint="leave guards out")
+    found: dict[str, Any] = {}
+    asked = {"precision": (scheduled.whole_precision, "fp32"), "cuda_graph": (scheduled.cuda_graph, None)}
+    for name, (wish, default) in asked.items():
+        given = getattr(options, name)
+        if wish is not None and given not in (default, wish):
+            line = next(
+                line for line in recipe if line.name == ("cudagraph" if name == "cuda_graph" else name) and not line.at
+            )
+            raise BadOption(f"{name}={given!r} contradicts {recipe.place(line)}", hint="give one of them")
+        found |= {} if wish is None else {name: wish}
+    if scheduled.precision and found.get("precision", options.precision) == "fp16":
+        raise BadOption("precisions of modules and fp16 for the whole step", hint="use bf16")
+    cached = options.cache and not scheduled.by_function
+    return dataclasses.replace(options, recipe=recipe, cache=cached, **found), scheduled
+
+
+def precisions_of(options: Options, scheduled: Scheduled | None) -> dict[str, str]:
+    """Module or pattern -> its precision, as a plan or a recipe says."""
+    return {
+        **({} if options.plan is None else options.plan.precision),
+        **({} if scheduled is None else scheduled.precision),
+    }
+
+
+def _refuse_without_recipe(plan: Plan | None, scheduled: Scheduled | None) -> None:
+    """A plan that was made with a recipe is of no use without it."""
+    lost = [] if plan is None or scheduled is not None else list(plan.replace)
+    if lost:
+        raise BadOption(
+            f"the plan was made with a recipe that replaces {lost[0]}", hint="give the recipe too: recipe=..."
+        )
+
+
+def pipeline_for(options: Options, scheduled: Scheduled | None = None) -> Pipeline:
     """The passes asked for, as the other options change them."""
     passes, plan = options.passes, options.plan
     pipeline = passes if isinstance(passes, Pipeline) else default_pipeline(extra=passes or ())
-    if plan is not None and plan.precision:
-        mixed = functools.partial(amp, precision=options.precision, modules=plan.precision)
+    precisions = precisions_of(options, scheduled)
+    if precisions:
+        mixed = functools.partial(amp, precision=options.precision, modules=precisions)
         pipeline = pipeline.insert_before("fold_constants", mixed)
     if plan is not None and plan.layout:
         pipeline = pipeline.replaced("channels_last", functools.partial(channels_last, asked=plan.layout))

@@ -30,6 +30,7 @@ class Options:
 
     memory: str | int | None = None
     plan: Plan | None = None
+    recipe: Any = None
     precision: str = "fp32"
     accumulate: int = 1
     clip_norm: float | None = None
@@ -90,7 +91,7 @@ class Options:
     @property
     def plain(self) -> bool:
         """Whether the passes are the default ones."""
-        return self.passes is None and self.clip_scope == "global" and self.early_update is None
+        return self.passes is None and self.recipe is None and self.clip_scope == "global" and self.early_update is None
 
     @property
     def chunks_loss(self) -> bool | None:

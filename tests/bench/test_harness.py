@@ -161,3 +161,17 @@ def test_a_file_without_passes_is_told(tmp_path: Path, text: str | None, said: s
         path.write_text(text)
     with pytest.raises(WholestepError, match=said):
         load_passes(str(path))
+
+
+def test_a_recipe_is_a_row_more(tmp_path: Path) -> None:
+    """As passes of one's own are: the file goes to Wholestep's compiler."""
+    path = tmp_path / "again.toml"
+    path.write_text('format = 1\nverbs = [{ recompute = "0" }]\n[end]\n')
+    own = load_passes(str(path))
+    assert own.passes == () and own.recipe == str(path)
+    row = row_of("wholestep-interpret+again", recipe=own.recipe)
+    assert row["status"] == "ok", row
+    assert "recipe     1 lines of again.toml" in str(row)
+    path.write_text("format = 1\n")
+    with pytest.raises(WholestepError, match="not whole"):
+        load_passes(str(path))

@@ -114,7 +114,11 @@ def test_doctor_says_how_to_get_what_is_missing(call: Call, monkeypatch: pytest.
         ("train --memory 12GBs", "12GBs"),
         ("verify gpt-1m --memory 12GBs", "12GBs"),
         ("train --plan a.toml", "there is no plan"),
-        ("train --recipe a.py", "not part of this version"),
+        ("train --recipe a.toml", "there is no recipe"),
+        ("show gpt-1m --recipe own_training.py", "is no recipe"),
+        ("plan gpt-1m --recipe wrong.toml", "did you mean recompute?"),
+        ("verify gpt-1m --recipe elsewhere.toml", "line 1 of elsewhere.toml"),
+        ("compare wrong.toml elsewhere.toml", "did you mean recompute?"),
         ("train --resume", "there is no run in runs/ to resume"),
         ("train gpt-1m --resume", "there is no run of gpt-1m in runs/"),
         ("train --resume --out nowhere", "nowhere does not exist"),
@@ -130,6 +134,8 @@ def test_doctor_says_how_to_get_what_is_missing(call: Call, monkeypatch: pytest.
 )
 def test_bad_input_is_one_line_and_exit_2(call: Call, tmp_path: Path, arguments: str, said: str) -> None:
     (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "wrong.toml").write_text('format = 1\nverbs = [{ recomptue = "blocks.*" }]\n[end]\n')
+    (tmp_path / "elsewhere.toml").write_text('format = 1\nverbs = [{ recompute = "bloks.*" }]\n[end]\n')
     before = {path.name for path in tmp_path.iterdir()}
     done = call(*arguments.split())
     assert done.code == 2, done.out + done.err

@@ -140,8 +140,9 @@ def test_the_tier_of_numerics_is_declared() -> None:
 def test_default_passes_and_extra_ones() -> None:
     whole = default_pipeline()
     assert [*names(whole), *map(name_of, whole.apply)] == [row.name for row in TABLE]
-    assert names(whole)[0] == "recognise_masks" and [name_of(one) for one in whole.apply[:2]] == [
+    assert names(whole)[0] == "recognise_masks" and [name_of(one) for one in whole.apply[:3]] == [
         "take_kernels",
+        "mark_regions",
         "recompute",
     ]
     assert names(default_pipeline(extra=[first]))[-1] == "first"

@@ -47,20 +47,21 @@ def answers(request: str) -> Iterator[dict[str, Any]]:
     import torch
 
     from wholestep.bench.measure import attempt, failure_of
-    from wholestep.bench.own_code import load_passes
+    from wholestep.bench.own_code import OwnPasses, load_passes
     from wholestep.bench.workloads import WORKLOADS
 
     asked = json.loads(request)
     for contender in asked["contenders"]:
         own_passes = asked["own_passes"] if "+" in contender else None
         try:
-            passes = load_passes(own_passes).passes if own_passes else ()
+            own = load_passes(own_passes) if own_passes else OwnPasses((), "")
         except Exception as error:
             yield {"workload": asked["workload"], "contender": contender, **failure_of(error)}
             continue
         yield attempt(
             WORKLOADS[asked["workload"]], contender, size=asked["size"], device=torch.device(asked["device"]),
-            seed=asked["seed"], protocol=Protocol(**asked["protocol"]), passes=passes,
+            seed=asked["seed"], protocol=Protocol(**asked["protocol"]), passes=own.passes,
+            recipe=own.recipe,
         )  # fmt: skip
 
 

@@ -61,12 +61,13 @@ def applies(name: str, workload: Workload) -> bool:
     return name != "liger" or str(workload.gpu.get("preset", "")).startswith("llama")
 
 
-def make_maker(name: str, passes: Sequence[Any] = ()) -> Maker:
-    """How contender `name` makes its steps; `passes` are appended to Wholestep's own. Imports what it needs now."""
+def make_maker(name: str, passes: Sequence[Any] = (), recipe: str | None = None) -> Maker:
+    """How contender `name` makes its steps; `passes` are appended to Wholestep's own, and `recipe` is given to its compiler.
+    Imports what it needs now."""
     known(name)
     if is_ours(name):
         backend = "interpret" if name.startswith("wholestep-interpret") else "inductor"
-        return lambda part, precision: Ours(part, precision, backend, passes)
+        return lambda part, precision: Ours(part, precision, backend, passes, recipe)
     if name in ("compile", "compile-budget"):
         import torch._dynamo
         import torch._inductor.compile_fx  # noqa: F401  (imports are not part of the first step)
@@ -119,11 +120,13 @@ def budget_context() -> Callable[[], Any]:
 class Ours:
     """A compiled Step as a StepCall, which remembers the Step so that a row can tell what became of it."""
 
-    def __init__(self, part: Part, precision: str, backend: str, passes: Sequence[Any]) -> None:
+    def __init__(
+        self, part: Part, precision: str, backend: str, passes: Sequence[Any], recipe: str | None = None
+    ) -> None:
         self.name = part.name
         self.step = api.compile(
             part.model, part.loss_fn, part.optimizer, part.example_batch, precision=precision, clip_norm=part.clip_norm,
-            backend=backend, passes=list(passes) or None, verbose=False,
+            backend=backend, passes=list(passes) or None, recipe=recipe, verbose=False,
         )  # fmt: skip
 
     def __call__(self, batch: Any) -> torch.Tensor:

@@ -68,13 +68,13 @@ class Timed:
 
 def measure(
     workload: Workload, contender: str, *, size: str, device: torch.device, seed: int, protocol: Protocol,
-    passes: Sequence[Any] = (),
+    passes: Sequence[Any] = (), recipe: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The row of a workload and a contender; raises whatever goes wrong."""
     lacking = [package for package in workload.needs if importlib.util.find_spec(package) is None]
     if lacking:
         raise NotInstalled(f"{workload.name} needs {', '.join(lacking)}, not installed")
-    make = make_maker(contender, passes)
+    make = make_maker(contender, passes, recipe)
     if device.type == "cuda":  # the same for all: tensor cores for what is left in fp32
         torch.set_float32_matmul_precision("high")
     sizes: dict[str, Any] = getattr(workload, size)

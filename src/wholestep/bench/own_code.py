@@ -19,6 +19,7 @@ from typing import Any
 
 from wholestep.bench.workload import Part, StepCall
 from wholestep.errors import BadOption
+from wholestep.schedule.recipe_file import read_recipe
 
 
 def own_contender(name: str) -> Callable[[Part, str], StepCall]:
@@ -49,15 +50,20 @@ def own_contender(name: str) -> Callable[[Part, str], StepCall]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OwnPasses:
-    """Passes from a user's file, and what tells one version of it from another."""
+    """Passes or a recipe from a user's file, and what tells one version of it from another."""
 
     passes: tuple[Any, ...]
     digest: str
+    recipe: str | None = None
+    """A file of one, in the place of passes."""
 
 
 def load_passes(path: str) -> OwnPasses:
-    """The functions marked @compiler_pass in a file, in the order in which they stand there."""
+    """The functions marked @compiler_pass in a file, in the order in which they stand there; or a recipe (`.toml`)."""
     file = Path(path)
+    if file.suffix == ".toml":
+        read_recipe(file)
+        return OwnPasses((), hashlib.sha256(file.read_bytes()).hexdigest()[:16], str(file))
     if not file.is_file():
         raise BadOption(
             f"--with {path}: there is no such file", hint="name a Python file with functions marked @compiler_pass"

@@ -136,10 +136,12 @@ def _some(names: list[str]) -> str:
 
 @contextlib.contextmanager
 def set_aside(subject: Subject) -> Iterator[None]:
-    """While the user's own code runs as a reference: no recompute, no nested compiler, torch.cond on plain tensors."""
+    """While the user's own code runs as a reference: as it was written, no recompute, no nested compiler, torch.cond on plain
+    tensors."""
     flagged = [m for m in subject.root.modules() if getattr(m, "gradient_checkpointing", None) is True]
     compiled = [m for m in subject.root.modules() if getattr(m, "_compiled_call_impl", None) is not None]
     with contextlib.ExitStack() as stack:
+        stack.enter_context(subject.edits.set_aside())
         # recomputed in the backward, a random number would be drawn without its key
         stack.enter_context(_attributes(flagged, "gradient_checkpointing", False))
         stack.enter_context(

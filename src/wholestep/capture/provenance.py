@@ -78,7 +78,7 @@ def attribute_backward(module: fx.GraphModule) -> None:
         custom = node.meta.get("custom") or {}
         if custom.get("phase") == "backward":
             origin = forward.get(node.meta.get("seq_nr", -1), {})
-            facts = {k: origin[k] for k in ("module", "source") if k in origin}
+            facts = {k: origin[k] for k in ("module", "source", "matched") if k in origin}
             node.meta["custom"] = {"phase": "backward", **facts}
 
 

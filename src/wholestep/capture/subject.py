@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from wholestep.capture import optimizers
+from wholestep.capture.edits import Edits
 from wholestep.capture.loss_scale import LossScale
 from wholestep.errors import BadLoss, BadOption, NotBuiltYet, UnsupportedModel, UnsupportedOptimizer
 from wholestep.graph.training_graph import Target
@@ -62,6 +63,8 @@ class Subject:
     """Where the trained parameters live."""
     loss_scale: LossScale | None = None
     """With precision "fp16"; its steps are skipped, and its buffers kept, where gradients are not finite."""
+    edits: Edits = dataclasses.field(default_factory=Edits)
+    """What a recipe makes of the modules while the loss is called."""
     hookless: int | None = None
     """The number that torch's next hook had when no parameter had one."""
 
@@ -118,7 +121,7 @@ def make_subject(
     dry: str | None = None,
 ) -> Subject:
     """Check the arguments of `compile` that need no batch, and name every tensor."""
-    root = _root_of(model)
+    root = root_of(model)
     if loss_fn is None:
         if not isinstance(model, nn.Module):
             raise BadLoss("loss_fn=None means model(**batch).loss, which needs a single module", hint="pass a loss_fn")
@@ -225,7 +228,8 @@ def no_loss(model: Any) -> BadLoss:
     return BadLoss(f"{type(model).__name__} returned no .loss", hint=hint)
 
 
-def _root_of(model: Any) -> nn.Module:
+def root_of(model: Any) -> nn.Module:
+    """One module that holds all that was given."""
     if isinstance(model, nn.Module):
         return model
     if isinstance(model, Mapping) and model and all(isinstance(m, nn.Module) for m in model.values()):

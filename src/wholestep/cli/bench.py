@@ -37,6 +37,9 @@ def command(
     own_passes: Annotated[
         str | None, typer.Option("--with", metavar="FILE", help="Passes of your own, after Wholestep's; a row more.")
     ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option("--recipe", metavar="FILE", help="A recipe for Wholestep; a row more.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Steps to sample after warm-up (20).")] = None,
     limit: Annotated[
         float | None, typer.Option(min=1, metavar="SECONDS", help="Begin no row that would not fit.")
@@ -71,6 +74,7 @@ def command(
       wholestep bench bert-large resnet-50 --out results.json
       wholestep bench neumf --against compile,my_package:my_step
       wholestep bench gpt2-medium --with my_pass.py
+      wholestep bench gpt2-medium --recipe recipe.toml
       wholestep bench --suite papers --out results.json
     """
     options.one_of("--suite", suite, SUITES)
@@ -84,12 +88,16 @@ def command(
         _print_papers(out, json)
         return
     if smoke:
-        if own_passes is not None or steps is not None or limit is not None:
-            raise BadOption("--smoke takes no --with, --steps or --limit", hint="leave --smoke out to measure")
+        if own_passes is not None or recipe is not None or steps is not None or limit is not None:
+            raise BadOption("--smoke takes no --with, --recipe, --steps or --limit", hint="leave --smoke out to measure")
         raise typer.Exit(
             _smoke(chosen, contenders(against, peers=("eager",), ours="wholestep-interpret"), seed or 0, out, json)
         )
     names = contenders(against, peers=PEERS, ours="wholestep")
+    if recipe is not None:
+        if own_passes is not None:
+            raise BadOption(f"--recipe {recipe} together with --with {own_passes}", hint="give one of them")
+        own_passes = options.checked_recipe(recipe)
     raise typer.Exit(
         _measure(chosen, names, own_passes, steps, limit, case_limit, out, retry, fresh, seed or 0, json, jobs)
     )

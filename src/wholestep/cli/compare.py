@@ -1,4 +1,4 @@
-"""`wholestep compare`: what moved between two results files of `wholestep bench`."""
+"""`wholestep compare`: what moved between two results files of `wholestep bench`, or what two recipes say otherwise."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ FAIL_ON = ("slower",)
 
 
 def command(
-    before: Annotated[str, typer.Argument(metavar="A.json", help="The earlier results.")],
-    after: Annotated[str, typer.Argument(metavar="B.json", help="The later ones.")],
+    before: Annotated[str, typer.Argument(metavar="A", help="The earlier results, or a recipe.")],
+    after: Annotated[str, typer.Argument(metavar="B", help="The later ones, or another recipe.")],
     fail_on: Annotated[
         str | None, typer.Option(metavar="slower", help="Exit code 1 when a row got slower, fails now or departs now.")
     ] = None,
@@ -26,15 +26,32 @@ def command(
     A time has moved when the 95 % intervals of both medians do not overlap and the medians differ by more than 2 %.
     Rows are matched by workload and system; other sizes are not compared; another GPU or version is noted.
 
+    Two recipes (.toml) are compared line by line: what is gone (-), what is new (+), what they expect otherwise (~).
+
     \b
     Examples:
       wholestep compare before.json after.json
       wholestep compare before.json after.json --fail-on slower
+      wholestep compare a.toml b.toml
     """
     options.one_of("--fail-on", fail_on, FAIL_ON)
+    if Path(before).suffix == ".toml" or Path(after).suffix == ".toml":
+        _compare_recipes(Path(before), Path(after), json)
+        return
     from wholestep.bench.compare import compare, comparison_text
     from wholestep.bench.results import load
 
     found = compare(load(Path(before)), load(Path(after)))
     typer.echo(json_text.dumps(found.to_json(), indent=1) if json else comparison_text(found))
     raise typer.Exit(1 if fail_on == "slower" and found.slower else 0)
+
+
+def _compare_recipes(before: Path, after: Path, json: bool) -> None:
+    from wholestep.schedule.recipe_file import compared, read_recipe
+
+    found = compared(read_recipe(before), read_recipe(after))
+    if json:
+        kinds = {"-": "gone", "+": "new", "~": "expected"}
+        typer.echo(json_text.dumps([{"what": kinds[text[0]], "line": text[2:]} for text in found], indent=1))
+    else:
+        typer.echo("\n".join(found) or "no difference")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wholestep.errors import BadOption, NotBuiltYet
+from wholestep.errors import BadOption
 
 if TYPE_CHECKING:
     from wholestep.graph.plan import Plan
@@ -37,6 +37,9 @@ Memory = Annotated[
 PlanFile = Annotated[
     Path | None, typer.Option("--plan", metavar="FILE", help="A plan that `wholestep plan --out FILE` wrote.")
 ]
+RecipeFile = Annotated[
+    Path | None, typer.Option("--recipe", metavar="FILE", help="How the model runs, verb by verb, as a file.")
+]
 Backend = Annotated[
     str | None,
     typer.Option(metavar="|".join(BACKENDS), help="Compile (inductor, the default), or run operator by operator."),
@@ -58,10 +61,14 @@ def one_of(option: str, value: str | None, known: Sequence[str]) -> None:
         )
 
 
-def refuse_unbuilt(*, recipe: str | None = None) -> None:
-    """A recipe has nothing to go to yet."""
-    if recipe is not None:
-        raise NotBuiltYet(f"--recipe {recipe}: recipes are not part of this version", hint="leave --recipe out")
+def checked_recipe(path: str | Path | None) -> str | None:
+    """The recipe's file, found to be one before a model is built; what it says is held against the model later."""
+    if path is None:
+        return None
+    from wholestep.schedule.recipe_file import read_recipe
+
+    read_recipe(Path(path))
+    return str(path)
 
 
 def checked(*, precision: str | None = None, backend: str | None = None) -> None:

@@ -38,6 +38,7 @@ def command(
         str | None, typer.Option(metavar="BYTES", help="A budget such as 40GiB; the whole card when not given.")
     ] = None,
     precision: options.Precision = None,
+    recipe: options.RecipeFile = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan here, as TOML.")] = None,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time against memory here.")] = None,
     peers: Annotated[
@@ -62,6 +63,7 @@ def command(
       wholestep plan llama-1b --batch 8 --seq 2048 --device h200 --memory 26GiB
       wholestep plan bert-large --batch 64 --device rtx4090 --out plan.toml
       wholestep plan gpt2-medium --device 24GiB --svg frontier.svg
+      wholestep plan gpt-10m --recipe recipe.toml --out plan.toml
       wholestep plan hf:llama --set num_hidden_layers=8 --batch 4 --seq 1024 --json
     """
     options.checked(precision=precision)
@@ -85,6 +87,7 @@ def command(
         precision=precision,
         target=target,
         budget_bytes=budget,
+        recipe=options.checked_recipe(recipe),
     )
     fit = will_it_fit(question, passes=passes, check_batch=check_batch, tell=_tell)
     _tell("")

@@ -24,6 +24,7 @@ def command(
     precision: options.Precision = None,
     memory: options.Memory = None,
     plan: options.PlanFile = None,
+    recipe: options.RecipeFile = None,
     disable: options.Disable = None,
     dump: options.Dump = None,
 ) -> None:
@@ -42,7 +43,7 @@ def command(
     if (memory or plan) and stage in ("captured", "prepared"):
         given = f"--memory {memory}" if memory else f"--plan {plan}"
         raise BadOption(f"{given} with --stage {stage}, which comes before it", hint="use --stage planned or lowered")
-    planned = options.read_plan(plan)
+    planned, chosen = options.read_plan(plan), options.checked_recipe(recipe)
     passes = options.pipeline(disable)
     folder = options.checked_dump(dump)
     from wholestep.api import compile as compile_step
@@ -60,7 +61,8 @@ def command(
     }
     step = compile_step(
         job.model, job.loss_fn, job.optimizer, job.batches.batch(0), backend="interpret", check="off", dump=folder, verbose=False,
-        passes=run[stage], memory=memory, plan=options.fitting_plan(planned, job.settings), **job.compile_options,
+        passes=run[stage], memory=memory, plan=options.fitting_plan(planned, job.settings), recipe=chosen,
+        **job.compile_options,
     )  # fmt: skip
     if step.graph is None:
         typer.echo("nothing was captured: " + "; ".join(map(str, step.falls)), err=True)

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 ASKED = (
     "model", "sets", "data", "batch", "seq", "precision", "steps", "seed", "init", "backend", "disable", "memory", "plan",
-    "nonfinite", "save_every",
+    "recipe", "nonfinite", "save_every",
 )  # fmt: skip
 """Kept in run.json and taken from there by --resume, unless it is given again."""
 KINDS: dict[str, type] = {"sets": list, "disable": list, "init": bool} | dict.fromkeys(
     ("batch", "seq", "steps", "seed", "save_every"), int
 )
 """What they are in run.json; the others are texts."""
-OF_THIS_CALL = ("out", "resume", "recipe", "dump", "quiet", "json")
+OF_THIS_CALL = ("out", "resume", "dump", "quiet", "json")
 """The rest: where the run is, and what is shown or written of it besides."""
 MADE_OF = ("sets", "data", "batch", "seq", "precision", "steps", "init")
 """Those that `make_job` takes by the same name."""
@@ -64,7 +64,7 @@ def command(
     ] = None,
     memory: options.Memory = None,
     plan: options.PlanFile = None,
-    recipe: Annotated[str | None, typer.Option(metavar="FILE", help="A recipe; not part of this version.")] = None,
+    recipe: options.RecipeFile = None,
     backend: options.Backend = None,
     disable: options.Disable = None,
     dump: options.Dump = None,
@@ -85,9 +85,10 @@ def command(
       wholestep train my_package.training:setup --out runs/mine
       wholestep train llama-1b --memory 26GiB
       wholestep train llama-1b --plan plan.toml
+      wholestep train gpt-1m --recipe recipe.toml
       wholestep train --resume --steps 2000
     """
-    options.refuse_unbuilt(recipe=recipe)
+    options.checked_recipe(recipe)
     options.checked(precision=precision, backend=backend)
     options.checked_memory(memory, plan)
     options.one_of("--nonfinite", nonfinite, ("stop", "skip"))
@@ -96,6 +97,7 @@ def command(
         "model": model, "sets": sets or None, "data": data, "batch": batch, "seq": seq, "precision": precision, "steps": steps,
         "seed": seed, "init": init or None, "backend": backend, "disable": disable or None,
         "memory": memory, "plan": None if plan is None else str(plan.absolute()), "nonfinite": nonfinite, "save_every": save_every,
+        "recipe": None if recipe is None else str(recipe.absolute()),
     }  # fmt: skip
     outcome, request = run(given, out=out, resume=resume, dump=dump, quiet=quiet, to_stderr=json)
     report(outcome, request, quiet=quiet, json=json)
@@ -119,6 +121,7 @@ def run(
     where = options.checked_dump(dump)
     passes = options.pipeline(request["disable"])
     plan = options.read_plan(request["plan"])
+    options.checked_recipe(request["recipe"])
     from wholestep.cli.display import make_display
     from wholestep.train.loop import train
 
@@ -126,7 +129,7 @@ def run(
     job = _job(request, given, folder)
     request["model"] = request["model"] or job.name
     extra: dict[str, Any] = {} if passes is None else {"passes": passes}
-    extra |= {"plan": options.fitting_plan(plan, job.settings), "memory": request["memory"]}
+    extra |= {"plan": options.fitting_plan(plan, job.settings), "memory": request["memory"], "recipe": request["recipe"]}
     if not quiet:
         display.say(f"{job.name}: {_parameters(job.model):,} parameters; data {job.batches.describe()}")
     outcome = train(

@@ -2,7 +2,8 @@
 
 A key is the module path with the number of its layer replaced by `*`, the operator, and from the second on a number
 (`/add#1`), counted per module in forward order. Decisions about memory are made and written down in these names: 24 equal
-layers share one, and a plan survives renamed nodes. `key@12` in a plan means the first 12 of the equal layers.
+layers share one, and a plan survives renamed nodes. `key@12` in a plan means the first 12 of the equal layers, `key@[0,4,8]`
+those.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import fx
 
@@ -35,10 +37,31 @@ def value_keys(graph: TrainingGraph) -> dict[fx.Node, str]:
     return found
 
 
-def split_key(key: str) -> tuple[str, int | None]:
-    """`layers.*.mlp/gelu@12` -> (`layers.*.mlp/gelu`, 12); None stands for all layers."""
-    found = re.fullmatch(r"(.*)@(\d+)", key)
-    return (key, None) if found is None else (found[1], int(found[2]))
+def split_key(key: str) -> tuple[str, Sequence[int] | None]:
+    """`layers.*.mlp/gelu@12` -> (`layers.*.mlp/gelu`, range(12)), and `@[0,4]` -> (0, 4); None stands for all layers."""
+    found = re.fullmatch(r"(.*)@(?:(\d+)|\[(\d+(?:, ?\d+)*)\])", key)
+    if found is None:
+        return key, None
+    return found[1], range(int(found[2])) if found[2] else tuple(map(int, found[3].split(",")))
+
+
+def joined_key(base: str, wanted: Collection[int], layers: int) -> str:
+    """The other way round: the key that means these of so many equal layers."""
+    chosen = sorted(wanted)
+    if len(chosen) == layers:
+        return base
+    if chosen == list(range(len(chosen))):
+        return f"{base}@{len(chosen)}"
+    return f"{base}@[{','.join(map(str, chosen))}]"
+
+
+def layer_ranks(keys: Mapping[fx.Node, str], layers: Mapping[fx.Node, str]) -> dict[str, dict[str | None, int]]:
+    """Key -> its layers, numbered in the order of the forward pass."""
+    found: dict[str, dict[str | None, int]] = {}
+    for node, key in keys.items():
+        numbered = found.setdefault(key, {})
+        numbered.setdefault(layers.get(node), len(numbered))
+    return found
 
 
 def starred(module: str, layer: str | None) -> str:

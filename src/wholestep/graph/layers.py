@@ -55,8 +55,12 @@ def layers_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
 def part_of(node: fx.Node, layers: dict[fx.Node, str], previous: Part | None) -> Part:
     """The part a node belongs to, given that of the node before it; a node that does not know its module stays there.
 
-    Outside layers forward and backward are one: the loss and its gradient fuse.
+    Outside layers forward and backward are one: the loss and its gradient fuse. What is marked as a region (passes/mark_regions.py)
+    is a part of its own.
     """
+    region = (node.meta.get("custom") or {}).get("region")
+    if region is not None:
+        return phase_of(node), region
     phase = "update" if phase_of(node) == "update" else "step" if node not in layers else phase_of(node)
     if previous is not None and module_of(node) is None and _same_phase(previous[0], phase_of(node)):
         return previous

@@ -50,6 +50,11 @@ class Plan:
     kernel: Mapping[str, str] = _field({})
     """Value, module path or pattern -> the implementation it takes (`*.attn` -> `flash`); all others are measured. `step.plan` has
     what was chosen. Implementations round differently, and compute the same."""
+    fuse: tuple[str, ...] = ()
+    """Module paths or patterns, each compiled as a region of its own; `matched: ...` for operators that a recipe's line matched."""
+    replace: Mapping[str, str] = _field({})
+    """What a recipe put in the place of modules or operators: place -> what computes there. A plan with such entries is used
+    together with the recipe, which carries them out."""
     reasons: Mapping[str, str] = _field({})
     """Value -> why: bytes freed, what it is made from, what that costs."""
     made_for: Mapping[str, Any] = _field({})

@@ -39,13 +39,13 @@ def plan_text(plan: Plan) -> str:
         if isinstance(value, Mapping):
             if value or field.name in ALWAYS:
                 tables += ["", f"[{field.name}]"]
-                tables += [f"{_value(str(k))} = {_value(v)}" for k, v in value.items() if v is not None]
+                tables += [f"{toml_value(str(k))} = {toml_value(v)}" for k, v in value.items() if v is not None]
         elif isinstance(value, tuple):
             if value or field.name in ALWAYS:
                 lines += ["", f"{field.name} = [", *(f"  {_listed(name, plan)}" for name in value), "]"]
         elif value is not None:
             shown = f"{show_bytes(value)} " if field.name.endswith("_bytes") else ""
-            lines.append(f"{field.name} = {_value(value)}  # {shown}{says}")
+            lines.append(f"{field.name} = {toml_value(value)}  # {shown}{says}")
     lines += tables
     lines += ["", f"[end.{_check(plan)}]"]
     lines += ["# The file is whole. The number is of chunked_loss and precision: write [end] when you edit them."]
@@ -55,7 +55,7 @@ def plan_text(plan: Plan) -> str:
 def _listed(name: str, plan: Plan) -> str:
     """A value in a list, with the reason beside it."""
     why = _one_line(plan.reasons.get(name, ""))
-    return f"{_value(name)}," + (f"  # {why}" if why else "")
+    return f"{toml_value(name)}," + (f"  # {why}" if why else "")
 
 
 def write_plan(plan: Plan, path: Path) -> None:
@@ -95,7 +95,7 @@ def _checked(plan: Plan) -> Plan:
             raise BadOption(f"{field.name} = {value!r}", hint=f"it must be {kinds[0].__name__}")
     if isinstance(plan.budget_bytes, int) and plan.budget_bytes <= 0:
         raise BadOption(f"budget_bytes = {plan.budget_bytes}", hint="it must be positive")
-    for table in ("precision", "layout", "kernel", "reasons"):
+    for table in ("precision", "layout", "kernel", "replace", "reasons"):
         odd = next((key for key, value in getattr(plan, table).items() if not isinstance(value, str)), None)
         if odd is not None:
             raise BadOption(f"{table}.{odd} = {getattr(plan, table)[odd]!r}", hint="write it in quotes")
@@ -136,12 +136,12 @@ def _check(plan: Plan) -> str:
     return f"{zlib.crc32(json.dumps(listed).encode()):08x}"
 
 
-def _value(value: Any) -> str:
+def toml_value(value: Any) -> str:
     """A TOML value; JSON writes strings, numbers and booleans the same way."""
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_value(str(k))} = {_value(v)}" for k, v in value.items() if v is not None) + " }"
+        return "{ " + ", ".join(f"{toml_value(str(k))} = {toml_value(v)}" for k, v in value.items() if v is not None) + " }"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_value(entry) for entry in value if entry is not None) + "]"
+        return "[" + ", ".join(toml_value(entry) for entry in value if entry is not None) + "]"
     if isinstance(value, (bool, int, float)):
         return json.dumps(value)
     # DEL is a control character to TOML and none to JSON

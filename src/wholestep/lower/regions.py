@@ -114,6 +114,8 @@ def _is_worth_compiling(body: list[fx.Node]) -> bool:
     work = [node for node in body if not is_cheap_view(node)]
     if len(work) > MAX_UPDATE_OPERATIONS and all(phase_of(node) == "update" for node in work):
         return False
+    if any((node.meta.get("custom") or {}).get("region") for node in work):  # asked for
+        return True
     # An operator with a decomposition is a dozen operators that want to be one kernel.
     return len(work) >= MIN_REGION_OPERATIONS or any(record_of(node).decomposition for node in work)
 

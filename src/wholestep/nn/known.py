@@ -55,11 +55,11 @@ class Swap:
     note: str = ""
 
 
-def recognise(module: nn.Module) -> Swap | str | None:
-    """What may be done with a module; text is the reason why nothing is."""
+def recognise(module: nn.Module, *, planned: bool = False) -> Swap | str | None:
+    """What may be done with a module; text is the reason why nothing is. `planned`: it may be without data, on the meta device."""
     found = _recognised(module)
     if isinstance(found, Swap):
-        return _obstacle(module) or found
+        return _obstacle(module, planned) or found
     return found
 
 
@@ -136,7 +136,7 @@ def _probed(module: nn.Module, *styles: str) -> Swap | str:
     return reasons[0]
 
 
-def _obstacle(module: nn.Module) -> str | None:
+def _obstacle(module: nn.Module, planned: bool = False) -> str | None:
     """What forbids changing the class of this instance."""
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance (a hook of accelerate, or a patch)"
@@ -145,6 +145,6 @@ def _obstacle(module: nn.Module) -> str | None:
     for p in module.parameters():
         if type(p).__name__ == "DTensor" or type(p.data).__name__ == "DTensor":
             return "its parameters are sharded already: convert before fully_shard"
-        if p.device.type == "meta":
+        if p.device.type == "meta" and not planned:
             return "its parameters are on the meta device: convert after they are materialised"
     return None

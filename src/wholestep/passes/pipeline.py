@@ -80,6 +80,8 @@ TABLE: tuple[PassRow, ...] = (
         "last: what the others left unread goes, so that the planner sees only what runs"),
     PassRow("take_kernels", "apply", "attentions and chunked losses take the implementation that the plan names",
         "before recompute, whose copies are to take the same"),
+    PassRow("mark_regions", "apply", "what the plan fuses becomes a region of its own",
+        "before recompute, whose copies belong to the region of what they repeat"),
     PassRow("recompute", "apply", "what the plan does not keep is made again in the backward",
         "after all that reads the names of values; after it nothing may merge equal ones"),
     PassRow("update_early", "apply", "each layer updated right behind its backward",
@@ -189,6 +191,10 @@ class Pipeline:
         """All passes as plain ones: those of the apply part close over `plan` and follow the others."""
         return Pipeline([*self.passes, *(_closed_over(one, plan) for one in self.apply)])
 
+    def settled(self, settle: Callable[[Plan, TrainingGraph], Plan]) -> Pipeline:
+        """The same, which carries out what `settle` makes of a plan for a graph."""
+        return _Settled(self.passes, self.apply, settle)
+
     def carry_out(self, graph: TrainingGraph, plan: Plan) -> TrainingGraph:
         """Only the passes of the apply part, on a prepared graph."""
         for one in self.apply:
@@ -260,6 +266,19 @@ class Pipeline:
             capture.update, more = Pipeline(of_updates).run(capture.update)
             notes += more
         return notes
+
+
+class _Settled(Pipeline):
+    """A pipeline that has the last word on plans."""
+
+    def __init__(
+        self, passes: Sequence[Pass], apply: Sequence[ApplyPass], settle: Callable[[Plan, TrainingGraph], Plan]
+    ) -> None:
+        super().__init__(passes, apply)
+        self.settle = settle
+
+    def carry_out(self, graph: TrainingGraph, plan: Plan) -> TrainingGraph:
+        return super().carry_out(graph, self.settle(plan, graph))
 
 
 def _closed_over(one: ApplyPass, plan: Plan) -> Pass:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from wholestep.errors import BadOption
-from wholestep.graph.keys import split_key, value_keys
+from wholestep.graph.keys import layer_ranks, split_key, value_keys
 from wholestep.graph.layers import layers_of
 from wholestep.graph.plan import Plan
 from wholestep.graph.segments import backward_segments
@@ -42,8 +42,8 @@ class _Rewrite:
         self.keys = value_keys(graph)
         self.layers = layers_of(graph.graph.nodes)
         self.chosen = dict(map(split_key, chosen))
-        """Key -> in how many of the equal layers, from the first; None in all."""
-        self.ranks = _ranks(self.keys, self.layers)
+        """Key -> in which of the equal layers; None in all."""
+        self.ranks = layer_ranks(self.keys, self.layers)
         self.place = {node: index for index, node in enumerate(graph.graph.nodes)}
         self.copies: dict[tuple[str, fx.Node], fx.Node] = {}
         """(backward of which layer, node of the forward pass) -> its copy there."""
@@ -79,8 +79,8 @@ class _Rewrite:
         key = self.keys[value]
         if key not in self.chosen:
             return False
-        most = self.chosen[key]
-        return most is None or self.ranks[key][self.layers.get(value)] < most
+        wanted = self.chosen[key]
+        return wanted is None or self.ranks[key][self.layers.get(value)] in wanted
 
     def _copy(self, wanted: list[fx.Node], segment: str, before: fx.Node) -> None:
         """Copies of `wanted` and of all they need that is not kept, in the order of the forward pass."""
@@ -109,23 +109,13 @@ def _maker(value: fx.Node) -> fx.Node:
     return value.args[0] if value.target is operator.getitem else value  # type: ignore[return-value]
 
 
-def _ranks(keys: dict[fx.Node, str], layers: dict[fx.Node, str]) -> dict[str, dict[str | None, int]]:
-    """Key -> its layers, numbered in the order of the forward pass."""
-    found: dict[str, dict[str | None, int]] = {}
-    for node, key in keys.items():
-        numbered = found.setdefault(key, {})
-        numbered.setdefault(layers.get(node), len(numbered))
-    return found
-
-
 def _refuse_unknown(chosen: tuple[str, ...], known: Mapping[str, Mapping[str | None, int]]) -> None:
     for key in sorted(chosen):
-        base, most = split_key(key)
+        base, wanted = split_key(key)
         if base not in known:
             near = difflib.get_close_matches(base, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "the plan was made for another model or version: plan again"
             raise BadOption(f"the plan recomputes {key!r}, which the step does not compute", hint=hint)
-        if most is not None and not 0 < most <= len(known[base]):
-            raise BadOption(
-                f"the plan recomputes {key!r}, and there are {len(known[base])} such layers", hint=f"leave @{most} out"
-            )
+        if wanted is not None and (not wanted or max(wanted) >= len(known[base])):
+            hint = f"leave {key[len(base) :]} out"
+            raise BadOption(f"the plan recomputes {key!r}, and there are {len(known[base])} such layers", hint=hint)

@@ -41,7 +41,7 @@ def backward(
     if subject.optimizer is not None and not done:
         clear_gradients(subject.optimizer)
     for batch in batches:
-        with autocast_for(subject):
+        with subject.edits.applied(), autocast_for(subject):
             loss, aux = check_loss((loss_fn or subject.loss_fn)(subject.model, batch))
         weight = aux.get("weight")
         if count == 1:

@@ -76,6 +76,9 @@ def explain(step: Step) -> str:
             f"graph      {sum(phases.values())} operations ({counted}), {done} in {step.seconds['capture']:.1f} s"
         )
         lines.append(f"inputs     {listed}")
+        if step.options.recipe is not None:
+            recipe = step.options.recipe
+            lines.append(f"recipe     {len(recipe)} lines of {recipe.source}")
         if step.plan is not None and step.plan.recompute:
             lines.append(f"plan       {told(step.plan)}")
         precisions = summary(graph)

@@ -52,6 +52,8 @@ class Question:
     target: Card
     budget_bytes: int
     """Of the card."""
+    recipe: str | None = None
+    """The file of one: what it says is part of every plan."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +159,8 @@ class CapturedStep:
     passes: Pipeline
     """Those of its apply part carry a plan out."""
     seconds: dict[str, float]
+    settle: Callable[[Plan, TrainingGraph], Plan] = lambda plan, graph: plan
+    """A plan -> that plan with what a recipe says written over it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -187,7 +191,7 @@ def captured_step(
         raise BadOption(f"{device.title} has no units for {precision}", hint=f"use --precision fp32; it has {has}")
     built = time.perf_counter()
     tell(f"capturing the step{f' at batch {batch}' if batch else ''}, without data")
-    options = Options(passes=passes, **job.compile_options)
+    options = Options(passes=passes, recipe=question.recipe, **job.compile_options)
     with compat.no_collection():
         compiler = compiler_for(
             job.model, job.loss_fn, job.optimizer, options, job.example, dry="cuda" if on_gpu else "cpu"
@@ -195,7 +199,9 @@ def captured_step(
         captured = capture_dry(compiler.subject, job.example)
         compiler.prepare(captured)
     took = {"model": built - began, "capture": time.perf_counter() - built}
-    return CapturedStep(job, captured, compiler.pipeline, took)
+    if compiler.scheduled is None:
+        return CapturedStep(job, captured, compiler.pipeline, took)
+    return CapturedStep(job, captured, compiler.settled_pipeline, took, compiler.scheduled.settle)
 
 
 def _planned(question: Question, step: CapturedStep) -> _Planned:
@@ -205,10 +211,18 @@ def _planned(question: Question, step: CapturedStep) -> _Planned:
     allowed = peak_for_card(question.budget_bytes) if question.target.is_gpu else question.budget_bytes
     near = allowed - state_bytes(step.captured.update)
     points = plans_of(step.captured.graph, question.target.device, step.passes, targets=targets, near=near)
+    points = [_settled(point, step) for point in points]
     if step.captured.update is not None:
         points = _with_state(points, step.captured.update)
     cards = [on_the_card(point.peak_bytes, question.target) for point in points]
     return _Planned(points, cards, time.perf_counter() - began)
+
+
+def _settled(point: Point, step: CapturedStep) -> Point:
+    """A point whose plan says what the recipe says."""
+    plan = step.settle(point.plan, step.captured.graph)
+    beside = "" if plan.recompute == point.plan.recompute else "; the recipe decides about the rest"
+    return dataclasses.replace(point, plan=plan, change=point.change + beside)
 
 
 def plans_of(

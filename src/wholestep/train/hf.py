@@ -38,7 +38,7 @@ from wholestep.runtime.step import Step
 
 STATE_FILE = "wholestep_step.json"
 """In a checkpoint: seed and count of the Step, from which dropout draws."""
-OPTIONS = ("backend", "check", "cuda_graph", "dump", "dynamic", "memory", "passes", "plan", "seed", "verbose")
+OPTIONS = ("backend", "check", "cuda_graph", "dump", "dynamic", "memory", "passes", "plan", "recipe", "seed", "verbose")
 _ARGUMENT_INSTEAD = {
     "precision": "bf16=True or fp16=True", "accumulate": "gradient_accumulation_steps", "clip_norm": "max_grad_norm",
 }  # fmt: skip

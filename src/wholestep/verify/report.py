@@ -50,11 +50,13 @@ class Departure:
     tolerance: float
     guilty_pass: str | None = None
     """The pass (or `lower_inductor`) without which the step holds; None when the captured graph itself departs."""
+    guilty_verb: str | None = None
+    """The line of a recipe without which the step holds."""
 
     def __str__(self) -> str:
         place = self.module or ("the loss function" if self.kind in ("random", "loss", "aux") else "the root module")
         what = "its output" if self.kind == "output" else f"{self.kind} {self.name}"
-        cause = f", made by {self.guilty_pass}" if self.guilty_pass else ""
+        cause = f", made by {self.guilty_verb or self.guilty_pass}" if self.guilty_verb or self.guilty_pass else ""
         return f"{place}: {what} is off by {self.error:.3g} (allowed {self.tolerance:.3g}) at step {self.step}{cause}"
 
 

@@ -14,14 +14,18 @@ from typing import Any
 from torch.optim import Optimizer
 
 from wholestep.capture.batch import split_batch
-from wholestep.capture.subject import Subject
+from wholestep.capture.subject import Subject, root_of
 from wholestep.capture.undo import RandomStates
 from wholestep.compiler import compiler_for
-from wholestep.errors import BadBatch
+from wholestep.errors import BadBatch, BadOption, UnsupportedModel
 from wholestep.options import options_of
+from wholestep.schedule import Recipe, recipe_of
+from wholestep.verify.by_verb import verify_by_verb
 from wholestep.verify.report import Report
 from wholestep.verify.side_by_side import Batch, SideBySide
 from wholestep.verify.state import StateCopy
+
+BY_VERB = ("blame", "each")
 
 
 def verify(
@@ -31,8 +35,9 @@ def verify(
     batches: Any,
     *,
     steps: int = 5,
-    edge_batches: Sequence[Any] = (),
+    edge_batches: Sequence[Any] | None = None,
     eval_too: bool = True,
+    by_verb: str | None = None,
     **options: Any,
 ) -> Report:
     """Train a few steps beside eager PyTorch, and compare losses, aux, gradients, buffers and updates.
@@ -45,12 +50,25 @@ def verify(
         steps: train steps; the first step that fails is the last one run.
         edge_batches: run once each after them, for example rows that are all padding.
         eval_too: one more step with all modules in eval mode.
+        by_verb: with recipe=, "blame" looks for the wrong verb where anything differs, "each" checks after each verb; awkward
+            batches are then made of the first one, unless `edge_batches` are given.
         options: all of `wholestep.compile`; the program that is compared is the one it would run, planned for the budget where
             there is one (the references beside it take what they need). Recording it as a CUDA graph replays the same kernels
             and is not part of the comparison; `check` and `cache` have nothing to do here.
 
     Model, optimizer, random generators and the Python values that `loss_fn` can reach are as before when it returns.
     """
+    if by_verb is not None:
+        if by_verb not in BY_VERB or options.get("recipe") is None:
+            raise BadOption(f"by_verb={by_verb!r}", hint="use 'blame' or 'each', together with recipe=")
+
+        def of(recipe: Recipe, edges: Sequence[Any]) -> Report:
+            own = {**options, "recipe": recipe}
+            return verify(model, loss_fn, optimizer, batches, steps=steps, edge_batches=edges, eval_too=eval_too, **own)
+
+        recipe, root, each = recipe_of(options["recipe"]), root_of(model), by_verb == "each"
+        return verify_by_verb(of, root, batches, recipe, each=each, edge_batches=edge_batches)
+    edge_batches = edge_batches or ()
     chosen = options_of(options)
     listed = batches if isinstance(batches, list) else [batches]
     if not listed:
@@ -65,6 +83,9 @@ def verify(
     finally:
         kept.restore()
         randomness.restore()
+    if report.rung == "eager" and compiler.scheduled is not None and len(compiler.scheduled.recipe):
+        reason = f": {report.falls[0]}" if report.falls else ""
+        raise UnsupportedModel(f"nothing was captured, so that a recipe cannot be verified{reason}")
     return report
 
 

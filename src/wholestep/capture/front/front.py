@@ -80,7 +80,8 @@ class Front:
             with torch.inference_mode(False), torch.enable_grad():
                 return self(batch, run, known_only=known_only)
         try:
-            return self._call(batch, run, known_only)
+            with self.subject.edits.applied():
+                return self._call(batch, run, known_only)
         finally:
             detach_parts()
 
@@ -162,7 +163,7 @@ class Front:
 
         def take(graph: fx.GraphModule) -> Callable[..., Any]:
             try:
-                made.append(LossGraph(graph))
+                made.append(LossGraph(graph, self._rewritten))
             except (WholestepError, CaptureRefused) as error:  # raised here, Dynamo would wrap it
                 failed.append(error)
             return lambda *args: self._run(made[0], args)  # type: ignore[misc]
@@ -198,6 +199,12 @@ class Front:
         self._insert(entry)
         self._note_loggers()
         return entry
+
+    def _rewritten(self, graph: fx.GraphModule) -> None:
+        """Dynamo's graph as a recipe wants it, in place."""
+        paths = {id(module): path for path, module in self.subject.root.named_modules()}
+        for rewrite in self.subject.edits.rewrites:
+            rewrite(graph, paths)
 
     def specialise(self, refused: CaptureRefused) -> bool:
         """Where an operator takes Python numbers only, every value of one gets a graph of its own from now on; False where that

@@ -21,7 +21,7 @@ from torch import fx
 from wholestep import compat
 from wholestep.capture.front import traced as marks
 from wholestep.capture.front.numbers import Argument, HostPart, split_numbers
-from wholestep.capture.front.replay import Assumed, Replay, Watcher, target_name, user_line
+from wholestep.capture.front.replay import MATCHED, Assumed, Replay, Watcher, target_name, user_line
 from wholestep.errors import BadLoss, CaptureRefused
 
 LOSS, AUX, KEPT, NUMBER, NOTHING = "loss", "aux", "kept", "number", "nothing"
@@ -54,8 +54,11 @@ class Replayed:
 class LossGraph:
     """One graph of Dynamo's, independent of Dynamo from here on."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(
+        self, module: fx.GraphModule, rewrite: Callable[[fx.GraphModule], None] = lambda module: None
+    ) -> None:
         self.module = _copied(module)  # Dynamo reads its own graph again after the backend
+        rewrite(self.module)
         placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         self.arguments = _arguments(placeholders)
         _check_marks(self.module)
@@ -297,7 +300,7 @@ def _described(module: fx.GraphModule) -> Iterator[str]:
     for node in module.graph.nodes:
         target = _described_target(module, node)
         paths = [entry[0] for entry in (node.meta.get("nn_module_stack") or {}).values()]
-        yield f"{node.op} {target} {one(node.args)} {one(node.kwargs)} {paths[-1:]}"
+        yield f"{node.op} {target} {one(node.args)} {one(node.kwargs)} {paths[-1:]}{node.meta.get(MATCHED, '')}"
 
 
 def _described_target(module: fx.GraphModule, node: fx.Node) -> str:

@@ -28,6 +28,9 @@ from wholestep.capture.modes import is_user_file
 from wholestep.capture.sites import TooFewKeys
 from wholestep.errors import CaptureRefused, WholestepError
 
+MATCHED = "matched"
+"""In the facts of a node: the line of a recipe whose pattern it is part of."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Assumed:
@@ -93,7 +96,8 @@ class Replay(fx.Interpreter):
     def _run_noted(self, n: fx.Node, stack: Mapping[str, Any]) -> Any:
         path = self._path(stack)
         source = self._source(n.meta.get("stack_trace"))
-        facts = {k: v for k, v in (("module", path), ("source", source)) if v}
+        named = (("module", path), ("source", source), (MATCHED, n.meta.get(MATCHED)))
+        facts = {k: v for k, v in named if v}
         with compat.annotate(**facts) if facts else contextlib.nullcontext():
             try:
                 value = super().run_node(n)
@@ -114,11 +118,7 @@ class Replay(fx.Interpreter):
                 self.calls[inner + _call_suffix(key)] = n
 
     def _path(self, stack: Mapping[str, Any]) -> str:
-        for key in reversed(list(stack)):
-            path = self.paths.get(_module_id(key))
-            if path is not None:
-                return path
-        return ""
+        return path_of(stack, self.paths)
 
     def _source(self, trace: str | None) -> str | None:
         if not trace:
@@ -325,6 +325,15 @@ def user_line(trace: str) -> str | None:
         if is_user_file(name):
             return f"{os.path.basename(name)}:{line}"
     return None
+
+
+def path_of(stack: Mapping[str, Any], paths: Mapping[int, str]) -> str:
+    """The path of the innermost module that is known, of a node's `nn_module_stack`."""
+    for key in reversed(list(stack)):
+        path = paths.get(_module_id(key))
+        if path is not None:
+            return path
+    return ""
 
 
 def _module_id(key: str) -> int:

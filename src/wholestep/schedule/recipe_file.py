@@ -1,0 +1,144 @@
+"""Recipes as files: TOML that a person writes, one line a verb: `{ recompute = "layers.*", ratio = 0.5 },`.
+
+In and out: a Recipe. Reading is strict: an unknown verb or argument is one clear line with the nearest name. `[expects]` says what
+the lines were written for; where a model has changed, what no longer matches is named, and a place that is gone is an error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from wholestep.errors import BadOption, WholestepError, WholestepWarning
+from wholestep.graph.plan_file import toml_value
+from wholestep.schedule import verbs  # noqa: F401 - registers them
+from wholestep.schedule.modules import Modules
+from wholestep.schedule.recipe import FORMAT, Recipe
+from wholestep.schedule.verb import VERBS, make, nearest
+
+HEAD = """\
+# A recipe of Wholestep: how a model runs, one verb a line. Use it with: wholestep train MODEL --recipe FILE
+# `layers.*` is every module of a list. What each verb takes: wholestep.schedule(model).help("recompute")
+"""
+END = "end"
+"""The last table of a file, so that one that was cut off is noticed."""
+
+
+def recipe_text(recipe: Recipe) -> str:
+    """The file."""
+    lines = [HEAD, f"format = {FORMAT}", "verbs = ["]
+    for line in recipe:
+        pairs = ", ".join(f"{name} = {toml_value(value)}" for name, value in line.to_table().items())
+        lines.append(f"  {{ {pairs} }},")
+    lines += ["]", "", "[expects]"]
+    lines += [f"{toml_value(at)} = {toml_value(found)}" for at, found in recipe.expects.items()]
+    return "\n".join([*lines, "", f"[{END}]"]) + "\n"
+
+
+def write_recipe(recipe: Recipe, path: Path) -> None:
+    text = recipe_text(recipe)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadOption(f"{path}: {error.strerror or error}", hint="name a file that can be written") from error
+
+
+def read_recipe(path: Path) -> Recipe:
+    """The recipe in a file; it is not held against a model yet."""
+    try:
+        import tomllib
+    except ImportError as error:  # Python 3.10
+        raise WholestepError("a recipe needs Python 3.11 or newer, which reads TOML") from error
+    if not path.is_file():
+        raise BadOption(f"there is no recipe {path}", hint="write one with: wholestep.schedule(model).save(FILE)")
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
+        raise BadOption(f"{path} is no recipe: {' '.join(str(error).split())}") from error
+    try:
+        return _from_table(table, path.name)
+    except BadOption as error:
+        raise BadOption(f"{path}: {error.what}", hint=error.hint) from None
+
+
+def _from_table(table: dict[str, Any], source: str) -> Recipe:
+    known = ("format", "verbs", "expects", END)
+    for name in table:
+        if name not in known:
+            hint = "plans are given by --plan" if name in ("recompute", "made_for") else nearest(name, list(known), "")
+            raise BadOption(f"a recipe with an unknown field {name!r}", hint=hint or f"fields are {', '.join(known)}")
+    if table.get("format") != FORMAT:
+        raise BadOption(f"a recipe of format {table.get('format')!r}", hint=f"this version reads format {FORMAT}")
+    if table.get(END) != {}:
+        raise BadOption("the recipe is not whole", hint=f"a recipe ends in a line [{END}]")
+    rows, expects = table.get("verbs", []), table.get("expects", {})
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and row for row in rows):
+        raise BadOption(
+            "verbs is no list of tables", hint='write lines such as { recompute = "layers.*", ratio = 0.5 },'
+        )
+    if not isinstance(expects, dict) or not all(isinstance(value, str) for value in expects.values()):
+        raise BadOption("expects is no table of texts", hint="leave it out where the recipe is written by hand")
+    return Recipe(tuple(_line(i, row) for i, row in enumerate(rows, start=1)), expects, source)
+
+
+def _line(number: int, row: dict[str, Any]) -> Any:
+    name = next((key for key in row if key in VERBS), next(iter(row)))
+    try:
+        at = row[name]
+        if name in VERBS and not isinstance(at, str):
+            raise BadOption(f"{name} = {at!r}", hint='name the place in quotes: "layers.*", or "" for the model')
+        return make(name, at, **{key: value for key, value in row.items() if key != name})
+    except BadOption as error:
+        raise BadOption(f"line {number}: {error.what}", hint=error.hint) from None
+
+
+# ---- expectations ----
+
+
+def expectations(recipe: Recipe, root: nn.Module) -> dict[str, str]:
+    """What the lines of a recipe find in a model."""
+    modules = Modules(root)
+    found = {"": type(root).__name__}
+    for line in recipe:
+        found |= line.expects(modules)
+    return found
+
+
+def check_expected(recipe: Recipe, root: nn.Module) -> list[str]:
+    """What is no longer as it was when the recipe was written, a text each; a place that is gone is an error."""
+    modules, changed = Modules(root), []
+    now = {"": type(root).__name__}
+    for line in recipe:
+        try:
+            now |= line.expects(modules)
+        except BadOption as error:
+            expected = recipe.expects.get(line.at)
+            was = f", where it expects {expected}" if expected else ""
+            raise BadOption(f"{recipe.place(line)}: {error.what}{was}", hint=error.hint) from None
+    for at, before in recipe.expects.items():
+        if at in now and now[at] != before:
+            changed.append(f"{at or 'the model'} was {before} and is {now[at]}")
+    return changed
+
+
+def warn_of_changes(recipe: Recipe, root: nn.Module) -> None:
+    for text in check_expected(recipe, root):
+        warnings.warn(f"{recipe.source} was written for another model: {text}", WholestepWarning, stacklevel=3)
+
+
+# ---- comparing ----
+
+
+def compared(before: Recipe, after: Recipe) -> list[str]:
+    """Lines that are gone (`- ...`), new (`+ ...`), and what the two expect otherwise (`~ ...`)."""
+    first, second = [str(line) for line in before], [str(line) for line in after]
+    found = [text for text in difflib.ndiff(first, second) if text[0] in "+-"]
+    for at in {**before.expects, **after.expects}:
+        one, other = before.expects.get(at), after.expects.get(at)
+        if one is not None and other is not None and one != other:
+            found.append(f"~ {at or 'the model'}: {one}, then {other}")
+    return found

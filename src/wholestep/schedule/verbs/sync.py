@@ -1,0 +1,34 @@
+"""`sync`: where ranks exchange what they have computed."""
+
+from __future__ import annotations
+
+from wholestep.errors import BadOption
+from wholestep.schedule.modules import Modules, nearest
+from wholestep.schedule.verb import NoEngineYet, verb
+
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
+WHEN = ("forward", "backward", "forward_input")
+
+
+@verb
+class sync(NoEngineYet):
+    """Exchange a module's values between the ranks of a mesh axis. It follows from `shard`; given, it is checked against that.
+
+    operation: all_reduce, all_gather, reduce_scatter or scatter. when: forward (of its output), backward (of the gradient of its
+    input) or forward_input. axis: the dimension that is gathered or scattered. over: the mesh axis.
+    Example: sch["layers.*.mlp.down"].sync("all_reduce")
+    """
+
+    operation: str = "all_reduce"
+    when: str = "forward"
+    axis: int | None = None
+    over: str = "tp"
+
+    def check(self, modules: Modules) -> None:
+        modules.select(self.at)
+        for what, value, known in (("operation", self.operation, OPERATIONS), ("when", self.when, WHEN)):
+            if value not in known:
+                hint = nearest(str(value), list(known), f"use one of {', '.join(known)}")
+                raise BadOption(f"sync {what}={value!r}", hint=hint)
+        if self.operation != "all_reduce" and not isinstance(self.axis, int):
+            raise BadOption(f"sync {self.operation} without a dimension", hint="give axis=")

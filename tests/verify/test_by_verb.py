@@ -1,0 +1,69 @@
+"""Awkward batches, and which beginnings of a recipe are looked at to find the wrong line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import wholestep
+from wholestep.errors import BadOption
+from wholestep.schedule import Recipe
+from wholestep.schedule.verb import make
+from wholestep.verify.by_verb import awkward, verify_by_verb
+from wholestep.verify.report import Report, TensorRow
+
+MODEL = nn.ModuleDict({"embed": nn.Embedding(9, 4), **{name: nn.Linear(4, 4) for name in "abcdefg"}})
+RECIPE = Recipe(tuple(make("recompute", name) for name in "abcdefg"))
+
+
+def test_ids_padding_and_an_odd_number_of_rows() -> None:
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 0], [1, 1, 1]])
+    batch = {
+        "ids": ids,
+        "labels": torch.where(ids > 6, -100, ids),
+        "attention_mask": torch.ones(4, 3, dtype=torch.int64),
+    }
+    first, last, padded, odd = awkward(batch, MODEL)
+    assert set(first["ids"].flatten().tolist()) == {0} and set(last["ids"].flatten().tolist()) == {8}
+    assert set(last["labels"].flatten().tolist()) == {8, -100}
+    assert padded["attention_mask"][-1].tolist() == [1, 0, 0] and torch.equal(padded["ids"], ids)
+    assert len(odd["ids"]) == 3 and torch.equal(ids, batch["ids"])
+    (rows,) = awkward(torch.randn(4, 2), nn.Linear(2, 2))
+    assert rows.shape == (3, 2)
+    assert awkward(torch.randn(1, 2), nn.Linear(2, 2)) == []
+
+
+def report_of(ok: bool) -> Report:
+    return Report("whole step", "interpret", [TensorRow("0", "loss", "loss", 0.0 if ok else 1.0, 0.5, ok)])
+
+
+@pytest.mark.parametrize("wrong", range(7))
+def test_the_wrong_line_is_found_by_bisection(wrong: int) -> None:
+    asked: list[int] = []
+
+    def verify(recipe: Recipe, edges: Any) -> Report:
+        asked.append(len(recipe))
+        return report_of(len(recipe) <= wrong)
+
+    found = verify_by_verb(verify, MODEL, torch.zeros(1), RECIPE, each=False, edge_batches=())
+    assert not found.ok and f"line {wrong + 1} of the recipe" in found.notes[-1]
+    assert len(asked) <= 5  # of eight beginnings
+    asked.clear()
+    verify_by_verb(verify, MODEL, torch.zeros(1), RECIPE, each=True, edge_batches=())
+    assert asked == list(range(wrong + 2))
+
+
+def test_a_model_that_differs_by_itself_blames_no_line() -> None:
+    for each in (False, True):
+        found = verify_by_verb(
+            lambda recipe, edges: report_of(False), MODEL, torch.zeros(1), RECIPE, each=each, edge_batches=()
+        )
+        assert not found.ok and not found.notes
+
+
+def test_by_verb_needs_a_recipe() -> None:
+    with pytest.raises(BadOption, match="together with recipe="):
+        wholestep.verify(MODEL, None, None, torch.zeros(1), by_verb="blame")
