@@ -50,7 +50,17 @@ def test_a_step_is_verified_and_trained_with_a_recipe(call: Call, folder: Path) 
 
 
 def test_a_plan_is_made_with_what_the_recipe_says(call: Call, folder: Path) -> None:
-    asked = ["plan", *TINY, "--set", "tokenizer=bytes", "--device", "24GiB", "--no-check-batch", "--recipe", "blocks.toml"]
+    asked = [
+        "plan",
+        *TINY,
+        "--set",
+        "tokenizer=bytes",
+        "--device",
+        "24GiB",
+        "--no-check-batch",
+        "--recipe",
+        "blocks.toml",
+    ]
     done = call(*asked, "--out", "plan.toml")
     assert done.code == 0, done.err
     text = (folder / "plan.toml").read_text()

@@ -1,0 +1,60 @@
+"""Every kernel of relational layers compiles for a Hopper GPU, whatever the widths, heads, degrees and dtypes are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.ops.ahead import Launches
+from torch import Tensor
+
+
+def ids(*shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.int32)
+
+
+FEW = [((64,), 3, torch.float32), ((4, 16), 20, torch.bfloat16)]
+MANY = [
+    (shape, degree, dtype)
+    for shape in ((64,), (4, 16), (1,), (200,), (16, 1), (3, 5))
+    for degree in (1, 3, 5, 20, 5000)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+]
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], degree: int, dtype: torch.dtype) -> int:
+    launches = Launches(monkeypatch)
+    from wholestep.ops import grouped_narrow_triton as products
+    from wholestep.ops.relational import gather_triton, softmax_triton
+
+    nodes = 4 if degree > 1000 else 1000
+    x, entries = torch.randn(nodes, *shape).to(dtype), nodes * degree
+    ptr, index, heads = ids(nodes + 1), ids(entries), shape[:-1]
+    weight = torch.randn(entries, *heads)
+    gather_triton.gather_sum(x, None, ptr, index, None)
+    gather_triton.gather_sum(x, weight, ptr, index, index)
+    gather_triton.gather_dot(x, x, weight, ptr, index, index)
+    gather_triton.take_rows(x, index)
+    softmax_triton.softmax(weight.to(dtype), ptr)
+    softmax_triton.softmax_backward(weight, weight, ptr)
+    wide = min(shape[-1], 128)
+    rows, matrices, ends = torch.randn(500, wide).to(dtype), torch.randn(96, wide, 64).to(dtype), ids(96)
+    for precision in ("bf16x6", "tf32"):
+        for taken in (None, ids(700)):
+            out = products.rows_product(rows, matrices, ends, precision, taken)
+            products.weights_product(out, rows, ends, precision, taken)
+    return len(launches.done)
+
+
+@pytest.mark.parametrize(("shape", "degree", "dtype"), FEW)
+def test_kernels_compile(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], degree: int, dtype: torch.dtype
+) -> None:
+    assert compiled(monkeypatch, shape, degree, dtype) >= 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "degree", "dtype"), MANY)
+def test_all_kernels_compile(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], degree: int, dtype: torch.dtype
+) -> None:
+    assert compiled(monkeypatch, shape, degree, dtype) >= 15
