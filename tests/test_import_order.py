@@ -9,7 +9,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "wholestep"
 # fmt: off
 ORDER = (
-    "errors", "compat", "disk", "graph", "options", "optim", "ops", "cost", "relational", "capture", "passes", "lower", "plan",
+    "errors", "compat", "disk", "graph", "options", "optim", "ops", "cost", "capture", "relational", "passes", "lower", "plan",
     "runtime", "compiler", "verify", "api", "nn", "data", "train", "profile", "report", "bench", "__init__", "cli", "__main__",
 )
 # fmt: on
