@@ -65,7 +65,7 @@ class Guarded:
 
 def stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """In the place of what the function will be given."""
-    return torch.empty(shape, dtype=dtype, requires_grad=dtype.is_floating_point).clone()
+    return torch.empty(shape, dtype=dtype, device="cpu", requires_grad=dtype.is_floating_point).clone()
 
 
 def _called(message: Any, shapes: Shapes, edges: int) -> Any:
@@ -115,7 +115,7 @@ def follow(message: Any, asked: Asked) -> Guarded:
         # a user who switches torch.compile off does not mean this
         with _as_followed(), _disable_current_modes(), torch.compiler.set_stance("default"):
             frame = private.capture_call(
-                function, {"message": message}, lambda graph: graph, dynamic=False, loggers=loggers, disable=False,
+                function, {"message": message}, lambda graph: graph, dynamic=False, loggers=loggers, lists=(), disable=False,
                 **private.SPECIALISED,
             )  # fmt: skip
         if frame is None or _eager.program is None:
@@ -194,8 +194,31 @@ def _made(tx: Any, message: Any, asked: Asked) -> Program:
     numbers = free_primes(asked.shapes)
     with torch.enable_grad(), autocast, softmax_by(lambda logits, within: logits.clone()):
         graphs = [_followed(tx, message, asked.shapes, edges) for edges in numbers]
+    key = asked, torch.get_default_dtype(), torch.get_default_device(), *map(_described, graphs)
     with _disable_current_modes(), autocast:
-        return lower(trace(graphs, asked.shapes, numbers), asked.aggregate)
+        program = _programs.pop(key, None) or lower(trace(graphs, asked.shapes, numbers), asked.aggregate)
+    _programs[key] = program  # the latest is the last
+    if len(_programs) > MOST_KEPT:
+        del _programs[next(iter(_programs))]
+    return program
+
+
+MOST_KEPT = 64
+_programs: dict[Any, Program] = {}
+"""By the operations of the message function: layers that follow each other share one, and Dynamo, which may begin anew in the
+middle of a capture, has to meet the same code again."""
+
+
+def _described(module: fx.GraphModule) -> tuple[Any, ...]:
+    number = {node: f"%{place}" for place, node in enumerate(module.graph.nodes)}
+
+    def target(node: fx.Node) -> Any:
+        return getattr(module, str(node.target)) if node.op == "get_attr" else node.target
+
+    return tuple(
+        (node.op, target(node), repr(fx.map_arg((node.args, node.kwargs), number.__getitem__)))
+        for node in module.graph.nodes
+    )
 
 
 def _followed(tx: Any, message: Any, shapes: Shapes, edges: int) -> fx.GraphModule:

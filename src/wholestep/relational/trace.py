@@ -57,12 +57,12 @@ def trace(graphs: Sequence[fx.GraphModule], shapes: Shapes, numbers: Sequence[in
 
 def _arguments(shapes: Shapes, edges: int) -> list[Tensor]:
     given = [
-        torch.empty(shape if home == "params" else (edges, *shape), dtype=dtype)
+        torch.empty(shape if home == "params" else (edges, *shape), dtype=dtype, device="cpu")
         for _, home in _SOURCES
         for kind, _, shape, dtype in shapes
         if kind == home
     ]
-    return given + [torch.empty(edges, dtype=torch.int64) for _ in IDS]
+    return given + [torch.empty(edges, dtype=torch.int64, device="cpu") for _ in IDS]
 
 
 def _graph(followed: fx.GraphModule, shapes: Shapes, edges: int) -> fx.Graph:
