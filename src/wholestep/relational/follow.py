@@ -29,8 +29,9 @@ from wholestep.capture.front.front import refusal
 from wholestep.capture.front.replay import user_line
 from wholestep.capture.front.unguarded import Unguarded
 from wholestep.errors import CaptureRefused, UnsupportedModel, WholestepError
-from wholestep.relational.lowering import Program, lower
+from wholestep.relational.lowering import lower
 from wholestep.relational.messages import arguments_of, softmax_by
+from wholestep.relational.program import Program
 from wholestep.relational.trace import IDS, Shapes, free_primes, trace
 
 _NUMBERS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
@@ -229,7 +230,8 @@ def _followed(tx: Any, message: Any, shapes: Shapes, edges: int) -> fx.GraphModu
     out = tx.inline_user_function_return(UserFunctionVariable(_called), given, {})
     if _changed_by_now(tx) != changed:
         raise UnsupportedModel(
-            "the message function changes something outside of it", hint="it is followed once for many calls: return what it makes"
+            "the message function changes something outside of it",
+            hint="it is followed once for many calls: return what it makes",
         )
     if not out.is_tensor():
         raise UnsupportedModel("the message function does not return a tensor with a row per edge", hint="return one")

@@ -18,8 +18,8 @@ from wholestep.errors import BadOption
 from wholestep.relational.explain import explain
 from wholestep.relational.follow import Asked, Guarded, follow, run
 from wholestep.relational.graph import RelGraph
-from wholestep.relational.lowering import Program
 from wholestep.relational.messages import arguments_of, pair_of, softmax_by_edges
+from wholestep.relational.program import Program
 from wholestep.relational.trace import Shapes
 
 AGGREGATES = ("sum", "mean", "max", "mean per relation")
@@ -52,7 +52,12 @@ class Layer:
         """One row per node. `edges`: features of the edges, in the order in which the graph was given them."""
         params, edges = params or {}, edges or {}
         shapes, narrow = self._shapes(graph, {"nodes": nodes, "edges": edges, "params": params}), _narrow(graph)
-        given = graph, *nodes.values(), *[edge.index_select(0, graph.order) for edge in edges.values()], *params.values()
+        given = (
+            graph,
+            *nodes.values(),
+            *[edge.index_select(0, graph.order) for edge in edges.values()],
+            *params.values(),
+        )
         if torch.compiler.is_dynamo_compiling():
             return run(self.message, self.aggregate, shapes, narrow, *given)  # type: ignore[no-any-return]
         return self._found(shapes, narrow).module(*given)  # type: ignore[no-any-return]
@@ -65,7 +70,9 @@ class Layer:
         edges: Mapping[str, Tensor] | None = None,
     ) -> Program:
         """What was made of the message function for such tensors, under autocast or not."""
-        return self._found(self._shapes(graph, {"nodes": nodes, "edges": edges or {}, "params": params}), _narrow(graph))
+        return self._found(
+            self._shapes(graph, {"nodes": nodes, "edges": edges or {}, "params": params}), _narrow(graph)
+        )
 
     def _shapes(self, graph: RelGraph, like: Mapping[str, Mapping[str, Tensor]]) -> Shapes:
         self._refuse_wrong(graph, like)
