@@ -14,6 +14,7 @@ place of torch_geometric's.
 from wholestep.relational.blocks import Block, Blocks, blocks
 from wholestep.relational.graph import RelGraph
 from wholestep.relational.hetero import Layout
-from wholestep.relational.layer import Layer, edge_softmax, layer
+from wholestep.relational.layer import Layer, layer
+from wholestep.relational.messages import edge_softmax
 
 __all__ = ["Block", "Blocks", "Layer", "Layout", "RelGraph", "blocks", "edge_softmax", "layer"]

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from wholestep.relational import spaces
 from wholestep.relational.graph import RelGraph
-from wholestep.relational.lowering import Program
+from wholestep.relational.program import Program
 from wholestep.relational.spaces import Space, count_of
 
 BYTES_A_MS = 4.3e9

@@ -3,17 +3,15 @@
 In: `Traced`, operators over edges. Out: `Program`, a graph module that takes a RelGraph and the tensors.
 
 What each value depends on says in which space it is computed (`spaces.py`); it is handed to larger ones where it is read. Products
-with the matrix of an edge's relation, or of a node's type, become one product per group of rows. A product with a vector after one
-with a relation's matrix becomes one with their product, which is made once per relation; so does one with a narrow matrix that all
-relations share. A sum of weighted messages that are linear in the source is given to `linear_sum`, which chooses the side. What is
-none of this and not row by row is refused, with its line.
+with the matrix of an edge's relation, or of a node's type, become one product per group of rows (`products.py`). A sum of weighted
+messages that are linear in the source is given to `linear_sum`, which chooses the side. What is none of this and not row by row is
+refused, with its line.
 
 A traced value with edges in dimension 0 has rows of some space; any other is `Space.NONE` and no size of it counts edges.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from typing import Any
 
@@ -25,13 +23,13 @@ from torch.utils._pytree import tree_map_only
 from wholestep.errors import UnsupportedModel
 from wholestep.relational import spaces
 from wholestep.relational.by_rows import CONSTANTS, RESHAPES, VIEWS, counted, draws, has_rows, works_by_rows
-from wholestep.relational.spaces import GROUPS, Space, joined
+from wholestep.relational.products import Products
+from wholestep.relational.program import HALF, Linear, Program, Value
+from wholestep.relational.spaces import Space, joined
 from wholestep.relational.trace import Traced, refused
 
 aten = torch.ops.aten
 _SQUEEZES = {aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default}
-_UNTOLD = VIEWS | {spaces.tail_reshaped, spaces.one_row_each, Tensor.detach, Tensor.to, operator.getitem}
-_HALF = (torch.bfloat16, torch.float16)
 _HOMES = {"src": "nodes", "dst": "nodes", "edge": "edges", "param": "params"}
 _SPACES = {
     "src": Space.SOURCE, "dst": Space.DESTINATION, "edge": Space.EDGE, "param": Space.NONE, "relation": Space.RELATION,
@@ -39,53 +37,14 @@ _SPACES = {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Linear:
-    """A product (rows @ matrices) with a matrix per relation, up to dimensions of size one."""
-
-    rows: Value
-    matrices: Value
-    tail: tuple[int, ...]
-    """Its sizes without edges: (k,), or (m, k) for m rows or heads."""
-
-
-@dataclasses.dataclass(slots=True)
-class Value:
-    """A traced value in the program that is being made."""
-
-    node: Any
-    """In the new graph."""
-    space: Space
-    linear: Linear | None = None
-    numbers: bool = False
-    """The relations or types themselves: what they index is the whole table, a row each."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Program:
-    """What was made of a message function."""
-
-    module: fx.GraphModule
-    """Its nodes say in meta["told"] what they do, and in which space."""
-
-    @property
-    def steps(self) -> tuple[tuple[str, str], ...]:
-        """(what, in which space), for people."""
-        told = (node.meta["told"] for node in self.module.graph.nodes if "told" in node.meta)
-        return tuple((what, "" if space is None else space.value) for what, space in told)
-
-
 def lower(traced: Traced, aggregate: str) -> Program:
     return _Lowering(traced, aggregate).run()
 
 
-class _Lowering:
+class _Lowering(Products):
     def __init__(self, traced: Traced, aggregate: str) -> None:
-        self.traced, self.edges, self.aggregate = traced, traced.edges, aggregate
-        self.graph = fx.Graph()
-        self.table = self.graph.placeholder("graph")
-        self.lifted: dict[tuple[Any, Space, Space], Any] = {}
-        self.values: dict[fx.Node, Value] = {}
+        super().__init__(traced)
+        self.aggregate = aggregate
 
     def run(self) -> Program:
         nodes = list(self.traced.graph.nodes)
@@ -241,139 +200,6 @@ class _Lowering:
         at = [None if place is None else self.at(place, space) for place in places]
         return self._made(node, aten.index.Tensor, (base.node, at), space, what="rows by number")
 
-    # ---- products ----
-
-    def _bmm(self, node: fx.Node) -> Value:
-        nodes = node.args
-        left, right = (self.values[n] for n in nodes)  # type: ignore[index]
-        if right.space in GROUPS and left.space not in (Space.ONE, right.space):
-            if nodes[0].meta["val"].shape[1] != 1:  # type: ignore[union-attr]
-                return self._grouped(node, left, right, tuple(node.meta["val"].shape[1:]))
-            rows = self._made(
-                node, spaces.tail_reshaped, (left.node, [nodes[0].meta["val"].shape[2]]), left.space, told=False
-            )  # type: ignore[union-attr]
-            return self._shaped(node, self._grouped(node, rows, right, (node.meta["val"].shape[2],)))
-        if left.space in GROUPS and right.space not in (Space.ONE, left.space):
-            turned = [self._made(node, aten.transpose.int, (v.node, 1, 2), v.space, told=False) for v in (right, left)]
-            made = self._grouped(node, turned[0], turned[1], ())
-            return self._made(node, aten.transpose.int, (made.node, 1, 2), made.space, told=False)
-        space = joined(left.space, right.space)
-        return self._made(node, aten.bmm.default, (self.at(left, space), self.at(right, space)), space)
-
-    def _grouped(self, node: fx.Node, rows: Value, matrices: Value, tail: tuple[int, ...]) -> Value:
-        """Every row times its group's matrix; `tail`: sizes of the result without edges, or () where it is turned afterwards."""
-        space = joined(rows.space, matrices.space)
-        args = self.table, rows.node, matrices.node, rows.space, space, matrices.space
-        made = self._made(node, spaces.product_of, args, space, what="product")
-        if matrices.space is Space.RELATION and tail:
-            made.linear = Linear(rows, matrices, tail)
-        return made
-
-    def _shaped(self, node: fx.Node, value: Value) -> Value:
-        """With the dimensions that the traced value has."""
-        made = self._made(
-            node, spaces.tail_reshaped, (value.node, list(node.meta["val"].shape[1:])), value.space, told=False
-        )
-        made.linear = value.linear
-        return made
-
-    def _matmul(self, node: fx.Node) -> Value:
-        """Products of more than two dimensions; (edges, heads, 1, d) @ (edges, heads, d, k) is one by relation and head."""
-        nodes = node.args
-        left, right = (self.values[n] for n in nodes)  # type: ignore[index]
-        dims = [n.meta["val"].dim() for n in nodes]  # type: ignore[union-attr]
-        rowed = [dim for dim, value in zip(dims, (left, right), strict=True) if value.space is not Space.NONE]
-        if not has_rows(node.meta["val"], self.edges) or any(dim != max(dims) for dim in rowed):
-            raise refused(node, "it does not work edge by edge", "keep edges in dimension 0 and leave that alone")
-        shape = nodes[0].meta["val"].shape  # type: ignore[union-attr]
-        in_groups = right.space in GROUPS and left.space not in (Space.ONE, Space.NONE, right.space)
-        if dims == [4, 4] and in_groups and shape[2] == 1 and shape[1] == nodes[1].meta["val"].shape[1]:  # type: ignore[union-attr]
-            rows = self._made(node, spaces.tail_reshaped, (left.node, [shape[1], shape[3]]), left.space, told=False)
-            tail = node.meta["val"].shape[1], node.meta["val"].shape[3]
-            return self._shaped(node, self._grouped(node, rows, right, tail))
-        space = joined(left.space, right.space)
-        return self._made(node, torch.matmul, (self.at(left, space), self.at(right, space)), space)
-
-    def _einsum(self, node: fx.Node) -> Value:
-        equation, nodes = node.args
-        values = [self.values[n] for n in nodes]  # type: ignore[union-attr]
-        terms, _, result = str(equation).replace(" ", "").partition("->")
-        letters = {t[:1] for t, value in zip(terms.split(","), values, strict=True) if value.space is not Space.NONE}
-        if not has_rows(node.meta["val"], self.edges) or "..." in terms or letters != {result[:1]}:
-            raise refused(
-                node, "it does not work edge by edge", "name edges first in the result and where they are given"
-            )
-        space = joined(*(value.space for value in values))
-        return self._made(node, torch.einsum, (equation, *(self.at(value, space) for value in values)), space)
-
-    def _shared(self, node: fx.Node) -> Value | None:
-        """(x W[relation]) A = x (W[relation] A), where that is not wider and x W[relation] is not needed itself."""
-        left, right = (self.values[n] for n in node.args)  # type: ignore[index]
-        if left.linear is None or len(left.linear.tail) != 1 or right.space is not Space.NONE:
-            return None
-        wide, narrow = node.args[1].meta["val"].shape  # type: ignore[union-attr]
-        others = [user for user in node.args[0].users if user not in (node, self.message)]  # type: ignore[union-attr]
-        if narrow > wide or others:
-            return None
-        matrix = self._made(node, torch.matmul, (left.linear.matrices.node, right.node), Space.RELATION, what="fold")
-        return self._grouped(node, left.linear.rows, matrix, (narrow,))
-
-    def _dot(self, node: fx.Node) -> Value | None:
-        """(x * v[relation]).sum(-1), as a product with a matrix of one column; <x, y> of nodes at both ends, without their rows."""
-        source, dims, *keep = node.args
-        if (
-            not isinstance(source, fx.Node)
-            or source.target is not aten.mul.Tensor
-            or len(source.users) > 1
-            or node.kwargs
-        ):
-            return None
-        shape, sides = source.meta["val"].shape, source.all_input_nodes
-        if list(dims) not in ([-1], [len(shape) - 1]) or keep not in ([], [False]) or len(sides) != 2:  # type: ignore[arg-type]
-            return None
-        if any(n.meta["val"].shape != shape for n in sides) or not source.meta["val"].is_floating_point():
-            return None
-        made = self._dot_of_ends(node, sides)
-        if made is not None or len(shape) != 2:
-            return made
-        vectors = [n for n in sides if self.values[n].space is Space.RELATION]
-        rows = [n for n in sides if self.values[n].space not in (Space.RELATION, Space.NONE, Space.ONE)]
-        if len(vectors) != 1 or len(rows) != 1:
-            return None
-        kind = rows[0].meta["val"].dtype
-        if kind not in (source.meta["val"].dtype, *_HALF):
-            return None
-        vector = self._made(node, Tensor.to, (self.values[vectors[0]].node, kind), Space.RELATION, told=False)
-        matrix = self._made(node, aten.unsqueeze.default, (vector.node, -1), Space.RELATION, told=False)
-        left = self.values[rows[0]]
-        if left.linear is not None and len(left.linear.tail) == 1:  # (x W) v = x (W v): once per relation
-            before, left = left.linear.matrices, left.linear.rows
-            matrix = self._made(node, aten.bmm.default, (before.node, matrix.node), Space.RELATION, what="fold")
-        if left.space in (Space.SOURCE, Space.DESTINATION):
-            vector = self._made(node, aten.squeeze.dim, (matrix.node, -1), Space.RELATION, told=False)
-            space = joined(left.space, Space.RELATION)
-            made = self._made(
-                node, spaces.dot_with_relations, (self.table, left.node, vector.node, space), space, what="dot"
-            )
-        else:
-            made = self._shaped(node, self._grouped(node, left, matrix, (1,)))
-        if kind is node.meta["val"].dtype:
-            return made
-        return self._made(node, Tensor.to, (made.node, node.meta["val"].dtype), made.space, told=False)
-
-    def _dot_of_ends(self, node: fx.Node, sides: list[fx.Node]) -> Value | None:
-        ends = {self.values[n].space: n for n in sides if n.meta["val"].dtype is node.meta["val"].dtype}
-        start = next((space for space in spaces.DOTS if space in ends), None)
-        if start is None or Space.DESTINATION not in ends or node.meta["val"].dim() > 2:
-            return None
-        destination, other = self.values[ends[Space.DESTINATION]], self.values[ends[start]]
-        linear = other.linear
-        alone = linear is not None and len(ends[start].users) == 1 and linear.rows.space is Space.SOURCE
-        if linear is not None and alone and linear.tail == tuple(ends[start].meta["val"].shape[1:]):
-            args = self.table, destination.node, linear.rows.node, linear.matrices.node
-            return self._made(node, spaces.linear_dot, args, Space.EDGE, what="dot, the product on the better side")
-        return self._made(node, spaces.DOTS[start], (self.table, destination.node, other.node), Space.EDGE, what="dot")
-
     # ---- over the edges of a node ----
 
     def _softmax(self, node: fx.Node) -> Value:
@@ -430,7 +256,7 @@ class _Lowering:
             heads = whole.dim() == 3 and shape == (self.edges, whole.shape[1], 1)
             if weight.space is Space.NONE or not (one or heads) or body.meta["val"].shape != whole.shape:
                 continue
-            if body.meta["val"].dtype not in (whole.dtype, *_HALF) or self.values[body].space is Space.NONE:
+            if body.meta["val"].dtype not in (whole.dtype, *HALF) or self.values[body].space is Space.NONE:
                 continue
             rest = self.values[body]
             if rest.linear is None and self.values[message].space is rest.space:
@@ -442,35 +268,6 @@ class _Lowering:
             )
             return self._node("", Tensor.to, (flat, whole.dtype), told=False), rest
         return None, self.values[message]
-
-    # ---- nodes ----
-
-    def at(self, value: Value, space: Space) -> Any:
-        """The value with the rows of a larger space."""
-        if value.space in (space, Space.NONE):
-            return value.node
-        key = value.node, value.space, space  # one tensor may be that of sources and of destinations
-        if key not in self.lifted:
-            what = f"{value.space.value} to {space.value}"
-            self.lifted[key] = self._node(what, spaces.lift, (self.table, value.node, value.space, space), space=space)
-        return self.lifted[key]
-
-    def _made(
-        self, node: fx.Node, target: Any, args: Any, space: Space, kwargs: Any = None, *, what: str = "", told: bool = True
-    ) -> Value:  # fmt: skip
-        name = what or getattr(target, "_opname", getattr(target, "__name__", str(target)))
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") is not None:  # that of the trace
-            kwargs["device"] = self._node("", spaces.device_of, (self.table,), told=False)
-        return Value(self._node(name, target, args, kwargs, told=told and target not in _UNTOLD, space=space), space)
-
-    def _node(
-        self, what: str, target: Any, args: Any, kwargs: Any = None, *, told: bool = True, space: Space | None = None
-    ) -> Any:
-        node = self.graph.call_function(target, args, kwargs or {})
-        if told and space is not Space.NONE:
-            node.meta["told"] = what, space
-        return node
 
 
 def _drawn_in(space: Space) -> Space:

@@ -1,36 +1,34 @@
 """A message function as a graph of operators over edges, each with the line of the user's that made it.
 
-In: the function and tensors like those it will be given. Out: `Traced`. The number of edges is a prime that divides no other size,
-so that the dimension of edges is known wherever it is. What a trace cannot hold is refused: numbers that depend on how many edges
-there are (a second trace with another number shows them), `torch.no_grad`, derivatives of the user's own, decisions by data.
+In: graphs of torch functions, as Dynamo followed it (`follow.py`), for two numbers of edges. Out: `Traced`. The number of edges is
+a prime that divides no other size, so that the dimension of edges is known wherever it is. What a trace cannot hold is refused:
+numbers that depend on how many edges there are (the second graph shows them), `torch.no_grad`, decisions by data.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.function import BackwardCFunction
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep.errors import UnsupportedModel
+from wholestep.relational.messages import softmax_mark
 
-Like = Mapping[str, Mapping[str, Tensor]]
-Run = Callable[..., Tensor]
+Shapes = tuple[tuple[str, str, tuple[int, ...], torch.dtype], ...]
+"""(nodes, edges or params; name; sizes, without that of nodes or edges; dtype)"""
 PRIMES = (10_007, 20_011, 30_011, 40_009, 50_021, 60_013, 70_001, 80_021)
 IDS = ("relation", "target", "source type", "destination type")
 """Of an edge, in the order in which the function is given them."""
-_SOURCES = (("src", "nodes"), ("dst", "nodes"), ("edge", "edges"))
+_SOURCES = (("src", "nodes"), ("dst", "nodes"), ("edge", "edges"), ("param", "params"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,42 +40,58 @@ class Traced:
     """For every placeholder (what it is: src, dst, edge, param, or one of IDS; its name)."""
 
 
-def trace(run: Run, like: Like) -> Traced:
-    """`run(src, dst, edge, params, *ids)` calls the message function; `like` holds nodes, edges and params by name."""
-    edges, other = _free_primes(like)
-    first, second = (_graph(run, like, count) for count in (edges, other))
-    _refuse_counted(first, second, edges, other)
-    inputs = [(kind, name) for kind, home in _SOURCES for name in like[home]]
-    inputs += [("param", name) for name in like["params"]] + [(name, "") for name in IDS]
-    return Traced(first, edges, tuple(inputs))
-
-
-def _free_primes(like: Like) -> tuple[int, int]:
-    sizes = {size for tensors in like.values() for t in tensors.values() for size in t.shape if size}
+def free_primes(shapes: Shapes) -> tuple[int, int]:
+    """Two numbers of edges."""
+    sizes = {size for *_, shape, _ in shapes for size in shape if size}
     first, second, *_ = (prime for prime in PRIMES if all(size % prime for size in sizes))
     return first, second
 
 
-def _arguments(like: Like, edges: int) -> tuple[Any, ...]:
-    rowed = [
-        {name: torch.empty(edges, *t.shape[1:], dtype=t.dtype) for name, t in like[home].items()}
+def trace(graphs: Sequence[fx.GraphModule], shapes: Shapes, numbers: Sequence[int]) -> Traced:
+    """`graphs`: the function with as many edges as `numbers` says, over (src, dst, edge, param, ids) one after the other."""
+    first, second = (_graph(graph, shapes, count) for graph, count in zip(graphs, numbers, strict=True))
+    _refuse_counted(first, second, *numbers)
+    inputs = [(what, name) for what, home in _SOURCES for kind, name, *_ in shapes if kind == home]
+    return Traced(first, numbers[0], (*inputs, *((name, "") for name in IDS)))
+
+
+def _arguments(shapes: Shapes, edges: int) -> list[Tensor]:
+    given = [
+        torch.empty(shape if home == "params" else (edges, *shape), dtype=dtype, device="cpu")
         for _, home in _SOURCES
+        for kind, _, shape, dtype in shapes
+        if kind == home
     ]
-    params = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in like["params"].items()}
-    return *rowed, params, *(torch.empty(edges, dtype=torch.int64) for _ in IDS)
+    return given + [torch.empty(edges, dtype=torch.int64, device="cpu") for _ in IDS]
 
 
-def _graph(run: Run, like: Like, edges: int) -> fx.Graph:
-    def noted(*args: Any) -> Tensor:
-        with _Lines(), _Whole(edges):
-            return run(*args)
+def _graph(followed: fx.GraphModule, shapes: Shapes, edges: int) -> fx.Graph:
+    def noted(*args: Any) -> Any:
+        relation, target = args[-len(IDS) : 2 - len(IDS)]
+        with _Lines(), _Whole(edges), softmax_mark(target, relation):
+            return _Again(followed).run(*args)
 
     with torch.inference_mode(False), torch.enable_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         # written in place is only what the function made itself, which is replaced by new values
-        traced = make_fx(torch.func.functionalize(noted), tracing_mode="fake")(*_arguments(like, edges))
+        traced = make_fx(torch.func.functionalize(noted), tracing_mode="fake")(*_arguments(shapes, edges))
     traced.graph.eliminate_dead_code()
     _write_anew(traced.graph)
     return traced.graph
+
+
+class _Again(fx.Interpreter):
+    """Runs what Dynamo followed; knows the user's line at every node."""
+
+    def run_node(self, node: fx.Node) -> Any:
+        _now.line = node.meta.get("line")
+        return super().run_node(node)
+
+
+class _Now(threading.local):
+    line: str | None = None
+
+
+_now = _Now()
 
 
 def _write_anew(graph: fx.Graph) -> None:
@@ -94,30 +108,6 @@ def _write_anew(graph: fx.Graph) -> None:
 
 
 # ---- what a trace does not hold ----
-
-
-def refuse_own_derivatives(run: Run, like: Like) -> None:
-    """Of a torch.autograd.Function a trace holds the forward only: its own derivative would be lost."""
-    edges = _free_primes(like)[0]
-    with torch.inference_mode(False), torch.enable_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-        arguments = _arguments(like, edges)
-        for tensors in arguments[:4]:
-            for t in tensors.values():
-                t.requires_grad_(t.is_floating_point())
-        with _Lines():
-            out = run(*({n: t.clone() for n, t in given.items()} for given in arguments[:4]), *arguments[4:])
-    seen, front = set(), [getattr(out, "grad_fn", None)]
-    while front:
-        node = front.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, BackwardCFunction):
-            raise UnsupportedModel(
-                f"the message function calls {type(node).__name__.removesuffix('Backward')}, a torch.autograd.Function",
-                hint="write it in plain PyTorch, whose derivative is known",
-            )
-        front += [before for before, _ in node.next_functions]
 
 
 def _refuse_counted(first: fx.Graph, second: fx.Graph, edges: int, other: int) -> None:
@@ -167,7 +157,7 @@ class _Whole(TorchFunctionMode):
         kwargs = kwargs or {}
         if not torch.is_grad_enabled():
             raise UnsupportedModel(
-                "the message function switches gradients off", where=_users_line(), hint="detach what has none"
+                "the message function switches gradients off", where=_now.line, hint="detach what has none"
             )
         if func is F.dropout:
             return self._dropout(*args, **kwargs)
@@ -230,21 +220,11 @@ class _Lines(TorchDispatchMode):
         by_numbers = func is torch.ops.aten.index.Tensor and all(t is None or t.dtype in _NUMBERS for t in args[1])
         if not by_numbers and _OF_DATA & set(func.tags):
             raise UnsupportedModel(
-                f"{func} in the message function: what comes of it depends on values", where=_users_line(),
+                f"{func} in the message function: what comes of it depends on values", where=_now.line,
                 hint="use torch.where, which computes for every edge",
             )  # fmt: skip
         out, mode = func(*args, **(kwargs or {})), get_proxy_mode()
         if mode is not None:
             node = next(iter(reversed(mode.tracer.graph.nodes)))
-            node.meta.setdefault("line", _users_line())
+            node.meta.setdefault("line", _now.line)
         return out
-
-
-def _users_line() -> str | None:
-    frame: Any = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THEIRS):
-        frame = frame.f_back
-    return None if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-_NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__)

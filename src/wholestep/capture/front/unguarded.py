@@ -41,8 +41,9 @@ _ENVIRONMENT = {"getenv", "environ", "environb", "getenvb"}
 class Unguarded:
     """Those facts for one captured call."""
 
-    def __init__(self, subject: Subject, read: Sequence[tuple[str, Any]], codes: Sequence[types.CodeType]) -> None:
-        """`read`: what Dynamo's guards look at, by name. `codes`: of all functions that were traced."""
+    def __init__(self, subject: Subject | None, read: Sequence[tuple[str, Any]], codes: Sequence[types.CodeType]) -> None:
+        """`subject`: None where nothing is trained. `read`: what Dynamo's guards look at, by name. `codes`: of all functions that
+        were traced."""
         refuse_unguardable(subject, read, codes)
         self.subject = subject
         objects = [value for _, value in read]
@@ -70,15 +71,19 @@ class Unguarded:
         self.hooks = self._hooks()
 
     def _facts(self) -> list[Any]:
+        validation = torch.distributions.Distribution._validate_args
+        if self.subject is None:
+            return [None, [], validation]
         optimizer, parameters = self.subject.optimizer, self.subject.parameters.values()
         return [
             None if optimizer is None else optimizers.structure(optimizer),
             [*map(_REQUIRES_GRAD, parameters)],
-            torch.distributions.Distribution._validate_args,
+            validation,
         ]
 
     def _hooks(self) -> list[Any]:
-        return [*chain.from_iterable(map(_VALUES, _GLOBAL_HOOKS)), *self.subject.gradient_hooks()]
+        own = () if self.subject is None else self.subject.gradient_hooks()
+        return [*chain.from_iterable(map(_VALUES, _GLOBAL_HOOKS)), *own]
 
     def changed(self) -> str | None:
         """What is not as it was, in words; None where all is."""
@@ -239,7 +244,7 @@ def _reads_environment(codes: Iterable[types.CodeType]) -> bool:
     return any(not _ENVIRONMENT.isdisjoint(code.co_names) and _is_users(code) for code in codes)
 
 
-def refuse_unguardable(subject: Subject, read: Sequence[tuple[str, Any]], codes: Sequence[types.CodeType]) -> None:
+def refuse_unguardable(subject: Subject | None, read: Sequence[tuple[str, Any]], codes: Sequence[types.CodeType]) -> None:
     """What neither Dynamo nor we can follow: such a loss runs in eager PyTorch."""
     mentioned = {name for code in codes if _is_users(code) for name in code.co_names}
     if "backward" in mentioned:
@@ -261,7 +266,8 @@ def refuse_unguardable(subject: Subject, read: Sequence[tuple[str, Any]], codes:
             raise CaptureRefused(
                 "a deque with maxlen is appended to, of which Dynamo does not drop the oldest; use a list"
             )
-        if value is subject.optimizer and value is not None and "state" in mentioned:
+        optimizer = None if subject is None else subject.optimizer
+        if value is optimizer and value is not None and "state" in mentioned:
             raise CaptureRefused("the loss reads optimizer.state; return what it needs as aux, or pass it in the batch")
 
 

@@ -40,7 +40,7 @@ def _product(x: Tensor, index: Tensor, w: Tensor, ends: Tensor, back_ptr: Tensor
         from wholestep.ops import grouped_mm_triton
 
         return grouped_mm_triton.rows_product(x, w, ends, index)
-    return reference(x, index, w, ends, back_ptr, back_index)
+    return grouped_mm.by_group(x.index_select(0, index), w, ends)
 
 
 def _weights(grad: Tensor, x: Tensor, index: Tensor, ends: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def _weights(grad: Tensor, x: Tensor, index: Tensor, ends: Tensor) -> Tensor:
         from wholestep.ops import grouped_mm_triton
 
         return grouped_mm_triton.weights_product(grad, x, ends, index)
-    return weights_reference(grad, x, index, ends)
+    return grouped_mm.weights_by_group(grad, x.index_select(0, index), ends)
 
 
 for _device in ("CPU", "CUDA"):
