@@ -404,7 +404,8 @@ def compared(rows: list[dict[str, Any]]) -> None:
 def machine() -> dict[str, Any]:
     git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     found = {
-        "commit": os.environ.get("WHOLESTEP_COMMIT") or git.stdout.strip(), "torch": torch.__version__, "python": platform.python_version(),
+        "commit": os.environ.get("WHOLESTEP_COMMIT") or git.stdout.strip(), "torch": torch.__version__,
+        "python": platform.python_version(),
         "cpu": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }  # fmt: skip

@@ -28,7 +28,12 @@ _PUBLIC = {
     "WholestepWarning": "wholestep.errors",
 }
 
-_MODULES = {"nn": "wholestep.nn", "hf": "wholestep.train.hf", "optim": "wholestep.optim", "recipes": "wholestep.schedule.recipes"}
+_MODULES = {
+    "nn": "wholestep.nn",
+    "hf": "wholestep.train.hf",
+    "optim": "wholestep.optim",
+    "recipes": "wholestep.schedule.recipes",
+}
 
 __all__ = [
     "Plan", "Step", "TrainingGraph", "WholestepError", "WholestepWarning", "compile", "default_passes", "load", "save", "schedule",

@@ -15,6 +15,7 @@ import wholestep
 from wholestep import relational as rel
 from wholestep.capture.dry import dry_capture
 from wholestep.errors import BadOption
+from wholestep.relational.follow import Asked, follow
 from wholestep.relational.graph import RelGraph
 
 WIDE, OUT = 6, 4
@@ -220,6 +221,19 @@ def test_autocast_is_traced_apart() -> None:
     )  # fmt: skip
     losses = [float(step(torch.zeros(1))) for _ in range(3)]
     assert step.rung == "whole step" and losses[2] < losses[0]
+
+
+def test_autocast_of_a_gpu_has_its_own_rules() -> None:
+    """Powers are in float32 there, and in what they are given on a CPU."""
+    layer = rel.layer(lambda e, p: (e.src.x @ p.W).exp())
+    graph = made("plain")
+    x, W = torch.randn(graph.num_nodes, 8), torch.randn(8, 8)
+    shapes = (("nodes", "x", (8,), torch.float32), ("params", "W", (8, 8), torch.float32))
+    kinds = [
+        follow(layer.message, Asked("sum", shapes, (torch.bfloat16, device))).program.module(graph, x, W).dtype
+        for device in ("cpu", "cuda")
+    ]
+    assert kinds == [torch.bfloat16, torch.float32]
 
 
 @pytest.mark.parametrize("shape", [(8,), (2, 4)], ids=["one head", "heads"])

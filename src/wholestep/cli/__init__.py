@@ -52,7 +52,9 @@ app.command("show", short_help="print the graph of the whole step, as Python")(_
 app.command("explain", short_help="what a run did, or what a plan says")(_stoppable(explain.command))
 app.command("profile", short_help="measure one step: a page with pictures, and what to do")(_stoppable(profile.command))
 app.command("bench", short_help="measure training steps of many domains")(_stoppable(bench.command))
-app.command("compare", short_help="what moved between two results of bench, or two recipes")(_stoppable(compare.command))
+app.command("compare", short_help="what moved between two results of bench, or two recipes")(
+    _stoppable(compare.command)
+)
 app.command("doctor", short_help="what this machine has and lacks")(_stoppable(doctor.command))
 
 

@@ -89,7 +89,9 @@ def command(
         return
     if smoke:
         if own_passes is not None or recipe is not None or steps is not None or limit is not None:
-            raise BadOption("--smoke takes no --with, --recipe, --steps or --limit", hint="leave --smoke out to measure")
+            raise BadOption(
+                "--smoke takes no --with, --recipe, --steps or --limit", hint="leave --smoke out to measure"
+            )
         raise typer.Exit(
             _smoke(chosen, contenders(against, peers=("eager",), ours="wholestep-interpret"), seed or 0, out, json)
         )

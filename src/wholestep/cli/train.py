@@ -129,7 +129,11 @@ def run(
     job = _job(request, given, folder)
     request["model"] = request["model"] or job.name
     extra: dict[str, Any] = {} if passes is None else {"passes": passes}
-    extra |= {"plan": options.fitting_plan(plan, job.settings), "memory": request["memory"], "recipe": request["recipe"]}
+    extra |= {
+        "plan": options.fitting_plan(plan, job.settings),
+        "memory": request["memory"],
+        "recipe": request["recipe"],
+    }
     if not quiet:
         display.say(f"{job.name}: {_parameters(job.model):,} parameters; data {job.batches.describe()}")
     outcome = train(

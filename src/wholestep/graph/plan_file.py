@@ -139,7 +139,11 @@ def _check(plan: Plan) -> str:
 def toml_value(value: Any) -> str:
     """A TOML value; JSON writes strings, numbers and booleans the same way."""
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{toml_value(str(k))} = {toml_value(v)}" for k, v in value.items() if v is not None) + " }"
+        return (
+            "{ "
+            + ", ".join(f"{toml_value(str(k))} = {toml_value(v)}" for k, v in value.items() if v is not None)
+            + " }"
+        )
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(toml_value(entry) for entry in value if entry is not None) + "]"
     if isinstance(value, (bool, int, float)):

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -28,6 +28,7 @@ from wholestep.capture.front import traced as marks
 from wholestep.capture.front.front import refusal
 from wholestep.capture.front.replay import user_line
 from wholestep.capture.front.unguarded import Unguarded
+from wholestep.capture.gpu_autocast import gpu_autocast
 from wholestep.errors import CaptureRefused, UnsupportedModel, WholestepError
 from wholestep.relational.lowering import lower
 from wholestep.relational.messages import arguments_of, softmax_by
@@ -38,14 +39,17 @@ _NUMBERS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 _HINT = "give it as a parameter"
 
 
+Narrow: TypeAlias = tuple[torch.dtype, str] | None
+"""The dtype of autocast and the device whose rules it follows, where it is on."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Asked:
     """What a program is made for."""
 
     aggregate: str
     shapes: Shapes
-    narrow: torch.dtype | None
-    """That of autocast, where it is on."""
+    narrow: Narrow
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -86,7 +90,7 @@ def _program_of(message: Any) -> None:
     """Found by Dynamo: the program is made and left in `_eager.program`."""
 
 
-def run(message: Any, aggregate: str, shapes: Shapes, narrow: torch.dtype | None, *given: Any) -> Any:
+def run(message: Any, aggregate: str, shapes: Shapes, narrow: Narrow, *given: Any) -> Any:
     """Found by Dynamo: the program is made and followed in the place of this call."""
 
 
@@ -190,13 +194,21 @@ TorchInGraphFunctionVariable._get_handlers()[_program_of] = _handle_program_of
 TorchInGraphFunctionVariable._get_handlers()[run] = _handle_run
 
 
+@contextlib.contextmanager
+def _autocast(narrow: Narrow) -> Iterator[None]:
+    """On stand-ins, which are on the CPU: autocast of a GPU has other rules."""
+    dtype, device = narrow or (None, "cpu")
+    rules = gpu_autocast() if device == "cuda" else contextlib.nullcontext()
+    with rules, torch.autocast("cpu", dtype, enabled=narrow is not None):
+        yield
+
+
 def _made(tx: Any, message: Any, asked: Asked) -> Program:
-    autocast = torch.autocast("cpu", asked.narrow, enabled=asked.narrow is not None)  # where it is traced
     numbers = free_primes(asked.shapes)
-    with torch.enable_grad(), autocast, softmax_by(lambda logits, within: logits.clone()):
+    with torch.enable_grad(), _autocast(asked.narrow), softmax_by(lambda logits, within: logits.clone()):
         graphs = [_followed(tx, message, asked.shapes, edges) for edges in numbers]
     key = asked, torch.get_default_dtype(), torch.get_default_device(), *map(_described, graphs)
-    with _disable_current_modes(), autocast:
+    with _disable_current_modes(), _autocast(asked.narrow):
         program = _programs.pop(key, None) or lower(trace(graphs, asked.shapes, numbers), asked.aggregate)
     _programs[key] = program  # the latest is the last
     if len(_programs) > MOST_KEPT:

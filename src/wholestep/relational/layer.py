@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wholestep.errors import BadOption
 from wholestep.relational.explain import explain
-from wholestep.relational.follow import Asked, Guarded, follow, run
+from wholestep.relational.follow import Asked, Guarded, Narrow, follow, run
 from wholestep.relational.graph import RelGraph
 from wholestep.relational.messages import arguments_of, pair_of, softmax_by_edges
 from wholestep.relational.program import Program
@@ -82,7 +82,7 @@ class Layer:
             for name, t in tensors.items()
         )
 
-    def _found(self, shapes: Shapes, narrow: torch.dtype | None) -> Program:
+    def _found(self, shapes: Shapes, narrow: Narrow) -> Program:
         """In eager PyTorch: one that was made before, where all that the message function read then is as it was."""
         known = self.programs.setdefault((shapes, narrow), [])
         for place, guarded in enumerate(known):
@@ -145,7 +145,6 @@ class Layer:
                     )
 
 
-def _narrow(graph: RelGraph) -> torch.dtype | None:
-    """That of autocast, where it is on."""
+def _narrow(graph: RelGraph) -> Narrow:
     device = graph.src.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return (torch.get_autocast_dtype(device), device) if torch.is_autocast_enabled(device) else None

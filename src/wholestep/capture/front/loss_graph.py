@@ -54,9 +54,7 @@ class Replayed:
 class LossGraph:
     """One graph of Dynamo's, independent of Dynamo from here on."""
 
-    def __init__(
-        self, module: fx.GraphModule, rewrite: Callable[[fx.GraphModule], None] = lambda module: None
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, rewrite: Callable[[fx.GraphModule], None] = lambda module: None) -> None:
         self.module = _copied(module)  # Dynamo reads its own graph again after the backend
         rewrite(self.module)
         placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]

@@ -41,7 +41,9 @@ _ENVIRONMENT = {"getenv", "environ", "environb", "getenvb"}
 class Unguarded:
     """Those facts for one captured call."""
 
-    def __init__(self, subject: Subject | None, read: Sequence[tuple[str, Any]], codes: Sequence[types.CodeType]) -> None:
+    def __init__(
+        self, subject: Subject | None, read: Sequence[tuple[str, Any]], codes: Sequence[types.CodeType]
+    ) -> None:
         """`subject`: None where nothing is trained. `read`: what Dynamo's guards look at, by name. `codes`: of all functions that
         were traced."""
         refuse_unguardable(subject, read, codes)
@@ -244,7 +246,9 @@ def _reads_environment(codes: Iterable[types.CodeType]) -> bool:
     return any(not _ENVIRONMENT.isdisjoint(code.co_names) and _is_users(code) for code in codes)
 
 
-def refuse_unguardable(subject: Subject | None, read: Sequence[tuple[str, Any]], codes: Sequence[types.CodeType]) -> None:
+def refuse_unguardable(
+    subject: Subject | None, read: Sequence[tuple[str, Any]], codes: Sequence[types.CodeType]
+) -> None:
     """What neither Dynamo nor we can follow: such a loss runs in eager PyTorch."""
     mentioned = {name for code in codes if _is_users(code) for name in code.co_names}
     if "backward" in mentioned:
