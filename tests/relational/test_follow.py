@@ -364,7 +364,11 @@ def trained(
     return losses, [p.detach().clone() for p in model.parameters()], step
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+IN_EVERY_RUN = {closure, the_global, self_training, nested_config, dict_value, swapped_helper, a_tensor}
+CAPTURED = [way if way in IN_EVERY_RUN else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
+
+
+@pytest.mark.parametrize("way", CAPTURED, ids=lambda way: way.__name__)
 def test_a_captured_step_reads_what_is_there_now(way: Callable[[], Way]) -> None:
     graph, (message, change) = made("hubs"), way()
     layer = rel.layer(message)

@@ -14,7 +14,7 @@ from wholestep import relational as rel
 from wholestep.errors import UnsupportedModel
 from wholestep.relational.layer import AGGREGATES
 
-SEEDS = int(os.environ.get("WHOLESTEP_RANDOM_MESSAGES", "100"))
+SEEDS = int(os.environ.get("WHOLESTEP_RANDOM_MESSAGES", "30"))
 FIRST = int(os.environ.get("WHOLESTEP_RANDOM_MESSAGES_FROM", "0"))
 
 
