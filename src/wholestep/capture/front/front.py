@@ -162,7 +162,7 @@ class Front:
 
         def take(graph: fx.GraphModule) -> Callable[..., Any]:
             try:
-                made.append(LossGraph(graph))
+                made.append(LossGraph(graph, {id(m): path for path, m in self.subject.root.named_modules()}))
             except (WholestepError, CaptureRefused) as error:  # raised here, Dynamo would wrap it
                 failed.append(error)
             return lambda *args: self._run(made[0], args)  # type: ignore[misc]
