@@ -233,13 +233,14 @@ def _around(tx: Any) -> tuple:
     if getattr(getattr(tx, "symbolic_torch_function_state", None), "mode_stack", ()):
         raise Unlike  # a mode has its say in every operation
     flags = (torch.is_grad_enabled(), torch.get_default_dtype(), torch._C._get_cudnn_enabled())
+    flags += (torch.is_inference_mode_enabled(), torch.get_deterministic_debug_mode())
     return (*flags, cast, list(tx.nn_module_stack.items()), _changed_objects(tx))
 
 
 def _effects(tx: Any) -> tuple:
-    """What a layer may do besides computing: hooks, random numbers of Python's, sparse matrices."""
-    effects = tx.output.side_effects
-    counted = (effects.tensor_hooks, effects.save_for_backward, tx.output.random_calls, tx.output.nn_modules)
+    """What a layer may do besides computing: hooks, random numbers of Python's, lines that are written, sparse matrices."""
+    effects, written = tx.output.side_effects, tx.output.root_tx.debug_locals
+    counted = (effects.tensor_hooks, effects.save_for_backward, tx.output.random_calls, tx.output.nn_modules, written)
     return (*map(len, counted), len(assuming.sparse))
 
 

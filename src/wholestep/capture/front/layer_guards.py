@@ -156,8 +156,10 @@ _VALUES = (
 
 def names_of(value: Any) -> Any:
     """Keys and attributes, present or missing: guards tell of what was found, not of all that was looked for."""
-    table = value if isinstance(value, dict | set) else getattr(value, "__dict__", ())
-    return [constant(key) if isinstance(key, _VALUES) else Identity(key) for key in table]
+    if isinstance(value, dict | set):
+        return [constant(key) if isinstance(key, _VALUES) else Identity(key) for key in value]
+    slots = [name for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ())]
+    return [*getattr(value, "__dict__", ()), *(name for name in slots if hasattr(value, name))]
 
 
 def places_of(sources: Iterable[Source], layer: Source) -> list[Source]:
