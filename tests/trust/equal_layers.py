@@ -144,7 +144,7 @@ def attributes_of_a_config_summed() -> Made:
 
 @more
 def sets_of_a_number_and_a_truth() -> Made:
-    return gained(lambda layer: 0.5 if list(layer.value)[0] is True else 1.0, lambda other: {True} if other else {1})
+    return gained(lambda layer: 0.5 if next(iter(layer.value)) is True else 1.0, lambda other: {True} if other else {1})
 
 
 @case

@@ -40,13 +40,13 @@ from wholestep.capture.front.layer_guards import (
     Identity,
     Pairs,
     Unlike,
-    places_of,
     constant,
     equal,
     is_under,
     kind_of,
     moved,
     of_class,
+    places_of,
     readable,
     seen_by,
     sources_of,
@@ -233,8 +233,8 @@ def _around(tx: Any) -> tuple:
     if getattr(getattr(tx, "symbolic_torch_function_state", None), "mode_stack", ()):
         raise Unlike  # a mode has its say in every operation
     flags = (torch.is_grad_enabled(), torch.get_default_dtype(), torch._C._get_cudnn_enabled())
-    flags += (torch.is_inference_mode_enabled(), torch.get_deterministic_debug_mode())
-    return (*flags, cast, list(tx.nn_module_stack.items()), _changed_objects(tx))
+    more = (torch.is_inference_mode_enabled(), torch.get_deterministic_debug_mode())
+    return (*flags, *more, cast, list(tx.nn_module_stack.items()), _changed_objects(tx))
 
 
 def _effects(tx: Any) -> tuple:
@@ -410,7 +410,10 @@ class Copy:
             # of equal classes all is equal, which is guarded once
             mine = [g for g in mine if not any(of_class(source, kinds) for source in sources_of(g))]
             self.layer.guards = [(guard, seen_by(guard, self._value)) for guard in mine]
-            read = [*(source for guard in mine for source in sources_of(guard)), *(source for _, source in self.layer.inputs)]
+            read = [
+                *(source for guard in mine for source in sources_of(guard)),
+                *(source for _, source in self.layer.inputs),
+            ]
             self.layer.places = [(place, self._value(place)) for place in places_of(read, own)]
         self._compare_objects()
         tensors = {source for _, source in self.layer.inputs}

@@ -12,8 +12,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._dynamo.variables import BuiltinVariable, ConstantVariable, LazyVariableTracker, TensorVariable
-from torch._dynamo.variables import UnspecializedNNModuleVariable, UserDefinedObjectVariable, UserFunctionVariable
+from torch._dynamo.variables import (
+    BuiltinVariable,
+    ConstantVariable,
+    LazyVariableTracker,
+    TensorVariable,
+    UnspecializedNNModuleVariable,
+    UserDefinedObjectVariable,
+    UserFunctionVariable,
+)
 
 from wholestep import compat
 from wholestep.capture.front.assumed import assuming, follow_instruction
