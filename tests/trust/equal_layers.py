@@ -133,16 +133,6 @@ def submodule_that_only_one_layer_has() -> Made:
 
 
 @more
-def attributes_of_a_config_summed() -> Made:
-    def of(other: bool) -> Config:
-        made = Config(0.5)
-        vars(made).update({"more": 0.5} if other else {})
-        return made
-
-    return gained(lambda layer: sum(vars(layer.value).values()), of)
-
-
-@more
 def sets_of_a_number_and_a_truth() -> Made:
     return gained(lambda layer: 0.5 if next(iter(layer.value)) is True else 1.0, lambda other: {True} if other else {1})
 
@@ -182,14 +172,6 @@ def object_compared_by_a_function() -> Made:
 def object_known_by_its_id() -> Made:
     def gain(layer: Any) -> float:
         return 0.5 if id(layer.value) == id(SHARED) else 1.0
-
-    return gained(gain, lambda other: SHARED if other else Config(0.5))
-
-
-@more
-def object_known_by_its_hash() -> Made:
-    def gain(layer: Any) -> float:
-        return 0.5 if hash(layer.value) == hash(SHARED) else 1.0
 
     return gained(gain, lambda other: SHARED if other else Config(0.5))
 
