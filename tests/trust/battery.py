@@ -9,6 +9,7 @@ from tests.trust import (
     carried,
     code_changed,
     data,
+    equal_layers,
     hooks,
     interrupted,
     left_behind,
@@ -28,7 +29,7 @@ __all__ = ["CASES", "FILES", "LOUD", "chosen"]
 
 FILES = (
     burned_in, values_read, code_changed, outside, structure, left_behind, carried, optimizers, hooks, randomness, data,
-    python_values, loops, interrupted, stale_cache, refusals,
+    python_values, loops, interrupted, stale_cache, refusals, equal_layers,
 )  # fmt: skip
 
 LOUD: dict[str, str] = {

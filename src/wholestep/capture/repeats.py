@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import re
 from collections import Counter
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -58,13 +59,14 @@ class Run:
         return {node: twin for layer in self.left_out for node, twin in zip(layer.nodes, kept.nodes, strict=True)}
 
 
-def longest_run(graph: fx.Graph) -> Run | None:
-    """The most equal layers in a row, if they are enough."""
+def longest_run(graph: fx.Graph, known: Container[int]) -> Run | None:
+    """The most equal layers in a row, if they are enough. `known`: ids of the modules that are trained; a teacher's are not."""
     groups: list[tuple[str, list[fx.Node]]] = []
     for path, nodes in itertools.groupby((n for n in graph.nodes if n.op not in ("placeholder", "output")), _layer_of):
         groups.append((path, list(nodes)))
     counted = Counter(path for path, _ in groups)
     layers = [_layer(path, nodes) if path and counted[path] == 1 else None for path, nodes in groups]
+    layers = [layer if layer is not None and layer.module in known else None for layer in layers]
     runs: list[list[Layer]] = [[]]
     described: Any = None
     for layer in layers:
@@ -90,7 +92,7 @@ def _layer_of(node: fx.Node) -> str:
 def _layer(path: str, nodes: list[fx.Node]) -> Layer | None:
     inside = set(nodes)
     outs = [node for node in nodes if any(user not in inside for user in node.users)]
-    if len(outs) != 1 or any(_does_more(node) for node in nodes):
+    if len(outs) != 1 or not _takes_gradient(outs[0]) or any(_does_more(node) for node in nodes):
         return None
     read = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
     own = [n for n in read if n.op == "placeholder" and all(user in inside for user in n.users)]
@@ -107,6 +109,11 @@ def _does_more(node: fx.Node) -> bool:
         return True
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     return bool(_STATEFUL.search(name)) or (name.endswith("_") and not name.startswith("_"))
+
+
+def _takes_gradient(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _follows(before: Layer, layer: Layer) -> bool:

@@ -86,7 +86,7 @@ def capture(
     if reading is not None:
         _check_surroundings(subject, reading)
     keys = 8 + (UNKNOWN_CALLS if reading is None else reading.graph.random_calls())
-    run = None if reading is None or dynamic else longest_run(reading.graph.module.graph)
+    run = None if reading is None or dynamic else longest_run(reading.graph.module.graph, reading.graph.paths)
     while True:
         tracer = Tracer(subject, reading, batch, dynamic=dynamic, whole_logits_bytes=whole_logits_bytes, run=run)
         try:

@@ -153,10 +153,9 @@ class Tracer:
         for name, tensor in subject.buffers.items():
             self.fakes[Input(Role.BUFFER, name)] = self.fake_of(tensor)
         self._add_given(batch, dynamic)
-        self.paths = {id(m): path for path, m in subject.root.named_modules()}
         self.aux_names: tuple[str, ...] = ()
         self.used: list[str] = []
-        self.watch = None if run is None or reading is None else Watch(run, self._places(reading), self.paths)
+        self.watch = None if run is None or reading is None else Watch(run, self._places(reading), reading.graph.paths)
 
     def _places(self, reading: Reading) -> dict[Any, Input]:
         nodes = [n for n in reading.graph.module.graph.nodes if n.op == "placeholder"]
@@ -234,7 +233,7 @@ class Tracer:
         with dry, keyed(sites, on_gpu=self.subject.target.is_gpu, chunked=chunked) as modes:
             if self.watch is not None:
                 self.watch.sites = sites
-            found = reading.graph.run(args, numbers, self.paths, self.subject.device, self.watch)
+            found = reading.graph.run(args, numbers, self.subject.device, self.watch)
         return Forward(
             found.loss,
             found.aux,

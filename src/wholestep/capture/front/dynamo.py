@@ -29,7 +29,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._guards import TracingContext
 
 from wholestep import compat
-from wholestep.capture.front import equal_layers, replaced  # noqa: F401 - tell Dynamo what to take in the place of what
+from wholestep.capture.front import added_guards, equal_layers, replaced  # noqa: F401 - tell Dynamo what to do otherwise
 from wholestep.capture.front.assumed import assuming
 from wholestep.capture.front.growing import growing
 from wholestep.capture.front.sparse import attach_parts, is_matrix

@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import re
 import threading
-import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,16 +28,17 @@ from torch._dynamo.variables import (
     TensorVariable,
     TupleVariable,
     UnspecializedNNModuleVariable,
-    UserDefinedObjectVariable,
 )
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._guards import Guard, Source
 
 from wholestep import compat
-from wholestep.capture.front.assumed import assuming, follow_instruction
+from wholestep.capture.front.assumed import assuming
+from wholestep.capture.front.identities import looked
 from wholestep.capture.front.layer_guards import (
     Identity,
+    Pairs,
     Unlike,
     constant,
     equal,
@@ -46,6 +46,7 @@ from wholestep.capture.front.layer_guards import (
     kind_of,
     moved,
     of_class,
+    places_of,
     readable,
     seen_by,
     sources_of,
@@ -65,8 +66,6 @@ class Known:
     guards: dict[tuple, Guard] = dataclasses.field(default_factory=dict)
     """Those of the capture so far, by place and kind."""
     counted: int = 0
-    identities: int = 0
-    """How often an object was looked at by its identity."""
 
     def update(self, guards: Sequence[Guard]) -> None:
         for guard in guards[self.counted :]:
@@ -122,6 +121,8 @@ class Traced:
     calls: dict[str, int]
     guards: list[tuple[Guard, Any]] | None = None
     """With the values that they saw; found when the next layer comes."""
+    places: list[tuple[Source, Any]] = dataclasses.field(default_factory=list)
+    """All that the trace has looked at in the layer, with what was there; found with the guards."""
 
 
 def _call(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,16 +158,16 @@ def _record(tx: Any, known: Known, call: Call, trace: Callable[[], Any]) -> Any:
     graph = tx.output.graph
     last = next(iter(reversed(graph.nodes)), None)
     versions, facts = _versions(graph, call), [_fact(_example(t)) for t in call.tensors]
-    effects, calls, identities = _effects(tx), dict(tx.num_calls), known.identities
+    effects, calls, looks = _effects(tx), dict(tx.num_calls), looked.times
     result = trace()
-    if effects != _effects(tx) or identities != known.identities or _written(versions) or call.around != _around(tx):
+    if effects != _effects(tx) or looks != looked.times or _written(versions) or call.around != _around(tx):
         return result
     nodes = list(_after(graph, last))
     given = ((node, _source_of(node)) for node in graph.find_nodes(op="placeholder"))
     inputs = [(node, source) for node, source in given if source is not None and is_under(source, call.source)]
     made = {name: count for name, count in tx.num_calls.items() if calls.get(name) != count}
     layer = Traced(call, facts, nodes, inputs, result, made)
-    if _can_be_copied(layer):
+    if _can_be_copied(layer, tx):
         known.layers[type(call.module)].append(layer)
     return result
 
@@ -179,8 +180,8 @@ def _after(graph: fx.Graph, last: fx.Node | None) -> Iterator[fx.Node]:
             yield node
 
 
-def _can_be_copied(layer: Traced) -> bool:
-    """Nothing but its own inputs, the graph's and its arguments goes in, and tensors come out."""
+def _can_be_copied(layer: Traced, tx: Any) -> bool:
+    """Nothing but its own inputs, the graph's and its arguments goes in, and tensors come out that lie in memory as they will."""
     layer.nodes.reverse()
     own = set(layer.nodes)
     given = {_node(t) for t in layer.call.tensors}
@@ -195,9 +196,10 @@ def _can_be_copied(layer: Traced) -> bool:
         results = list(_leaves([layer.result]))
     except Unlike:
         return False
-    return all(
-        _node(leaf) in own if isinstance(leaf, TensorVariable) else not isinstance(leaf, Source) for leaf in results
-    )
+    tensors = [leaf for leaf in results if isinstance(leaf, TensorVariable)]
+    if any(_node(t) not in own or _fact(_example(t)) != _fact(_like(_example(t), tx)) for t in tensors):
+        return False
+    return not any(isinstance(leaf, Source) for leaf in results)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -228,15 +230,17 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 def _around(tx: Any) -> tuple:
     cast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")]
-    modes = getattr(getattr(tx, "symbolic_torch_function_state", None), "mode_stack", ())
-    flags = (torch.is_grad_enabled(), torch.get_default_dtype(), torch._C._get_cudnn_enabled(), len(modes))
-    return (*flags, cast, list(tx.nn_module_stack.items()), _changed_objects(tx))
+    if getattr(getattr(tx, "symbolic_torch_function_state", None), "mode_stack", ()):
+        raise Unlike  # a mode has its say in every operation
+    flags = (torch.is_grad_enabled(), torch.get_default_dtype(), torch._C._get_cudnn_enabled())
+    more = (torch.is_inference_mode_enabled(), torch.get_deterministic_debug_mode())
+    return (*flags, *more, cast, list(tx.nn_module_stack.items()), _changed_objects(tx))
 
 
 def _effects(tx: Any) -> tuple:
-    """What a layer may do besides computing: hooks, random numbers of Python's, sparse matrices."""
-    effects = tx.output.side_effects
-    counted = (effects.tensor_hooks, effects.save_for_backward, tx.output.random_calls, tx.output.nn_modules)
+    """What a layer may do besides computing: hooks, random numbers of Python's, lines that are written, sparse matrices."""
+    effects, written = tx.output.side_effects, tx.output.root_tx.debug_locals
+    counted = (effects.tensor_hooks, effects.save_for_backward, tx.output.random_calls, tx.output.nn_modules, written)
     return (*map(len, counted), len(assuming.sparse))
 
 
@@ -294,6 +298,11 @@ def _fact(tensor: torch.Tensor) -> tuple:
         type(tensor), tensor.layout, *layout, tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_leaf, tensor.is_conj(),
         tensor.is_neg(), sorted(vars(tensor)) if type(tensor) in (torch.Tensor, nn.Parameter) else (),
     )  # fmt: skip
+
+
+def _like(tensor: torch.Tensor, tx: Any) -> torch.Tensor:
+    with tx.fake_mode, torch.set_grad_enabled(tensor.requires_grad):
+        return tensor.clone()
 
 
 def _node(variable: TensorVariable) -> fx.Node:
@@ -401,6 +410,12 @@ class Copy:
             # of equal classes all is equal, which is guarded once
             mine = [g for g in mine if not any(of_class(source, kinds) for source in sources_of(g))]
             self.layer.guards = [(guard, seen_by(guard, self._value)) for guard in mine]
+            read = [
+                *(source for guard in mine for source in sources_of(guard)),
+                *(source for _, source in self.layer.inputs),
+            ]
+            self.layer.places = [(place, self._value(place)) for place in places_of(read, own)]
+        self._compare_objects()
         tensors = {source for _, source in self.layer.inputs}
         fresh: list[Guard] = []
         for guard, seen in self.layer.guards:
@@ -414,6 +429,18 @@ class Copy:
             if kind_of(there) not in self.known.guards:
                 fresh.append(there)
         return fresh
+
+    def _compare_objects(self) -> None:
+        """What is one object there is one here; what the trace knows from elsewhere is the same here."""
+        pairs = Pairs()
+        for source, old in self.layer.places:
+            new = self._value(self._place(source))
+            if pairs.add(old, new) and (self._is_elsewhere(old, self.layer.call) or self._is_elsewhere(new, self.call)):
+                raise Unlike
+
+    def _is_elsewhere(self, value: Any, call: Call) -> bool:
+        known = self.tx.output.side_effects.id_to_variable.get(id(value))
+        return known is not None and known.source is not None and not is_under(known.source, call.source)
 
     def write(self) -> Any:
         tx, layer, modules = self.tx, self.layer, self.modules
@@ -434,7 +461,7 @@ class Copy:
                     stacks[id(stack)] = self._stack(stack, modules)
                 copy.meta["nn_module_stack"] = stacks[id(stack)]
             if node in results:
-                copy.meta["example_value"] = self._like(_example_of(node))
+                copy.meta["example_value"] = _like(_example_of(node), tx)
             copies[node] = copy
         tx.num_calls.update({self._renamed(name): count for name, count in layer.calls.items()})
         return self._result(layer.result, copies)
@@ -447,10 +474,6 @@ class Copy:
             found[own] = (self._renamed(name), kind)
         return found
 
-    def _like(self, tensor: torch.Tensor) -> torch.Tensor:
-        with self.tx.fake_mode, torch.set_grad_enabled(tensor.requires_grad):
-            return tensor.clone()
-
     def _result(self, value: Any, copies: Mapping[fx.Node, fx.Node]) -> Any:
         if isinstance(value, LazyVariableTracker):
             value = value.realize()
@@ -461,48 +484,4 @@ class Copy:
         return value
 
 
-# ---- looking at who an object is, which no guard of the layer tells ----
-
-
-def _note_identity() -> None:
-    if getattr(_here, "known", None) is not None:
-        _here.known.identities += 1
-
-
-def _is_object(value: Any) -> bool:
-    if isinstance(value, LazyVariableTracker):
-        if not value.is_realized():
-            return not isinstance(value.original_value(), _PLAIN)
-        value = value.realize()
-    return isinstance(value, UnspecializedNNModuleVariable | UserDefinedObjectVariable)
-
-
-_PLAIN = (int, float, str, bytes, torch.Tensor, types.NoneType, type, types.FunctionType, types.BuiltinFunctionType)
-
-
-def _comparing(plain: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    def compare(tx: Any, inst: Any) -> None:
-        if getattr(assuming, "on", False):
-            a, b = tx.stack[-2:]
-            if (_is_object(a) or _is_object(b)) and not any(isinstance(v, ConstantVariable) for v in (a, b)):
-                _note_identity()
-        plain(tx, inst)
-
-    return compare
-
-
-for _name in ("IS_OP", "COMPARE_OP", "CONTAINS_OP"):
-    follow_instruction(_name, _comparing)
-
-
-def _noting_keys(plain: Callable[..., None]) -> Callable[..., None]:
-    def init(self: Any, vt: Any) -> None:
-        if getattr(assuming, "on", False) and _is_object(vt):
-            _note_identity()
-        plain(self, vt)
-
-    return init
-
-
-compat.HashedVariable.__init__ = _noting_keys(compat.HashedVariable.__init__)  # a dictionary's key, a member of a set
 UnspecializedNNModuleVariable.call_function = _call(UnspecializedNNModuleVariable.call_function)

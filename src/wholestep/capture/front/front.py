@@ -163,7 +163,8 @@ class Front:
 
         def take(graph: fx.GraphModule) -> Callable[..., Any]:
             try:
-                made.append(LossGraph(graph, self._rewritten))
+                paths = {id(module): path for path, module in self.subject.root.named_modules()}
+                made.append(LossGraph(graph, paths, self._rewritten))
             except (WholestepError, CaptureRefused) as error:  # raised here, Dynamo would wrap it
                 failed.append(error)
             return lambda *args: self._run(made[0], args)  # type: ignore[misc]

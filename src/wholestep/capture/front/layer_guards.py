@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import AttrSource, NNModuleSource, TypeSource
 from torch._guards import Guard, Source
@@ -117,13 +118,60 @@ def constant(value: Any) -> Any:
 
 
 def _types(value: Any) -> Any:
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple | list | set | frozenset | dict):
         return (type(value), [_types(v) for v in value])
     return (type(value), repr(value)) if isinstance(value, float | complex) else type(value)
 
 
 def _code(value: Any) -> Any:
     return Identity(value.__code__ if type(value) is types.FunctionType else value)
+
+
+class Pairs:
+    """Objects at the same places of two layers."""
+
+    def __init__(self) -> None:
+        self.there: dict[int, Any] = {}
+        self.here: dict[int, Any] = {}
+
+    def add(self, old: Any, new: Any) -> bool:
+        """Whether these are two objects; raises Unlike if one is paired with something else, or holds other names."""
+        if isinstance(old, _VALUES) and isinstance(new, _VALUES):
+            return False
+        if self.there.setdefault(id(old), new) is not new or self.here.setdefault(id(new), old) is not old:
+            raise Unlike
+        if old is new:
+            return False
+        if names_of(old) != names_of(new):
+            raise Unlike
+        return True
+
+
+_VALUES = (
+    int, float, complex, str, bytes, tuple, frozenset, range, slice, types.NoneType, type, types.ModuleType,
+    types.BuiltinFunctionType, torch.dtype, torch.device,
+)  # fmt: skip
+"""Of these it does not matter which object they are."""
+
+
+def names_of(value: Any) -> Any:
+    """Keys and attributes, present or missing: guards tell of what was found, not of all that was looked for."""
+    if isinstance(value, dict | set):
+        return [constant(key) if isinstance(key, _VALUES) else Identity(key) for key in value]
+    slots = [name for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ())]
+    return [*getattr(value, "__dict__", ()), *(name for name in slots if hasattr(value, name))]
+
+
+def places_of(sources: Iterable[Source], layer: Source) -> list[Source]:
+    """These and those that they are found through, as far as they are the layer's."""
+    found: dict[Source, None] = {}
+    for source in sources:
+        place: Source | None = source
+        while place is not None and place not in found and is_under(place, layer):
+            if not isinstance(place, TypeSource):
+                found[place] = None
+            place = getattr(place, "base", None)
+    return list(found)
 
 
 _READS: dict[str, Callable[..., Any]] = {
@@ -140,7 +188,7 @@ _READS: dict[str, Callable[..., Any]] = {
     "EQUALS_MATCH": constant,
     "SEQUENCE_LENGTH": lambda value: (type(value), len(value)),
     "EMPTY_NN_MODULE_HOOKS_DICT": lambda value: (type(value), len(value)),
-    "DICT_KEYS_MATCH": lambda value: (type(value), list(value)),
+    "DICT_KEYS_MATCH": lambda value: (type(value), list(map(constant, value))),
     "DICT_CONTAINS": lambda value, key, invert=False: key in value,
     "DICT_NOT_CONTAINS": lambda value, key: key in value,
     "NOT_PRESENT_IN_GENERIC_DICT": lambda value, attr: attr in vars(value),

@@ -54,7 +54,14 @@ class Replayed:
 class LossGraph:
     """One graph of Dynamo's, independent of Dynamo from here on."""
 
-    def __init__(self, module: fx.GraphModule, rewrite: Callable[[fx.GraphModule], None] = lambda module: None) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        paths: Mapping[int, str],
+        rewrite: Callable[[fx.GraphModule], None] = lambda module: None,
+    ) -> None:
+        """`paths`: of the model's modules, by id, as they are while Dynamo traces: others may come in their places later."""
+        self.paths = paths
         self.module = _copied(module)  # Dynamo reads its own graph again after the backend
         rewrite(self.module)
         placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
@@ -121,7 +128,6 @@ class LossGraph:
         self,
         args: Sequence[Any],
         numbers: Sequence[torch.Tensor],
-        paths: Mapping[int, str],
         device: torch.device,
         watch: Watcher | None = None,
     ) -> Replayed:
@@ -131,7 +137,7 @@ class LossGraph:
             if argument.size_of is not None:
                 tensor, what, dim = argument.size_of
                 given[i] = _PROPERTIES[what](given[tensor], dim)
-        replay = Replay(self.module, paths, device, watch)
+        replay = Replay(self.module, self.paths, device, watch)
         found = replay.run(*given, *numbers)
         if replay.loss is None:
             raise CaptureRefused("the loss was not found in Dynamo's graph")
