@@ -38,6 +38,10 @@ class BadOption(WholestepError):
     """An argument of `compile` or `verify` has no such value."""
 
 
+class NoSuchKernel(BadOption):
+    """An operator has no implementation of that name, on any machine."""
+
+
 class BudgetTooSmall(WholestepError):
     """No plan fits in the memory that was allowed; `smallest_bytes` says what would."""
 

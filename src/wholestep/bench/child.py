@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from wholestep.bench.protocol import Protocol
@@ -72,11 +72,16 @@ def _end_with(parent: int) -> None:
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
-def main() -> None:
+def answer(rows: Iterable[dict[str, Any]]) -> None:
+    """Send the rows to the parent as they are made, and end when it does."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    tune_in_turns()
-    for row in answers(sys.argv[1]):
+    for row in rows:
         print("\n" + MARK + json.dumps(row) + "}", flush=True)
+
+
+def main() -> None:
+    tune_in_turns()
+    answer(answers(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ import gc
 import importlib.util
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from typing import Protocol as Interface
 
 import torch
 from torch import nn
@@ -25,18 +26,31 @@ from wholestep.bench.figures import summarised
 from wholestep.bench.memory import MemoryMeter
 from wholestep.bench.protocol import Protocol, settled
 from wholestep.bench.turns import my_turn
-from wholestep.bench.workload import Part, StepCall, Training, Workload
+from wholestep.bench.workload import Part, StepCall, Workload
 
 SETTLING = 2
 """Iterations between giving memory back and the window, in which the allocator takes again what training needs."""
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
 
+class Iterates(Interface):
+    """What can be timed: a Training, or anything with iterations."""
+
+    def iterate(self, calls: Sequence[StepCall], number: int) -> Any: ...
+
+
 class Timed:
     """A Training under the clock: iterations in order, their milliseconds and their losses."""
 
-    def __init__(self, training: Training, calls: Sequence[StepCall], device: torch.device) -> None:
-        self.training, self.calls, self.on_gpu = training, calls, device.type == "cuda"
+    def __init__(
+        self,
+        training: Iterates,
+        calls: Sequence[StepCall],
+        device: torch.device,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`clock`: seconds, by which steps on a CPU are timed."""
+        self.training, self.calls, self.on_gpu, self.clock = training, calls, device.type == "cuda", clock
         self.milliseconds: list[float] = []
         self.curve: list[float | None] = []
 
@@ -51,9 +65,9 @@ class Timed:
             torch.cuda.synchronize()
             taken = start.elapsed_time(end)
         else:
-            began = time.perf_counter()
+            began = self.clock()
             loss = self.training.iterate(self.calls, number)
-            taken = 1e3 * (time.perf_counter() - began)
+            taken = 1e3 * (self.clock() - began)
         value = float(loss)
         self.milliseconds.append(taken)
         self.curve.append(value if math.isfinite(value) else None)
@@ -94,8 +108,8 @@ def measure(
         if not timed.curve:
             timed.iterate()
         row: dict[str, Any] = {"build_seconds": built, "first_step_seconds": compiled + time.perf_counter() - began}
-        row |= _warmed_up(timed, protocol)
-        window = _sampled(timed, protocol, meter)
+        row |= warmed_up(timed, protocol)
+        window = sampled(timed, protocol, meter)
         row |= {
             "step_ms": summarised(window),
             "memory": meter.read(),
@@ -159,7 +173,7 @@ def failure_of(error: BaseException) -> dict[str, Any]:
     return {"status": "out of memory" if lack else "failed", "reason": said[:300]}
 
 
-def _warmed_up(timed: Timed, protocol: Protocol) -> dict[str, Any]:
+def warmed_up(timed: Timed, protocol: Protocol) -> dict[str, Any]:
     """Iterations until the times have settled, as the Protocol says."""
     began = time.perf_counter()
     while not protocol.warm(timed.milliseconds, time.perf_counter() - began):
@@ -167,7 +181,7 @@ def _warmed_up(timed: Timed, protocol: Protocol) -> dict[str, Any]:
     return {"warm_up": {"steps": len(timed.milliseconds), "settled": settled(timed.milliseconds[1:])}}
 
 
-def _sampled(timed: Timed, protocol: Protocol, meter: MemoryMeter) -> list[float]:
+def sampled(timed: Timed, protocol: Protocol, meter: MemoryMeter) -> list[float]:
     """The milliseconds of the window."""
     meter.before_window()
     if timed.on_gpu:

@@ -32,10 +32,12 @@ class Answer:
     reason: str = ""
 
 
-def ask_child(request: str, limit: float, *, threads: int | None = None) -> Answer:
-    """Start the child, wait at most `limit` seconds, read its rows."""
-    with empty_caches() as caches:
-        command = [sys.executable, "-m", "wholestep.bench.child", request]
+def ask_child(
+    request: str, limit: float, *, threads: int | None = None, program: str = "wholestep.bench.child", cold: bool = True
+) -> Answer:
+    """Start the child, wait at most `limit` seconds, read its rows. `cold`: from empty caches, so that compiling is timed too."""
+    with empty_caches() if cold else contextlib.nullcontext() as caches:
+        command = [sys.executable, "-m", program, request]
         child = subprocess.Popen(
             command, env=_surroundings(caches, threads), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
@@ -82,8 +84,10 @@ def empty_caches() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _surroundings(caches: Path, threads: int | None) -> dict[str, str]:
-    environment = os.environ | {name: str(caches / folder) for name, folder in _CACHES.items()}
+def _surroundings(caches: Path | None, threads: int | None) -> dict[str, str]:
+    environment = {**os.environ}
+    if caches is not None:
+        environment |= {name: str(caches / folder) for name, folder in _CACHES.items()}
     environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SOURCES), os.environ.get("PYTHONPATH"))))
     if threads is not None:

@@ -166,11 +166,12 @@ def _kind(tensor: torch.Tensor) -> tuple:
 
 
 def _versions() -> tuple:
-    return (torch.__version__, platform.python_version(), _own_sources())
+    return (torch.__version__, platform.python_version(), own_sources())
 
 
 @functools.cache
-def _own_sources() -> str:
+def own_sources() -> str:
+    """A hash of Wholestep's own code."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
         digest.update(path.read_bytes())

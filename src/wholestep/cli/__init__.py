@@ -16,10 +16,10 @@ from typing import Any, TextIO
 
 import typer
 
-from wholestep.cli import bench, compare, doctor, explain, failure, plan, profile, show, train, verify
+from wholestep.cli import bench, compare, doctor, explain, failure, plan, profile, search, show, train, verify
 from wholestep.errors import WholestepError, WholestepWarning
 
-NOT_YET = ("tune", "search")
+NOT_YET = ("tune",)
 
 app = typer.Typer(
     add_completion=False,
@@ -52,6 +52,9 @@ app.command("show", short_help="print the graph of the whole step, as Python")(_
 app.command("explain", short_help="what a run did, or what a plan says")(_stoppable(explain.command))
 app.command("profile", short_help="measure one step: a page with pictures, and what to do")(_stoppable(profile.command))
 app.command("bench", short_help="measure training steps of many domains")(_stoppable(bench.command))
+app.command("search", short_help="the fastest of many ways to run a model, few of them measured")(
+    _stoppable(search.command)
+)
 app.command("compare", short_help="what moved between two results of bench, or two recipes")(
     _stoppable(compare.command)
 )

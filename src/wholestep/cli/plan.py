@@ -70,7 +70,7 @@ def command(
     if gpus > 1:
         raise NotBuiltYet(f"--gpus {gpus}: plans for several cards are not part of this version", hint="use --gpus 1")
     for option, path in (("--out", out), ("--svg", svg)):
-        _check_writable(option, path)
+        check_writable(option, path)
     measured = read_peers(peers, model)
     passes = options.pipeline(disable)
     from wholestep.cost.target import find_target
@@ -89,8 +89,8 @@ def command(
         budget_bytes=budget,
         recipe=options.checked_recipe(recipe),
     )
-    fit = will_it_fit(question, passes=passes, check_batch=check_batch, tell=_tell)
-    _tell("")
+    fit = will_it_fit(question, passes=passes, check_batch=check_batch, tell=tell_passing)
+    tell_passing("")
     _report(fit, out=out, svg=svg, json=json, peers=measured)
     raise typer.Exit(0 if fit.fits else 1)
 
@@ -169,7 +169,7 @@ def picture_of(fit: Fit, peers: list[Peer] | None = None) -> str:
     )  # fmt: skip
 
 
-def _check_writable(option: str, path: Path | None) -> None:
+def check_writable(option: str, path: Path | None) -> None:
     """Before anything is captured for it."""
     if path is None:
         return
@@ -181,6 +181,7 @@ def _check_writable(option: str, path: Path | None) -> None:
         raise BadOption(f"{option} {path} cannot be written", hint="name a file in a folder of yours")
 
 
-def _tell(text: str) -> None:
+def tell_passing(text: str) -> None:
+    """What is being done, on a terminal, over what was told before; an empty text clears it."""
     if sys.stderr.isatty():
         typer.echo(f"\r\x1b[K{text} ..." if text else "\r\x1b[K", err=True, nl=False)

@@ -52,8 +52,8 @@ class Question:
     target: Card
     budget_bytes: int
     """Of the card."""
-    recipe: str | None = None
-    """The file of one: what it says is part of every plan."""
+    recipe: Any = None
+    """A Recipe, or the file of one: what it says is part of every plan."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
