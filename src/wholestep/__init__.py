@@ -21,6 +21,7 @@ _PUBLIC = {
     "default_passes": "wholestep.passes.pipeline",
     "save": "wholestep.train.checkpoint",
     "load": "wholestep.train.checkpoint",
+    "Mesh": "wholestep.graph.mesh",
     "Plan": "wholestep.graph.plan",
     "Step": "wholestep.runtime.step",
     "TrainingGraph": "wholestep.graph.training_graph",
@@ -36,8 +37,8 @@ _MODULES = {
 }
 
 __all__ = [
-    "Plan", "Step", "TrainingGraph", "WholestepError", "WholestepWarning", "compile", "default_passes", "load", "save", "schedule",
-    "verify",
+    "Mesh", "Plan", "Step", "TrainingGraph", "WholestepError", "WholestepWarning", "compile", "default_passes", "load", "save",
+    "schedule", "verify",
 ]  # fmt: skip
 
 
