@@ -1,0 +1,156 @@
+"""Other shapes of the same elements: views, reshapes, permutations, expansions, repetitions. A sum that is due stays due."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from wholestep.schedule.sharding.layout import WHOLE, Cut, reshaped, wanted_blocks
+from wholestep.schedule.sharding.program import Program
+from wholestep.schedule.sharding.registry import rule
+from wholestep.schedule.sharding.values import Called, Value
+
+_MARK = 1_000_003
+"""A size that no dimension has: where it turns up in a result, there the dimension went."""
+
+
+@rule("view", "reshape", "unflatten", "flatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel")
+def reshape(p: Program, call: Called) -> Any:
+    """A view of another type (`x.view(dtype)`) has no shape to follow."""
+    x = call.args[0]
+    if any(isinstance(one, torch.dtype) for one in call.args[1:]):
+        p.refuse_cut(call.name, x)
+    shape = call.result or shape_after(call, x)
+    if x.cut is None:
+        return p.emit(torch.reshape, x, _sizes(call, shape), layout=x.layout)
+    cut = reshaped(x.cut, x.shape, shape, p.parts)
+    if cut is None:
+        _refuse(p, x, shape)
+    target = "view" if call.name == "view" and isinstance(call.target, str) else torch.reshape
+    return p.emit(target, x, _sizes(call, shape, cut, p.parts), layout=cut)
+
+
+def shape_after(call: Called, x: Value) -> tuple[int, ...]:
+    """The shape of the result in the model, of a call that a rule made."""
+    whole = torch.empty(x.shape, device="meta")
+    rest, named = call.args[1:], call.kwargs
+    return tuple(_call(call.target, whole, rest, named).shape)
+
+
+def _call(target: Any, x: torch.Tensor, rest: Sequence[Any], named: dict[str, Any]) -> Any:
+    return getattr(x, target)(*rest, **named) if isinstance(target, str) else target(x, *rest, **named)
+
+
+def _sizes(call: Called, shape: Sequence[int], cut: Cut | None = None, parts: int = 1) -> tuple[Any, ...]:
+    """The sizes that the call gives, those that vary among them, with the local one where the result is cut."""
+    given = call.args[1:] if call.name in ("view", "reshape") else ()
+    if len(given) == 1 and isinstance(given[0], tuple | list):
+        given = tuple(given[0])
+    sizes: list[Any] = list(given) if len(given) == len(shape) else list(shape)
+    if cut is not None and not (isinstance(sizes[cut.dim], int) and sizes[cut.dim] == -1):
+        sizes[cut.dim] = shape[cut.dim] // parts
+    return tuple(sizes)
+
+
+def _refuse(p: Program, x: Value, shape: Sequence[int]) -> None:
+    """Cut the parameter in blocks, or leave it whole where what it is divided into are fewer than the ranks."""
+    assert x.cut is not None
+    size, text = x.shape[x.cut.dim], f"{x.shape} is {x.layout}, and as {tuple(shape)} its parts are not whole"
+    blocks = wanted_blocks(x.cut, x.shape, shape, p.parts) if x.cut.plain else None
+    if blocks is not None:
+        p.recut(x, blocks, text, "say how it is built: shard(..., blocks=...)")
+    new = next((s for s in shape if s > 1 and size % s == 0 and s not in x.shape[: x.cut.dim]), size)
+    if x.cut.plain and new < p.parts and p.parts % new == 0:
+        hint = "fewer heads than ranks can be cut only for keys and values, which then stay whole"
+        p.recut(x, None, f"{new} heads cannot be cut into {p.parts}", hint)
+    fitting = next((n for n in range(p.parts - 1, 1, -1) if new % n == 0), 1)
+    p.refuse(text + p.because(x), f"{new} parts would have to be cut into {p.parts}: {fitting} ranks would do")
+
+
+@rule("permute", "transpose", "t", "movedim", "moveaxis", "swapaxes", "swapdims", "adjoint", "mT", "T", "numpy_T")
+def permute(p: Program, call: Called) -> Any:
+    x = call.args[0]
+    return p.again(call, x.layout if x.cut is None else x.cut.at(moved(call, x)))
+
+
+def moved(call: Called, x: Value, rest: Sequence[Any] | None = None, named: dict[str, Any] | None = None) -> int:
+    """Where the dimension that is cut goes in a call that leaves it alone."""
+    assert x.cut is not None
+    shape = list(x.shape)
+    shape[x.cut.dim] = _MARK
+    marked = torch.empty(shape, device="meta")
+    result = _call(call.target, marked, call.args[1:] if rest is None else rest, call.kwargs if named is None else named)
+    first = result[0] if isinstance(result, tuple | list) else result
+    return list(first.shape).index(_MARK)
+
+
+@rule("expand", "broadcast_to", "expand_as")
+def expand(p: Program, call: Called) -> Any:
+    x = call.args[0]
+    if call.name == "expand_as":
+        sizes: tuple[Any, ...] = call.args[1].shape
+    else:
+        sizes = call.args[1:]
+        if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
+            sizes = tuple(sizes[0])
+    if x.cut is None:
+        if x.is_partial:
+            return p.emit("expand", p.reduced(x), tuple(sizes), layout=p.reduced(x).layout)
+        other = call.args[1]  # x.expand_as(cut): as large as the model's, of which each rank takes its part where it reads it
+        return p.emit("expand", x, tuple(other.shape), layout=x.layout)
+    cut = x.cut.at(x.cut.dim + len(sizes) - x.dim)
+    return p.emit("expand", x, _sizes_of(sizes, cut, p.parts), layout=cut)
+
+
+def _sizes_of(sizes: Sequence[Any], cut: Cut, parts: int) -> tuple[Any, ...]:
+    found = list(sizes)
+    if not (isinstance(found[cut.dim], int) and found[cut.dim] == -1):
+        found[cut.dim] = cut.size // parts
+    return tuple(found)
+
+
+@rule("repeat", "tile")
+def repeat(p: Program, call: Called) -> Any:
+    """Copies of the dimension that is cut stand side by side: as many blocks more."""
+    x = p.reduced(call.args[0])
+    counts = call.args[1:]
+    if len(counts) == 1 and isinstance(counts[0], tuple | list):
+        counts = tuple(counts[0])
+    if x.cut is None:
+        return p.emit("repeat", x, tuple(counts), layout=x.layout)
+    counts = (*([1] * (x.dim - len(counts))), *counts)
+    dim = x.cut.dim + len(counts) - x.dim
+    return p.emit("repeat", x, counts, layout=Cut(dim, x.cut.sizes, x.cut.times * counts[dim]))
+
+
+@rule("repeat_interleave")
+def repeat_interleave(p: Program, call: Called) -> Any:
+    x, count, dim = p.reduced(call.args[0]), call.get("repeats"), call.get("dim")
+    count = count[0] if isinstance(count, tuple) and len(count) == 1 else count
+    if x.cut is None:
+        return p.again(call, x.layout, p.reduced)
+    if isinstance(count, Value) or dim is None:
+        p.refuse_cut(call.name, x)
+    cut = x.cut
+    if dim % x.dim == cut.dim:
+        cut = Cut(cut.dim, tuple(size * count for size in cut.sizes), cut.times)
+    return p.emit(torch.repeat_interleave, x, count, dim, layout=cut)
+
+
+@rule("size", "shape", "numel", "dim", "ndim", "stride", "getattr", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
+def about(p: Program, call: Called) -> Any:
+    """Sizes are those of the model; a new tensor takes the type and device of another, and has nothing else of it."""
+    x = call.args[0]
+    if call.name.startswith("new_"):
+        return p.again(call, WHOLE)
+    asked = call.args[1] if call.name == "getattr" else call.name
+    whole = torch.empty(x.shape, device="meta")
+    if asked in ("size", "shape"):
+        sizes: tuple[Any, ...] = tuple(whole.shape)
+        return sizes if call.name != "size" or len(call.args) == 1 else sizes[call.args[1]]
+    if asked in ("numel", "dim", "ndim"):
+        found = getattr(whole, asked)
+        return found() if callable(found) else found
+    return p.refuse_cut(call.name, x)

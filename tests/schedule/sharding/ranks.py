@@ -1,0 +1,165 @@
+"""Ranks side by side, for tests: the graph of one rank run for all of them, node by node, with gradients.
+
+Collectives are functions over the values of all ranks; their derivatives are those that `ops/collectives.py` states, so that a rank's
+gradient is what that rank's own autograd would give.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.graph.mesh import Mesh
+from wholestep.ops.record import record_of
+from wholestep.schedule.sharding import Localised, Sharding, Sync, localise
+
+ws = torch.ops.ws
+_COLLECTIVES = (ws.all_reduce, ws.enter, ws.all_gather, ws.own_part, ws.reduce_scatter, ws.axis_index)
+
+
+def _across(target: Any, values: Sequence[Any], *rest: Any) -> list[Any]:
+    across: Any = record_of(target.default).across
+    return across(values, *rest)
+
+
+class _Joint(torch.autograd.Function):
+    """One collective over all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, target: Any, rest: tuple, *values: torch.Tensor) -> Any:
+        ctx.target, ctx.rest = target, rest
+        return tuple(value.clone() for value in _across(target, values, *rest))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if ctx.target is ws.all_reduce:
+            assert ctx.rest[-1] != "max"
+            found: Sequence[Any] = grads
+        else:
+            turned = {ws.enter: ws.all_reduce, ws.all_gather: ws.own_part, ws.own_part: ws.all_gather}
+            found = _across(turned.get(ctx.target, ws.all_gather), grads, *ctx.rest)
+        return None, None, *found
+
+
+def run_ranks(graph: fx.Graph, inputs: Sequence[Sequence[Any]]) -> list[Any]:
+    """The outputs of every rank; `inputs` by rank."""
+    ranks = range(len(inputs))
+    envs: list[dict[fx.Node, Any]] = [{} for _ in ranks]
+    places = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
+    for node in graph.nodes:
+        given = [fx.map_arg((node.args, node.kwargs), env.__getitem__) for env in envs]
+        if node.op == "placeholder":
+            found = [inputs[r][places[node]] for r in ranks]
+        elif node.op == "output":
+            return [args[0] for args, _ in given]
+        elif node.op == "get_attr":
+            found = [getattr(graph.owning_module, node.target)] * len(inputs)
+        elif node.target in _COLLECTIVES:
+            found = _joint(node.target, given)
+        elif node.op == "call_method":
+            found = [getattr(args[0], node.target)(*args[1:], **kwargs) for args, kwargs in given]
+        else:
+            found = _drawn_alike([functools.partial(node.target, *args, **kwargs) for args, kwargs in given])
+        for env, value in zip(envs, found, strict=True):
+            env[node] = value
+    raise AssertionError("a graph without output")
+
+
+def _drawn_alike(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """All ranks draw the same random numbers."""
+    state, found = torch.get_rng_state(), []
+    for call in calls:
+        torch.set_rng_state(state)
+        found.append(call())
+    return found
+
+
+def _joint(target: Any, given: Sequence[Any]) -> list[Any]:
+    args, kwargs = given[0]
+    if target is ws.axis_index:
+        return _across(target, [None] * len(given), *args)
+    rest = (*args[1:], *kwargs.values())
+    return list(_Joint.apply(target, rest, *(one[0][0] for one in given)))
+
+
+# ---- from a function to its ranks ----
+
+
+def graph_of(function: Callable[..., Any], *args: Any) -> tuple[fx.GraphModule, list[Any]]:
+    """Dynamo's graph of a call, and what its inputs were."""
+    made: list[tuple[fx.GraphModule, list[Any]]] = []
+
+    def take(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in module.graph.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        given = [node.meta["grapharg"].example for node in module.graph.nodes if node.op == "placeholder"]
+        made.append((fx.GraphModule(module, graph), given))
+        return module.forward
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=take, fullgraph=True, dynamic=False)(*args)
+    return made[0]
+
+
+def check(
+    function: Callable[..., Any], parameters: Mapping[str, torch.Tensor], inputs: Sequence[Any],
+    shardings: Mapping[str, Sharding | tuple[int, str]], ranks: int, *, syncs: Sequence[Sync] = (),
+    edit: Callable[[fx.Graph], None] | None = None, tolerance: float = 1e-9,
+) -> Localised:  # fmt: skip
+    """Compare function(parameters, *inputs), its loss and its gradients, with its ranks; raise where they differ.
+
+    The result is a loss, or a tuple with the loss first.
+    """
+    parameters = {name: value.detach().clone().requires_grad_(value.is_floating_point()) for name, value in parameters.items()}
+    known = {id(value): name for name, value in parameters.items()}
+    module, given = graph_of(function, parameters, *inputs)
+    places = [n for n in module.graph.nodes if n.op == "placeholder"]
+    names = {node: known[id(value)] for node, value in zip(places, given) if id(value) in known}
+    torch.manual_seed(7)
+    expected = module(*given)
+    grads = torch.autograd.grad(_loss(expected), [v for v in parameters.values() if v.requires_grad], allow_unused=True)
+    wanted = dict(zip((n for n, v in parameters.items() if v.requires_grad), grads, strict=True))
+    found = localise(module, shardings, Mesh(tp=ranks), names=names, syncs=syncs)
+    if edit is not None:
+        edit(module.graph)
+    torch.manual_seed(7)
+    local = _parts(given, [names.get(node) for node in places], found.shardings, ranks)
+    outputs = run_ranks(module.graph, local)
+    _compare(expected, outputs, tolerance)
+    torch.autograd.backward([_loss(one) for one in outputs])
+    for i, node in enumerate(places):
+        if node in names and wanted.get(names[node]) is not None:
+            parts = [torch.zeros_like(rank[i]) if rank[i].grad is None else rank[i].grad for rank in local]
+            how = found.shardings.get(names[node])
+            whole = [how.whole(parts)] if how is not None else parts
+            for one in whole:
+                torch.testing.assert_close(one, wanted[names[node]], rtol=tolerance, atol=tolerance, msg=lambda m: f"{names[node]}: {m}")
+    return found
+
+
+def _parts(given: Sequence[Any], names: Sequence[str | None], how: Mapping[str, Sharding], ranks: int) -> list[list[Any]]:
+    found: list[list[Any]] = []
+    for rank in range(ranks):
+        row: list[Any] = []
+        for value, name in zip(given, names, strict=True):
+            own = how[name].part(value.detach(), rank, ranks) if name in how else value
+            row.append(own.detach().clone().requires_grad_(value.requires_grad) if name is not None else own)
+        found.append(row)
+    return found
+
+
+def _loss(outputs: Any) -> torch.Tensor:
+    return outputs[0] if isinstance(outputs, tuple | list) else outputs
+
+
+def _compare(expected: Any, outputs: Sequence[Any], tolerance: float) -> None:
+    for one in outputs:
+        flat = zip(one, expected, strict=True) if isinstance(expected, tuple | list) else [(one, expected)]
+        for value, known in flat:
+            torch.testing.assert_close(value, known, rtol=tolerance, atol=tolerance)
