@@ -122,15 +122,16 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
     return found
 
 
-def wanted_blocks(cut: Cut, before: Sequence[int], after: Sequence[int], parts: int) -> tuple[int, ...] | None:
-    """The blocks in which a dimension would have to be cut, to be followed into another shape: `(…, 3 * d) -> (…, 3, heads, width)`."""
+def wanted_blocks(cut: Cut, before: Sequence[int], after: Sequence[int], parts: int) -> tuple[int, list[int]] | None:
+    """In how many blocks a dimension would have to be cut to be followed into another shape, `(3 * d) -> (3, heads, width)`: 3; and
+    the dimensions of that shape that lie behind the blocks."""
     for dims, news in _groups(before, after):
         if dims != [cut.dim]:
             continue
         for new in news:
             ahead = math.prod(after[d] for d in news if d < new)
             if after[new] % parts == 0 and ahead > 1:
-                return (before[cut.dim] // ahead,) * ahead
+                return ahead, [d for d in news if d >= new]
     return None
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx
 
 from wholestep.errors import BadOption, WholestepError, WholestepWarning
+from wholestep.graph.layers import layer_pattern
 from wholestep.graph.mesh import Mesh
 from wholestep.schedule.modules import inside
 from wholestep.schedule.sharding import rules
@@ -102,16 +103,18 @@ def localise(
 def _change(
     found: Recut, wanted: dict[str, Sharding], whole: dict[str, str], cut: Mapping[fx.Node, tuple[str, Sharding]]
 ) -> None:
-    """Cut parameters as a rule needs them; the same twice would never end."""
-    sizes = {name: node.meta["example_value"].shape[how.dim] for node, (name, how) in cut.items()}
+    """Cut parameters as a rule needs them, and with them those of equal layers; the same twice would never end."""
+    shapes = {name: tuple(node.meta["example_value"].shape) for node, (name, _) in cut.items()}
+    asked = {(layer_pattern(name), shapes[name]) for name in found.names & shapes.keys()}
     changed = False
-    for name in found.names & wanted.keys():
+    for name in [name for name, shape in shapes.items() if (layer_pattern(name), shape) in asked]:
+        how = wanted[name]
         if found.blocks is None:
             whole[name] = _reason(found.why)
             del wanted[name]
             changed = True
-        elif sizes[name] == sum(found.blocks) and not wanted[name].blocks == found.blocks and len(wanted[name].blocks) < len(found.blocks):
-            wanted[name] = dataclasses.replace(wanted[name], blocks=found.blocks)
+        elif shapes[name][how.dim] == sum(found.blocks) and len(how.blocks) < len(found.blocks):
+            wanted[name] = dataclasses.replace(how, blocks=found.blocks)
             changed = True
     if not changed:
         raise found.why

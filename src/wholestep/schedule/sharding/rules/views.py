@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from wholestep.schedule.operators import call_of
 from wholestep.schedule.sharding.layout import WHOLE, Cut, reshaped, wanted_blocks
 from wholestep.schedule.sharding.program import Program
 from wholestep.schedule.sharding.registry import rule
@@ -54,19 +55,35 @@ def _sizes(call: Called, shape: Sequence[int], cut: Cut | None = None, parts: in
     return tuple(sizes)
 
 
-def _refuse(p: Program, x: Value, shape: Sequence[int]) -> None:
+def _refuse(p: Program, x: Value, shape: Sequence[int]) -> NoReturn:
     """Cut the parameter in blocks, or leave it whole where what it is divided into are fewer than the ranks."""
     assert x.cut is not None
-    size, text = x.shape[x.cut.dim], f"{x.shape} is {x.layout}, and as {tuple(shape)} its parts are not whole"
-    blocks = wanted_blocks(x.cut, x.shape, shape, p.parts) if x.cut.plain else None
-    if blocks is not None:
-        p.recut(x, blocks, text, "say how it is built: shard(..., blocks=...)")
-    new = next((s for s in shape if s > 1 and size % s == 0 and s not in x.shape[: x.cut.dim]), size)
-    if x.cut.plain and new < p.parts and p.parts % new == 0:
-        hint = "fewer heads than ranks can be cut only for keys and values, which then stay whole"
-        p.recut(x, None, f"{new} heads cannot be cut into {p.parts}", hint)
-    fitting = next((n for n in range(p.parts - 1, 1, -1) if new % n == 0), 1)
-    p.refuse(text + p.because(x), f"{new} parts would have to be cut into {p.parts}: {fitting} ranks would do")
+    text = f"{x.shape} is {x.layout}, and as {tuple(shape)} its parts do not stay together"
+    found = wanted_blocks(x.cut, x.shape, shape, p.parts) if x.cut.plain else None
+    if found is not None and (len(found[1]) > 1 or _taken_apart(p, found[1][0] - 1)):
+        count = x.cut.size // found[0]
+        p.recut(x, (count,) * found[0], text, "say how it is built: shard(..., blocks=...)")
+    heads = shape[x.cut.dim] if x.cut.dim < len(shape) and x.shape[: x.cut.dim] == tuple(shape[: x.cut.dim]) else x.cut.size
+    if x.cut.plain and 0 < heads < p.parts and p.parts % heads == 0:
+        hint = "only keys and values can have fewer heads than there are ranks"
+        p.recut(x, None, f"{heads} heads cannot be cut into {p.parts}", hint)
+    fitting = next((n for n in range(p.parts - 1, 1, -1) if heads % n == 0), 1)
+    p.refuse(text + p.because(x), f"{heads} would have to be cut into {p.parts}; {fitting} ranks would do")
+
+
+def _taken_apart(p: Program, dim: int) -> bool:
+    """Whether single places of a dimension of the current call's result are read: they are values side by side, not heads."""
+    for user in p.at.users:
+        call = call_of(user)
+        if call is not None and call.name in ("unbind", "select") and call.arguments.get("dim", 0) == dim:
+            return True
+        if call is not None and call.name == "getitem":
+            index = user.args[1] if isinstance(user.args[1], tuple) else (user.args[1],)
+            ahead = next((i for i, item in enumerate(index) if item is Ellipsis), None)
+            place = dim if ahead is None else dim - len(p.at.meta["example_value"].shape) + len(index)
+            if 0 <= place < len(index) and isinstance(index[place], int):
+                return True
+    return False
 
 
 @rule("permute", "transpose", "t", "movedim", "moveaxis", "swapaxes", "swapdims", "adjoint", "mT", "T", "numpy_T")
