@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from wholestep.errors import BadOption
 
 AXES = ("dp", "tp", "pp")
+LAYOUT = "layout"
+"""In the facts of a node of the forward, where its value is not the same on every rank: [[dimension, axis], ...] for one that is cut,
+[["partial", axis]] for one that is a sum of which each rank has a part."""
+FORKED = "forked"
+"""In the facts of a node: the axis along which its random numbers have nothing to do with each other."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,3 +60,41 @@ class Mesh:
     def __str__(self) -> str:
         given = [f"{axis}={self.size(axis)}" for axis in AXES if self.size(axis) > 1]
         return f"Mesh({', '.join(given)})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """A tensor in equal parts along one dimension, a part for each rank of an axis."""
+
+    dim: int
+    axis: str
+    line: str = ""
+    """Of the recipe that asked for it, for people."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ranks:
+    """Who runs a graph: the mesh, and which parameters are cut. The graph is the program of one rank, the same for all."""
+
+    mesh: Mesh = Mesh()
+    cuts: Mapping[str, Cut] = dataclasses.field(default_factory=dict)
+    """Parameter -> how it is cut; its gradient and its optimizer state are cut like it. All others are the same on every rank."""
+
+    @property
+    def several(self) -> bool:
+        return self.mesh.num_ranks > 1
+
+    def local_shape(self, name: str, shape: Sequence[int]) -> list[int]:
+        """What one rank has of a parameter."""
+        found, cut = list(shape), self.cuts.get(name)
+        if cut is not None:
+            found[cut.dim] //= self.mesh.size(cut.axis)
+        return found
+
+    def to_json(self) -> list[Any]:
+        cuts = [[name, cut.dim, cut.axis, cut.line] for name, cut in self.cuts.items()]
+        return [dataclasses.asdict(self.mesh), cuts]
+
+    @classmethod
+    def from_json(cls, data: Sequence[Any]) -> Ranks:
+        return cls(Mesh(**data[0]), {name: Cut(*rest) for name, *rest in data[1]})
