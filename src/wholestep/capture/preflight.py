@@ -71,7 +71,9 @@ def refuse_in_parts(subject: Subject) -> None:
         if id(subject.parameters[name]) in members:
             kind = type(subject.optimizer).__name__
             hint = "leave the parameter whole, or use an optimizer that updates every element by itself, such as AdamW"
-            raise UnsupportedOptimizer(f"{kind} needs whole parameters, and {name} is cut ({cuts[name].line})", hint=hint)
+            raise UnsupportedOptimizer(
+                f"{kind} needs whole parameters, and {name} is cut ({cuts[name].line})", hint=hint
+            )
 
 
 def _refuse_wrapper(path: str, module: nn.Module) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from wholestep import compat
 from wholestep.errors import BadOption
-from wholestep.graph.mesh import FORKED, LAYOUT, Mesh
+from wholestep.graph.mesh import FORKED, LAYOUT, PARTIAL, Mesh
 from wholestep.ops import random_bits
 
 
@@ -48,20 +48,23 @@ class Sites:
 
     def _of_rank(self, key: torch.Tensor, shape: Sequence[int] | None) -> torch.Tensor:
         """The key of one rank, where ranks do not all draw the same."""
-        layout, forked = compat.noted(LAYOUT) or (), compat.noted(FORKED)
-        cuts = [(how, axis) for how, axis in layout if self.mesh.size(axis) > 1]
+        layout, forked = compat.noted(LAYOUT), compat.noted(FORKED)
         if forked is not None and self.mesh.size(forked) > 1:
-            if forked not in [axis for _, axis in cuts]:
+            if layout is None or layout[1] != forked:
                 hint = "take fork_rng out, or shard what it draws for"
-                raise BadOption(f"fork_rng: a value that is the same along {forked!r} would differ", where=_where(), hint=hint)
+                raise BadOption(
+                    f"fork_rng: a value that is the same along {forked!r} would differ", where=_where(), hint=hint
+                )
             return random_bits.forked_key(key, self._rank(forked, key.device))
-        if not cuts:
+        if layout is None:
             return key
-        if shape is None or any(how == "partial" for how, _ in cuts):
+        dim, axis, sizes, times = (*layout, (), 1)[:4]
+        if shape is None or dim == PARTIAL or len(sizes) > 1:
             hint = "shard something else, or leave this module whole"
             raise BadOption("random numbers of this kind cannot be drawn in parts", where=_where(), hint=hint)
-        ranks = [(int(how), self.mesh.size(axis), self._rank(axis, key.device)) for how, axis in cuts]
-        return random_bits.part_key(key, shape, ranks)
+        parts = self.mesh.size(axis)
+        split = [*shape[:dim], times, shape[dim] // times, *shape[dim + 1 :]]
+        return random_bits.part_key(key, split, dim + 1, parts, self._rank(axis, key.device))
 
     def _rank(self, axis: str, device: torch.device) -> torch.Tensor:
         return torch.ops.ws.axis_index(axis, self.mesh.size(axis), device)

@@ -136,6 +136,7 @@ class Tracer:
     ) -> None:
         """`reading` None traces the user's own code on `batch`, without guards. `run`: equal layers of which few are traced."""
         self.subject, self.reading = subject, reading
+        self.ranks = (None if reading is None else reading.graph.ranks) or subject.ranks
         self.whole_logits_bytes = whole_logits_bytes
         self.mode = compat.new_fake_mode()
         self.symbols: dict[str, Any] = {}
@@ -185,10 +186,10 @@ class Tracer:
 
     def _local(self, name: str, fake: torch.Tensor) -> torch.Tensor:
         """What one rank has of a parameter: a plain tensor of its own."""
-        cut = self.subject.ranks.cuts.get(name)
+        cut = self.ranks.cuts.get(name)
         if cut is None:
             return fake
-        size = self.subject.ranks.local_shape(name, fake.shape)[cut.dim]
+        size = self.ranks.local_shape(name, fake.shape)[cut.dim]
         with self.mode:
             return fake.detach().narrow(cut.dim, 0, size).clone()
 
@@ -413,7 +414,8 @@ class Tracer:
 
     def _norms_of_parts(self, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What stands in a norm for gradients of which each rank has a part: the norm of all parts together."""
-        ranks, found = self.subject.ranks, {}
+        ranks = self.ranks
+        found: dict[str, torch.Tensor] = {}
         for axis in dict.fromkeys(cut.axis for cut in ranks.cuts.values()):
             names = [n for n in grads if n in ranks.cuts and ranks.cuts[n].axis == axis]
             if names:

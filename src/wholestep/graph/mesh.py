@@ -11,12 +11,17 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from wholestep.errors import BadOption
 
 AXES = ("dp", "tp", "pp")
 LAYOUT = "layout"
-"""In the facts of a node of the forward, where its value is not the same on every rank: [[dimension, axis], ...] for one that is cut,
-[["partial", axis]] for one that is a sum of which each rank has a part."""
+"""In the facts of a node of the forward, where its value is not the same on every rank: `Cut.fact()` of one that is cut,
+[PARTIAL, axis] of one that is a sum of which each rank has a part."""
+PARTIAL = "partial"
+RANKS = "ranks"
+"""In the facts of a graph of a loss: the Ranks for which it was rewritten."""
 FORKED = "forked"
 """In the facts of a node: the axis along which its random numbers have nothing to do with each other."""
 
@@ -64,12 +69,48 @@ class Mesh:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cut:
-    """A tensor in equal parts along one dimension, a part for each rank of an axis."""
+    """A tensor divided along one dimension among the ranks of an axis, block by block: each has an equal part of every block."""
 
     dim: int
     axis: str
+    sizes: tuple[int, ...] = ()
+    """Of the blocks, before they are divided: (16, 16, 16) for q, k and v side by side. Empty: the dimension is one block."""
+    times: int = 1
+    """How often the blocks are repeated along the dimension."""
     line: str = ""
     """Of the recipe that asked for it, for people."""
+
+    def views(self, whole: torch.Tensor, rank: int, parts: int) -> list[torch.Tensor]:
+        """A rank's part of every block, in the memory of the whole."""
+        found, start = [], 0
+        for size in (self.sizes or (whole.shape[self.dim],)) * self.times:
+            own = size // parts
+            found.append(whole.narrow(self.dim, start + rank * own, own))
+            start += size
+        return found
+
+    def own(self, whole: torch.Tensor, rank: int, parts: int) -> torch.Tensor:
+        """What one rank has, in memory of its own."""
+        views = self.views(whole, rank, parts)
+        return views[0].clone() if len(views) == 1 else torch.cat(views, self.dim)
+
+    def put(self, whole: torch.Tensor, rank: int, parts: int, own: torch.Tensor) -> None:
+        """Write what one rank has into the whole."""
+        views = self.views(whole, rank, parts)
+        for view, piece in zip(views, own.split([view.shape[self.dim] for view in views], self.dim), strict=True):
+            view.copy_(piece)
+
+    def whole(self, own: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The tensor that ranks have parts of."""
+        shape = list(own[0].shape)
+        shape[self.dim] *= len(own)
+        found = own[0].new_empty(shape)
+        for rank, part in enumerate(own):
+            self.put(found, rank, len(own), part)
+        return found
+
+    def fact(self) -> list[Any]:
+        return [self.dim, self.axis, list(self.sizes), self.times]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,9 +133,14 @@ class Ranks:
         return found
 
     def to_json(self) -> list[Any]:
-        cuts = [[name, cut.dim, cut.axis, cut.line] for name, cut in self.cuts.items()]
+        cuts = [[name, *cut.fact(), cut.line] for name, cut in self.cuts.items()]
         return [dataclasses.asdict(self.mesh), cuts]
 
     @classmethod
     def from_json(cls, data: Sequence[Any]) -> Ranks:
-        return cls(Mesh(**data[0]), {name: Cut(*rest) for name, *rest in data[1]})
+        mesh, cuts = data
+        return cls(Mesh(**mesh), {name: Cut(dim, axis, tuple(sizes), *rest) for name, dim, axis, sizes, *rest in cuts})
+
+
+ALONE = Ranks()
+"""One rank, which has all."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.graph.mesh import Ranks
+from wholestep.graph.mesh import ALONE, Ranks
 
 
 class Role(enum.Enum):
@@ -100,7 +100,7 @@ class TrainingGraph:
     made_by: str = "capture"
     seconds: float = 0.0
     target: Target = Target()
-    ranks: Ranks = Ranks()
+    ranks: Ranks = ALONE
     """The graph is the program of each of them; inputs that are cut have the shape of one part."""
     notes: list[str] = dataclasses.field(default_factory=list)
     """What the pass at work wants the user to know; the pipeline takes them."""

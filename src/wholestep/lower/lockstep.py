@@ -18,12 +18,13 @@ import torch
 from torch import fx
 
 from wholestep.errors import WholestepError
-from wholestep.graph.mesh import LAYOUT, Cut
+from wholestep.graph.mesh import LAYOUT, PARTIAL, Cut
 from wholestep.graph.training_graph import Input, OutputKind, Role, TrainingGraph, phase_of
 from wholestep.lower.in_place import ImperativeGraph, write_state_in_place
 from wholestep.lower.interpret import constants_of, statement_of
 from wholestep.lower.runner import Runner
 from wholestep.ops.record import arguments_of, record_of
+
 
 class RanksDiffer(WholestepError):
     """What must be the same on every rank is not: a collective is missing."""
@@ -64,12 +65,12 @@ class Lockstep:
         cut_of = graph.ranks.cuts
         owners = {node: name for name, node in graph.gradients.items()}
         self.gather: list[Any] = [
-            _layout(cut_of.get(entry.name)) if entry.kind is OutputKind.GRADIENT else [] for entry in returned
+            _layout(cut_of.get(entry.name)) if entry.kind is OutputKind.GRADIENT else None for entry in returned
         ]
         """How each result is spread over the ranks."""
         for name in watch:
             facts = graph.node(name).meta.get("custom") or {}
-            self.gather.append(_layout(cut_of.get(owners[name])) if name in owners else facts.get(LAYOUT) or [])
+            self.gather.append(_layout(cut_of.get(owners[name])) if name in owners else facts.get(LAYOUT))
 
     def _cut(self, entry: Input, placeholder: fx.Node) -> Cut | None:
         """How an input is cut; optimizer state that has not the shape of its parameter is the same everywhere."""
@@ -84,7 +85,9 @@ class Lockstep:
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
         given = [self._inputs_of(rank, inputs) for rank in range(self.mesh.num_ranks)]
         placeholders = self.imperative.placeholders
-        values = [{**self.constants, **dict(zip(placeholders, own, strict=True))} for own in given]
+        values: list[dict[fx.Node, Any]] = [
+            {**self.constants, **dict(zip(placeholders, own, strict=True))} for own in given
+        ]
         for node in self.calls:
             for own, value in zip(values, self._called(node, values), strict=True):
                 own[node] = value
@@ -93,22 +96,32 @@ class Lockstep:
         found = [fx.map_arg(self.imperative.results, own.__getitem__) for own in values]
         self._compare_state(given)
         self._compare_results(found)
-        for rank, own in enumerate(given):
+        for rank, tensors in enumerate(given):
             for i in self.written:
                 if self._first(rank, i) == rank:
-                    self._own(inputs[i], rank, self.cuts[i]).copy_(own[i])
+                    self._put(inputs[i], rank, self.cuts[i], tensors[i])
         return tuple(self._whole([of[i] for of in found], self.gather[i]) for i in range(len(found[0])))
 
     def _inputs_of(self, rank: int, inputs: list[Any]) -> list[Any]:
         pairs = enumerate(zip(inputs, self.cuts, strict=True))
-        return [self._own(t, rank, c).clone() if c is not None or i in self.written else t for i, (t, c) in pairs]
+        return [
+            cut.own(tensor, *self._place(rank, cut))
+            if cut is not None
+            else tensor.clone()
+            if i in self.written
+            else tensor
+            for i, (tensor, cut) in pairs
+        ]
 
-    def _own(self, tensor: torch.Tensor, rank: int, cut: Cut | None) -> torch.Tensor:
-        """A rank's part of a tensor of the user's, as a view."""
+    def _put(self, tensor: torch.Tensor, rank: int, cut: Cut | None, own: torch.Tensor) -> None:
+        """What a rank has written, into the user's tensor."""
         if cut is None:
-            return tensor
-        size = tensor.shape[cut.dim] // self.mesh.size(cut.axis)
-        return tensor.narrow(cut.dim, self.mesh.coordinates(rank)[cut.axis] * size, size)
+            tensor.copy_(own)
+        else:
+            cut.put(tensor, *self._place(rank, cut), own)
+
+    def _place(self, rank: int, cut: Cut) -> tuple[int, int]:
+        return self.mesh.coordinates(rank)[cut.axis], self.mesh.size(cut.axis)
 
     def _first(self, rank: int, i: int) -> int:
         """The first rank that must have the same of an input."""
@@ -134,17 +147,15 @@ class Lockstep:
                 found[rank] = value
         return found
 
-    def _whole(self, parts: list[Any], layout: Sequence[Sequence[Any]]) -> Any:
+    def _whole(self, parts: list[Any], layout: Sequence[Any] | None) -> Any:
         """One value from those of all ranks."""
         if not layout or not isinstance(parts[0], torch.Tensor):
             return parts[0]
-        for how, axis in layout:
-            for group in self.mesh.groups(axis):
-                own = [parts[rank] for rank in group]
-                whole = sum(own[1:], start=own[0]) if how == "partial" else torch.cat(own, int(how))
-                for rank in group:
-                    parts[rank] = whole
-        return parts[0]
+        own = [parts[rank] for rank in next(self.mesh.groups(layout[1]))]
+        if layout[0] == PARTIAL:
+            return sum(own[1:], start=own[0])
+        dim, axis, sizes, times = layout
+        return Cut(dim, axis, tuple(sizes), times).whole(own)
 
     # ---- whether ranks agree ----
 
@@ -214,8 +225,8 @@ def _owner(entry: Input) -> str:
     return entry.name.rpartition("/")[0] if entry.role is Role.STATE else entry.name
 
 
-def _layout(cut: Cut | None) -> list[Any]:
-    return [] if cut is None else [[cut.dim, cut.axis]]
+def _layout(cut: Cut | None) -> list[Any] | None:
+    return None if cut is None else cut.fact()
 
 
 def _last_uses(calls: Sequence[fx.Node], kept: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:

@@ -50,18 +50,13 @@ def split_key(key: Tensor) -> tuple[Tensor, Tensor]:
     return key.to(torch.int32), (key >> 32).to(torch.int32)
 
 
-def part_key(key: Tensor, shape: Sequence[int], cuts: Sequence[tuple[int, int, Tensor]]) -> Tensor:
-    """The key by which a part of a tensor gets the very bits that it has in the whole: int64 [1 + 3 per cut].
+def part_key(key: Tensor, shape: Sequence[int], dim: int, parts: int, rank: Tensor) -> Tensor:
+    """The key by which one of equal parts of a tensor gets the very bits that it has in the whole: int64 [4].
 
-    shape: of the part. cuts: (dimension, how many parts, which one this is). An index i of the part becomes
-    i + i // period * jump + start, for the inner dimension first.
+    shape: of the part. An index i of the part is i + i // period * jump + start in the whole.
     """
-    sizes, found = list(shape), [key]
-    for dim, parts, rank in sorted(cuts, key=lambda cut: -cut[0]):
-        period = max(1, math.prod(sizes[dim:]))
-        found += [torch.full_like(key, period), torch.full_like(key, (parts - 1) * period), rank * period]
-        sizes[dim] *= parts
-    return torch.stack(found)
+    period = max(1, math.prod(shape[dim:]))
+    return torch.stack([key, torch.full_like(key, period), torch.full_like(key, (parts - 1) * period), rank * period])
 
 
 def forked_key(key: Tensor, rank: Tensor) -> Tensor:
@@ -71,11 +66,10 @@ def forked_key(key: Tensor, rank: Tensor) -> Tensor:
 
 def _part_bits(shape: Sequence[int], key: Tensor, device: torch.device) -> Tensor:
     """`bits` of a part of a larger tensor, by a `part_key`. Indices below 2**31 give the same bits as int32 ones."""
-    whole, *rest = key.unbind()
+    whole, period, jump, start = key.unbind()
     lo, hi = split_key(whole)
     index = torch.arange(math.prod(shape), dtype=torch.int64, device=device).reshape(tuple(shape))
-    for period, jump, start in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
-        index = index + torch.div(index, period, rounding_mode="floor") * jump + start
+    index = index + torch.div(index, period, rounding_mode="floor") * jump + start
     return mix(index.to(torch.int32), lo, hi + (index >> 32).to(torch.int32) * MULTIPLIERS[0])
 
 

@@ -18,7 +18,9 @@ def cuts_of(recipe: Recipe, modules: Modules, mesh: Mesh | None) -> dict[str, Cu
             continue
         place = recipe.place(line)
         if mesh is None:
-            raise BadOption(f"{place}: there is no mesh", hint=f"say how many ranks: mesh=wholestep.Mesh({line.over}=2)")
+            raise BadOption(
+                f"{place}: there is no mesh", hint=f"say how many ranks: mesh=wholestep.Mesh({line.over}=2)"
+            )
         parts = mesh.size(line.over)
         if line.parts not in (None, parts):
             raise BadOption(f"{place}: parts={line.parts}, and {mesh} has {parts}", hint="leave parts out")
@@ -28,5 +30,5 @@ def cuts_of(recipe: Recipe, modules: Modules, mesh: Mesh | None) -> dict[str, Cu
                 line.check_divides(path, parameter, parts)
             except BadOption as error:
                 raise BadOption(f"{place}: {error.what}", hint=error.hint) from None
-            found[names[id(parameter)]] = Cut(line.axis % parameter.dim(), line.over, place)
+            found[names[id(parameter)]] = Cut(line.axis % parameter.dim(), line.over, line=place)
     return found if mesh is not None and mesh.num_ranks > 1 else {}

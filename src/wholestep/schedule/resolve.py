@@ -23,7 +23,7 @@ from wholestep.capture.edits import Edits
 from wholestep.errors import BadOption
 from wholestep.graph.keys import joined_key, layer_ranks, split_key, value_keys
 from wholestep.graph.layers import layers_of, without_calls
-from wholestep.graph.mesh import Mesh, Ranks
+from wholestep.graph.mesh import RANKS, Mesh, Ranks
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of
 from wholestep.graph.views import is_cheap_view
@@ -260,6 +260,7 @@ def _localised(ranks: Ranks, graph: fx.GraphModule, paths: Mapping[int, str]) ->
     from wholestep.schedule.sharding.localise import localise
 
     localise(graph, {name: (cut.dim, cut.axis) for name, cut in ranks.cuts.items()}, ranks.mesh)
+    graph.meta[RANKS] = ranks
 
 
 def _precisions(recipe: Recipe, modules: Modules) -> tuple[str | None, dict[str, str]]:

@@ -23,6 +23,7 @@ from wholestep.capture.front import traced as marks
 from wholestep.capture.front.numbers import Argument, HostPart, split_numbers
 from wholestep.capture.front.replay import MATCHED, Assumed, Replay, Watcher, target_name, user_line
 from wholestep.errors import BadLoss, CaptureRefused
+from wholestep.graph.mesh import RANKS, Ranks
 
 LOSS, AUX, KEPT, NUMBER, NOTHING = "loss", "aux", "kept", "number", "nothing"
 
@@ -64,6 +65,8 @@ class LossGraph:
         self.paths = paths
         self.module = _copied(module)  # Dynamo reads its own graph again after the backend
         rewrite(self.module)
+        self.ranks: Ranks | None = self.module.meta.get(RANKS)
+        """Who runs it, where a rewrite has made it the program of one rank."""
         placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         self.arguments = _arguments(placeholders)
         _check_marks(self.module)

@@ -29,7 +29,9 @@ class fork_rng(Verb):
     def check(self, modules: Modules) -> None:
         modules.select(self.at)
         if self.over not in AXES:
-            raise BadOption(f"fork_rng over={self.over!r}", hint=nearest(str(self.over), list(AXES), f"axes: {', '.join(AXES)}"))
+            raise BadOption(
+                f"fork_rng over={self.over!r}", hint=nearest(str(self.over), list(AXES), f"axes: {', '.join(AXES)}")
+            )
 
     def rewrite(self) -> Rewrite:
         return _Forked(self.at, self.over)
