@@ -207,7 +207,7 @@ def nearest_cut(graph: TrainingGraph, name: str) -> Cut | None:
         seen.add(node)
         met = [entry for entry in _roots(node) if entry in cut]
         if met:
-            return cut[met[0]]
+            return cut[max(met, key=lambda entry: entry.meta["val"].numel())]
     return None
 
 

@@ -21,7 +21,7 @@ from torch import fx
 from wholestep import compat
 from wholestep.capture.front import traced as marks
 from wholestep.capture.front.numbers import Argument, HostPart, split_numbers
-from wholestep.capture.front.replay import MATCHED, Assumed, Replay, Watcher, target_name, user_line
+from wholestep.capture.front.replay import MARKS, Assumed, Replay, Watcher, target_name, user_line
 from wholestep.errors import BadLoss, CaptureRefused
 from wholestep.graph.mesh import RANKS, Ranks
 
@@ -307,7 +307,8 @@ def _described(module: fx.GraphModule) -> Iterator[str]:
     for node in module.graph.nodes:
         target = _described_target(module, node)
         paths = [entry[0] for entry in (node.meta.get("nn_module_stack") or {}).values()]
-        yield f"{node.op} {target} {one(node.args)} {one(node.kwargs)} {paths[-1:]}{node.meta.get(MATCHED, '')}"
+        marks = [node.meta[fact] for fact in MARKS if fact in node.meta]
+        yield f"{node.op} {target} {one(node.args)} {one(node.kwargs)} {paths[-1:]}{marks or ''}"
 
 
 def _described_target(module: fx.GraphModule, node: fx.Node) -> str:
