@@ -8,11 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
 
 from wholestep.errors import BadOption
 
 AXES = ("dp", "tp", "pp")
+LAYOUT = "layout"
+"""In the facts of a node of the forward, where its value is not the same on every rank: `Cut.fact()` of one that is cut,
+[PARTIAL, axis] of one that is a sum of which each rank has a part."""
+PARTIAL = "partial"
+RANKS = "ranks"
+"""In the facts of a graph of a loss: the Ranks for which it was rewritten."""
+FORKED = "forked"
+"""In the facts of a node: the axis along which its random numbers have nothing to do with each other."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,3 +65,82 @@ class Mesh:
     def __str__(self) -> str:
         given = [f"{axis}={self.size(axis)}" for axis in AXES if self.size(axis) > 1]
         return f"Mesh({', '.join(given)})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """A tensor divided along one dimension among the ranks of an axis, block by block: each has an equal part of every block."""
+
+    dim: int
+    axis: str
+    sizes: tuple[int, ...] = ()
+    """Of the blocks, before they are divided: (16, 16, 16) for q, k and v side by side. Empty: the dimension is one block."""
+    times: int = 1
+    """How often the blocks are repeated along the dimension."""
+    line: str = ""
+    """Of the recipe that asked for it, for people."""
+
+    def views(self, whole: torch.Tensor, rank: int, parts: int) -> list[torch.Tensor]:
+        """A rank's part of every block, in the memory of the whole."""
+        found, start = [], 0
+        for size in (self.sizes or (whole.shape[self.dim],)) * self.times:
+            own = size // parts
+            found.append(whole.narrow(self.dim, start + rank * own, own))
+            start += size
+        return found
+
+    def own(self, whole: torch.Tensor, rank: int, parts: int) -> torch.Tensor:
+        """What one rank has, in memory of its own."""
+        views = self.views(whole, rank, parts)
+        return views[0].clone() if len(views) == 1 else torch.cat(views, self.dim)
+
+    def put(self, whole: torch.Tensor, rank: int, parts: int, own: torch.Tensor) -> None:
+        """Write what one rank has into the whole."""
+        views = self.views(whole, rank, parts)
+        for view, piece in zip(views, own.split([view.shape[self.dim] for view in views], self.dim), strict=True):
+            view.copy_(piece)
+
+    def whole(self, own: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The tensor that ranks have parts of."""
+        shape = list(own[0].shape)
+        shape[self.dim] *= len(own)
+        found = own[0].new_empty(shape)
+        for rank, part in enumerate(own):
+            self.put(found, rank, len(own), part)
+        return found
+
+    def fact(self) -> list[Any]:
+        return [self.dim, self.axis, list(self.sizes), self.times]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ranks:
+    """Who runs a graph: the mesh, and which parameters are cut. The graph is the program of one rank, the same for all."""
+
+    mesh: Mesh = Mesh()
+    cuts: Mapping[str, Cut] = dataclasses.field(default_factory=dict)
+    """Parameter -> how it is cut; its gradient and its optimizer state are cut like it. All others are the same on every rank."""
+
+    @property
+    def several(self) -> bool:
+        return self.mesh.num_ranks > 1
+
+    def local_shape(self, name: str, shape: Sequence[int]) -> list[int]:
+        """What one rank has of a parameter."""
+        found, cut = list(shape), self.cuts.get(name)
+        if cut is not None:
+            found[cut.dim] //= self.mesh.size(cut.axis)
+        return found
+
+    def to_json(self) -> list[Any]:
+        cuts = [[name, *cut.fact(), cut.line] for name, cut in self.cuts.items()]
+        return [dataclasses.asdict(self.mesh), cuts]
+
+    @classmethod
+    def from_json(cls, data: Sequence[Any]) -> Ranks:
+        mesh, cuts = data
+        return cls(Mesh(**mesh), {name: Cut(dim, axis, tuple(sizes), *rest) for name, dim, axis, sizes, *rest in cuts})
+
+
+ALONE = Ranks()
+"""One rank, which has all."""

@@ -6,11 +6,11 @@ import torch
 
 from wholestep.errors import BadOption
 from wholestep.schedule.modules import Modules
-from wholestep.schedule.verb import NoEngineYet, Verb, verb
+from wholestep.schedule.verb import Verb, verb
 
 
 @verb
-class shard(NoEngineYet):
+class shard(Verb):
     """Cut a parameter into equal parts along one of its dimensions, a part for each rank of a mesh axis.
 
     param: its name in the module. axis: the dimension, from 0 or from the end (-1). over: the mesh axis ("tp").
