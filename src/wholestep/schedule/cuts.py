@@ -6,7 +6,10 @@ from wholestep.errors import BadOption
 from wholestep.graph.mesh import Cut, Mesh
 from wholestep.schedule.modules import Modules
 from wholestep.schedule.recipe import Recipe
+from wholestep.schedule.sharding import Sync
+from wholestep.schedule.sharding.layout import cut_of
 from wholestep.schedule.verbs.shard import shard
+from wholestep.schedule.verbs.sync import sync
 
 
 def cuts_of(recipe: Recipe, modules: Modules, mesh: Mesh | None) -> dict[str, Cut]:
@@ -30,5 +33,25 @@ def cuts_of(recipe: Recipe, modules: Modules, mesh: Mesh | None) -> dict[str, Cu
                 line.check_divides(path, parameter, parts)
             except BadOption as error:
                 raise BadOption(f"{place}: {error.what}", hint=error.hint) from None
-            found[names[id(parameter)]] = Cut(line.axis % parameter.dim(), line.over, line=place)
+            blocks = cut_of(line.axis % parameter.dim(), line.sizes(path, parameter))
+            sizes = () if blocks.plain else blocks.sizes
+            found[names[id(parameter)]] = Cut(blocks.dim, line.over, sizes, blocks.times, place)
     return found if mesh is not None and mesh.num_ranks > 1 else {}
+
+
+def syncs_of(recipe: Recipe, modules: Modules, mesh: Mesh | None) -> list[Sync]:
+    """What explicit `sync` lines ask of each module; one without a mesh, or without anything that is cut, is an error."""
+    found: list[Sync] = []
+    for line in recipe:
+        if not isinstance(line, sync):
+            continue
+        place = recipe.place(line)
+        if mesh is None:
+            raise BadOption(
+                f"{place}: there is no mesh", hint=f"say how many ranks: mesh=wholestep.Mesh({line.over}=2)"
+            )
+        if mesh.size(line.over) > 1 and not recipe.shardings:
+            raise BadOption(f"{place}: nothing is cut", hint="shard a parameter, or leave the line out")
+        if mesh.size(line.over) > 1:
+            found += [Sync(path, line.operation, line.when, line.axis, place) for path in modules.select(line.at)]
+    return found

@@ -6,16 +6,16 @@ gradient is what that rank's own autograd would give.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
-from wholestep.graph.mesh import Mesh
+from wholestep.graph.mesh import LAYOUT, Cut, Mesh
 from wholestep.ops.record import record_of
-from wholestep.schedule.sharding import Localised, Sharding, Sync, localise
+from wholestep.schedule.sharding import Localised, Sync, localise
 
 ws = torch.ops.ws
 _COLLECTIVES = (ws.all_reduce, ws.enter, ws.all_gather, ws.own_part, ws.reduce_scatter, ws.axis_index)
@@ -63,19 +63,47 @@ def run_ranks(graph: fx.Graph, inputs: Sequence[Sequence[Any]]) -> list[Any]:
         elif node.op == "call_method":
             found = [getattr(args[0], node.target)(*args[1:], **kwargs) for args, kwargs in given]
         else:
-            found = _drawn_alike([functools.partial(node.target, *args, **kwargs) for args, kwargs in given])
+            args, kwargs = given[0]
+            drops = node.target is F.dropout and args[2] and args[1] > 0
+            found = _called(node, given, drops or kwargs.get("dropout_p", 0.0) > 0.0)
         for env, value in zip(envs, found, strict=True):
             env[node] = value
     raise AssertionError("a graph without output")
 
 
-def _drawn_alike(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """All ranks draw the same random numbers."""
+def _called(node: fx.Node, given: Sequence[Any], draws: bool) -> list[Any]:
+    """All ranks draw the same random numbers; for a value that is cut, those of its part of the whole."""
     state, found = torch.get_rng_state(), []
-    for call in calls:
+    layout = node.meta.get(LAYOUT)
+    for rank, (args, kwargs) in enumerate(given):
         torch.set_rng_state(state)
-        found.append(call())
+        if draws and layout is not None:
+            found.append(_drawn_part(node.target, args, kwargs, Cut(layout[0], layout[1], tuple(layout[2]), layout[3]), rank, len(given)))
+        else:
+            found.append(node.target(*args, **kwargs))
     return found
+
+
+def _drawn_part(target: Any, args: Any, kwargs: Any, cut: Cut, rank: int, ranks: int) -> torch.Tensor:
+    """Dropout of one rank's part, or of its attention written out."""
+    if target is F.dropout:
+        return _dropped(args[0], args[1], cut, rank, ranks)
+    query, key, value = args
+    share = query.shape[-3] // key.shape[-3]
+    key, value = (x.repeat_interleave(share, -3) for x in (key, value))
+    scale = kwargs.get("scale") or query.shape[-1] ** -0.5
+    scores, mask = query @ key.transpose(-1, -2) * scale, kwargs.get("attn_mask")
+    if kwargs.get("is_causal"):
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return _dropped(scores.softmax(-1), kwargs["dropout_p"], cut, rank, ranks) @ value
+
+
+def _dropped(x: torch.Tensor, p: float, cut: Cut, rank: int, ranks: int) -> torch.Tensor:
+    shape = list(x.shape)
+    shape[cut.dim] *= ranks
+    return x * cut.own(F.dropout(torch.ones(shape, dtype=x.dtype), p), rank, ranks)
 
 
 def _joint(target: Any, given: Sequence[Any]) -> list[Any]:
@@ -109,7 +137,7 @@ def graph_of(function: Callable[..., Any], *args: Any) -> tuple[fx.GraphModule, 
 
 def check(
     function: Callable[..., Any], parameters: Mapping[str, torch.Tensor], inputs: Sequence[Any],
-    shardings: Mapping[str, Sharding | tuple[int, str]], ranks: int, *, syncs: Sequence[Sync] = (),
+    shardings: Mapping[str, Cut | tuple[int, str]], ranks: int, *, syncs: Sequence[Sync] = (),
     edit: Callable[[fx.Graph], None] | None = None, tolerance: float = 1e-9,
 ) -> Localised:  # fmt: skip
     """Compare function(parameters, *inputs), its loss and its gradients, with its ranks; raise where they differ.
@@ -129,26 +157,26 @@ def check(
     if edit is not None:
         edit(module.graph)
     torch.manual_seed(7)
-    local = _parts(given, [names.get(node) for node in places], found.shardings, ranks)
+    local = _parts(given, [names.get(node) for node in places], found.cuts, ranks)
     outputs = run_ranks(module.graph, local)
     _compare(expected, outputs, tolerance)
     torch.autograd.backward([_loss(one) for one in outputs])
     for i, node in enumerate(places):
         if node in names and wanted.get(names[node]) is not None:
             parts = [torch.zeros_like(rank[i]) if rank[i].grad is None else rank[i].grad for rank in local]
-            how = found.shardings.get(names[node])
+            how = found.cuts.get(names[node])
             whole = [how.whole(parts)] if how is not None else parts
             for one in whole:
                 torch.testing.assert_close(one, wanted[names[node]], rtol=tolerance, atol=tolerance, msg=lambda m: f"{names[node]}: {m}")
     return found
 
 
-def _parts(given: Sequence[Any], names: Sequence[str | None], how: Mapping[str, Sharding], ranks: int) -> list[list[Any]]:
+def _parts(given: Sequence[Any], names: Sequence[str | None], how: Mapping[str, Cut], ranks: int) -> list[list[Any]]:
     found: list[list[Any]] = []
     for rank in range(ranks):
         row: list[Any] = []
         for value, name in zip(given, names, strict=True):
-            own = how[name].part(value.detach(), rank, ranks) if name in how else value
+            own = how[name].own(value.detach(), rank, ranks) if name in how else value
             row.append(own.detach().clone().requires_grad_(value.requires_grad) if name is not None else own)
         found.append(row)
     return found

@@ -14,9 +14,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-import torch
+from wholestep.graph import mesh
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +66,10 @@ class Cut:
     def divides(self, parts: int) -> bool:
         return all(size % parts == 0 for size in self.sizes)
 
+    def fact(self, axis: str) -> list[Any]:
+        """As `graph/mesh.py` keeps it in the facts of a node."""
+        return mesh.Cut(self.dim, axis, self.sizes, self.times).fact()
+
     def __str__(self) -> str:
         inner = "" if self.plain else f" in {len(self.sizes) * self.times} blocks"
         return f"cut along dimension {self.dim}{inner}"
@@ -73,6 +77,12 @@ class Cut:
 
 Layout: TypeAlias = Whole | Partial | Cut
 WHOLE, PARTIAL = Whole(), Partial()
+
+
+def parameter_cut(how: mesh.Cut, shape: Sequence[int]) -> Cut:
+    """The layout of a parameter."""
+    dim = how.dim % len(shape)
+    return cut_of(dim, how.sizes or (shape[dim],), how.times)
 
 
 def cut_of(dim: int, blocks: Iterable[int], times: int = 1) -> Cut:
@@ -159,30 +169,3 @@ def _edges(blocks: Sequence[int]) -> list[int]:
 def joined(dim: int, cuts: Sequence[Cut]) -> Cut:
     """Side by side along the dimension that is cut."""
     return cut_of(dim, [size for cut in cuts for size in cut.blocks])
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sharding:
-    """How a parameter is cut: along `dim`, over the ranks of a mesh axis, block by block (one block: `blocks` is empty)."""
-
-    dim: int
-    axis: str
-    blocks: tuple[int, ...] = ()
-
-    def cut(self, shape: Sequence[int]) -> Cut:
-        dim = self.dim % len(shape)
-        return cut_of(dim, self.blocks or (shape[dim],))
-
-    def part(self, whole: torch.Tensor, rank: int, parts: int) -> torch.Tensor:
-        """What one rank has of a parameter."""
-        blocks = self.cut(whole.shape).blocks
-        own = [b.chunk(parts, self.dim)[rank] for b in whole.split(list(blocks), self.dim)]
-        return own[0].clone() if len(own) == 1 else torch.cat(own, self.dim)
-
-    def whole(self, ranks: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The parameter again, of what all ranks have."""
-        shape = list(ranks[0].shape)
-        shape[self.dim] *= len(ranks)
-        sizes = [size // len(ranks) for size in self.cut(shape).blocks]
-        blocks = zip(*(rank.split(sizes, self.dim) for rank in ranks))
-        return torch.cat([part for block in blocks for part in block], self.dim)

@@ -17,10 +17,9 @@ from torch import fx
 
 from wholestep.errors import BadOption, WholestepError, WholestepWarning
 from wholestep.graph.layers import layer_pattern
-from wholestep.graph.mesh import Mesh
+from wholestep.graph.mesh import Cut, Mesh
 from wholestep.schedule.modules import inside
-from wholestep.schedule.sharding import rules
-from wholestep.schedule.sharding.layout import Cut, Sharding
+from wholestep.schedule.sharding import layout, rules
 from wholestep.schedule.sharding.program import Collective, Program, Recut
 from wholestep.schedule.sharding.values import Value
 
@@ -45,8 +44,8 @@ class Localised:
 
     collectives: tuple[Collective, ...] = ()
     """In the order of the program; `enter` stands for an all_reduce of the backward pass."""
-    shardings: Mapping[str, Sharding] = dataclasses.field(default_factory=dict)
-    """How the parameters of the graph are cut in the end, with the blocks that were found."""
+    cuts: Mapping[str, Cut] = dataclasses.field(default_factory=dict)
+    """How parameters are cut in the end, with the blocks that were found."""
     whole: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Parameters that stay whole although they were to be cut -> why."""
 
@@ -56,20 +55,20 @@ class Localised:
 
 
 def localise(
-    module: fx.GraphModule, shardings: Mapping[str, Sharding | tuple[int, str]], mesh: Mesh, *,
+    module: fx.GraphModule, cuts: Mapping[str, Cut | tuple[int, str]], mesh: Mesh, *,
     names: Mapping[fx.Node, str] | None = None, paths: Mapping[int, str] | None = None, syncs: Sequence[Sync] = (),
 ) -> Localised:  # fmt: skip
     """Rewrite Dynamo's graph of a loss, in place, into the program of one rank.
 
     Args:
         module: the graph, torch-level calls, with global shapes in node.meta["example_value"].
-        shardings: parameter -> how it is cut; a tied parameter under every name it has.
+        cuts: parameter -> how it is cut, by the names that `names` gives.
         mesh: how many ranks an axis has. One axis is cut over at a time.
         names: which placeholder is which parameter; read off Dynamo's sources unless given.
         paths: id of a module -> its path, for errors and for the list of collectives.
         syncs: explicit `sync` lines: gathers and scatters are carried out, sums are checked against what follows from layouts.
     """
-    wanted = {name: one if isinstance(one, Sharding) else Sharding(*one) for name, one in shardings.items()}
+    wanted = {name: one if isinstance(one, Cut) else Cut(*one) for name, one in cuts.items()}
     wanted = {name: one for name, one in wanted.items() if mesh.size(one.axis) > 1}
     axes = {one.axis for one in wanted.values()}
     if len(axes) > 1:
@@ -89,19 +88,18 @@ def localise(
             break
         except Recut as found:
             _change(found, wanted, whole, cut)
-    borders.check(program)
+    order = [program.collectives[node] for node in graph.nodes if node in program.collectives]
+    borders.check(order)
     graph.lint()
     module.graph = graph
     module.recompile()
     for name, why in whole.items():
         warnings.warn(f"{name} stays whole: {why}", WholestepWarning, stacklevel=2)
-    used = {name: wanted[name] for name, _ in cut.values()}
-    order = [program.collectives[node] for node in graph.nodes if node in program.collectives]
-    return Localised(tuple(order), used, whole)
+    return Localised(tuple(order), wanted, whole)
 
 
 def _change(
-    found: Recut, wanted: dict[str, Sharding], whole: dict[str, str], cut: Mapping[fx.Node, tuple[str, Sharding]]
+    found: Recut, wanted: dict[str, Cut], whole: dict[str, str], cut: Mapping[fx.Node, tuple[str, Cut]]
 ) -> None:
     """Cut parameters as a rule needs them, and with them those of equal layers; the same twice would never end."""
     shapes = {name: tuple(node.meta["example_value"].shape) for node, (name, _) in cut.items()}
@@ -113,8 +111,9 @@ def _change(
             whole[name] = _reason(found.why)
             del wanted[name]
             changed = True
-        elif shapes[name][how.dim] == sum(found.blocks) and len(how.blocks) < len(found.blocks):
-            wanted[name] = dataclasses.replace(how, blocks=found.blocks)
+        elif shapes[name][how.dim] == sum(found.blocks) and len(how.sizes) * how.times < len(found.blocks):
+            blocks = layout.cut_of(how.dim, found.blocks)
+            wanted[name] = dataclasses.replace(how, sizes=blocks.sizes, times=blocks.times)
             changed = True
     if not changed:
         raise found.why
@@ -141,50 +140,64 @@ def parameter_names(module: fx.GraphModule) -> dict[fx.Node, str]:
 
 
 class _Borders:
-    """What `sync` lines do to values that leave their module, and whether the others are as was asked."""
+    """What `sync` lines do to values at the borders of their modules, and whether the others are as was asked."""
 
     def __init__(self, syncs: Sequence[Sync]) -> None:
-        self.syncs, self.done = syncs, set[int]()
-        self.seen: dict[int, str] = {}
+        self.syncs = syncs
+        self.commands = [sync for sync in syncs if sync.operation != "all_reduce"]
+        self.done: set[Sync] = set()
+        self.seen: dict[Sync, str] = {}
+        self.entered: dict[tuple[fx.Node, Sync], Any] = {}
 
-    def __call__(self, program: Program, node: fx.Node, result: Any) -> Any:
-        commands = [sync for sync in self.syncs if sync.operation != "all_reduce" and inside(program.path, sync.module)]
-        for sync in commands:
-            leaves = any(not inside(program._path_of(user.meta), sync.module) for user in node.users)
-            if isinstance(result, Value) and leaves and sync.when == "forward" and isinstance(sync.axis, int):
-                result = self._exchanged(program, sync, result)
+    def leaving(self, program: Program, node: fx.Node, result: Any) -> Any:
+        """A result of a module, as its readers outside get it."""
+        for sync in self.commands:
+            if sync.when == "forward" and isinstance(result, Value) and inside(program.path, sync.module):
+                if any(not inside(program.path_of(user), sync.module) for user in node.users):
+                    result = self._exchanged(program, sync, result)
         return result
 
-    def _exchanged(self, program: Program, sync: Sync, value: Value) -> Value:
-        assert sync.axis is not None
-        if not -value.dim <= sync.axis < value.dim:
-            return value
-        dim = sync.axis % value.dim
-        self.seen[id(sync)] = f"{value.layout} at its border"
-        if sync.operation == "all_gather" and value.cut is not None and value.cut.dim == dim:
-            self.done.add(id(sync))
-            return program.gathered(value, sync.line or "asked for by sync")
-        if sync.operation == "reduce_scatter" and value.is_partial and value.shape[dim] % program.parts == 0:
-            self.done.add(id(sync))
-            return program.scattered(value, dim)
-        if sync.operation == "scatter" and value.is_whole and value.shape[dim] % program.parts == 0 and value.is_float:
-            self.done.add(id(sync))
-            return program.part(value, Cut(dim, (value.shape[dim],)))
+    def entering(self, program: Program, node: fx.Node, value: Any) -> Any:
+        """An argument of a call, as the call's module gets it."""
+        for sync in self.commands:
+            comes = node.op != "placeholder" and not inside(program.path_of(node), sync.module)
+            if sync.when == "forward_input" and comes and inside(program.path, sync.module) and isinstance(value, Value):
+                if (node, sync) not in self.entered:
+                    self.entered[node, sync] = self._exchanged(program, sync, value)
+                value = self.entered[node, sync]
         return value
 
-    def check(self, program: Program) -> None:
+    def _exchanged(self, program: Program, sync: Sync, value: Value) -> Value:
+        """What is asked for, where the value is such that it can be."""
+        if sync.axis is None or not -value.dim <= sync.axis < value.dim or not value.is_float:
+            return value
+        dim = sync.axis % value.dim
+        self.seen[sync] = str(value.layout)
+        fits = value.shape[dim] % program.parts == 0
+        if sync.operation == "all_gather" and value.cut is not None and value.cut.dim == dim:
+            value = program.gathered(value, sync.line)
+        elif sync.operation == "reduce_scatter" and value.is_partial and fits:
+            value = program.scattered(value, dim)
+        elif sync.operation == "scatter" and value.is_whole and fits:
+            value = program.part(value, layout.Cut(dim, (value.shape[dim],)))
+        else:
+            return value
+        self.done.add(sync)
+        return value
+
+    def check(self, found: Sequence[Collective]) -> None:
         """Every line was carried out, or follows from the layouts."""
-        found = list(program.collectives.values())
         for sync in self.syncs:
+            here = [one for one in found if inside(one.module, sync.module)]
             if sync.operation != "all_reduce":
-                fine = id(sync) in self.done
+                fine = sync in self.done
             elif sync.when == "backward":
                 fine = any(one.name == "enter" and any(inside(at, sync.module) for at in one.readers) for one in found)
             else:
-                fine = any(one.name == "all_reduce" and inside(one.module, sync.module) for one in found)
+                fine = any(one.name == "all_reduce" for one in here)
             if not fine:
-                here = sorted({one.name for one in found if inside(one.module, sync.module)})
-                follows = f"{' and '.join(here)} follow there from the lines of shard" if here else "nothing follows there from the lines of shard"
-                seen = f"; its output is {self.seen[id(sync)]}" if id(sync) in self.seen else ""
-                asked = sync.line or f"sync {sync.module} {sync.operation}"
-                raise BadOption(f"{asked}: {sync.operation} is asked for, and {follows}{seen}", hint="leave the line out, or cut the parameter that asks for it")
+                names = sorted({one.name for one in here})
+                follows = f"{' and '.join(names)} there" if names else "no exchange there"
+                seen = f", where a value is {self.seen[sync]}" if sync in self.seen else ""
+                hint = "leave the line out, or cut the parameter that it is about"
+                raise BadOption(f"{sync.line}: from the lines of shard follows {follows}{seen}", hint=hint)

@@ -12,20 +12,21 @@ import contextlib
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import fx
 
-from wholestep.capture.front.replay import path_of, target_name, user_line
+from wholestep.capture.front.replay import MATCHED, path_of, target_name, user_line
 from wholestep.errors import BadOption, WholestepError
+from wholestep.graph import mesh
 from wholestep.schedule.operators import call_to
-from wholestep.schedule.sharding.layout import PARTIAL, WHOLE, Cut, Layout, Sharding
+from wholestep.schedule.sharding.layout import WHOLE, Cut, Layout, Partial, parameter_cut
 from wholestep.schedule.sharding.registry import rule_for
 from wholestep.schedule.sharding.values import Called, Value, mapped, plain_shape, values_in
 
 ws = torch.ops.ws
-_CARRIED = ("nn_module_stack", "stack_trace", "source_fn_stack", "matched")
+_CARRIED = ("nn_module_stack", "stack_trace", MATCHED, mesh.FORKED)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,16 +54,24 @@ class Recut(Exception):
         super().__init__(str(why))
 
 
+class Borders(Protocol):
+    """What happens to values at the borders of modules."""
+
+    def leaving(self, program: Program, node: fx.Node, result: Any) -> Any: ...
+
+    def entering(self, program: Program, node: fx.Node, value: Any) -> Any: ...
+
+
 class Program:
     """Writes a rank's graph."""
 
     def __init__(
-        self, module: fx.GraphModule, axis: str, parts: int, shardings: Mapping[fx.Node, tuple[str, Sharding]],
-        kept: Mapping[fx.Node, str], paths: Mapping[int, str], borders: Callable[[Program, fx.Node, Any], Any],
+        self, module: fx.GraphModule, axis: str, parts: int, cuts: Mapping[fx.Node, tuple[str, mesh.Cut]],
+        kept: Mapping[fx.Node, str], paths: Mapping[int, str], borders: Borders,
     ) -> None:  # fmt: skip
-        """`kept`: parameters that were asked to be cut and stay whole; `borders`: what happens to a value that leaves its module."""
+        """`kept`: parameters that were asked to be cut and stay whole."""
         self.module, self.axis, self.parts, self.paths = module, axis, parts, paths
-        self.shardings, self.kept, self.borders = shardings, kept, borders
+        self.cuts, self.kept, self.borders = cuts, kept, borders
         self.graph = fx.Graph()
         self.env: dict[fx.Node, Any] = {}
         self.at: fx.Node = next(iter(module.graph.nodes))
@@ -102,18 +111,18 @@ class Program:
         called = Called(node.target, given, named, call.name, call.arguments, call.writes, shape)
         result = self._dispatched(called, node)
         self._check(result, example)
-        return self.borders(self, node, self._once(result, node))
+        return self._once(self.borders.leaving(self, node, result), node)
 
     def _given(self, arguments: Any) -> Any:
-        return fx.map_arg(arguments, self.env.__getitem__)
+        return fx.map_arg(arguments, lambda old: self.borders.entering(self, old, self.env[old]))
 
     def _input(self, node: fx.Node) -> Any:
-        copy, sharding = self.graph.node_copy(node), self.shardings.get(node)
-        if sharding is None:
+        copy, given = self.graph.node_copy(node), self.cuts.get(node)
+        if given is None:
             return self._value(copy, frozenset((self.kept[node],) if node in self.kept else ()))
-        name, how = sharding
+        name, how = given
         example = node.meta["example_value"]
-        cut = how.cut(example.shape)
+        cut = parameter_cut(how, example.shape)
         if not cut.divides(self.parts):
             fitting = next(n for n in range(self.parts, 0, -1) if all(size % n == 0 for size in cut.sizes))
             inner = "" if cut.plain else f", {len(cut.blocks)} blocks of {' and '.join(map(str, cut.sizes))}"
@@ -224,6 +233,8 @@ class Program:
     def _item(self, node: fx.Node, index: int, example: Any, layout: Layout, by: frozenset[str]) -> Value:
         item = self.graph.call_function(operator.getitem, (node, index))
         item.meta = {**node.meta, "example_value": example}
+        if isinstance(layout, Cut):
+            node.meta[mesh.LAYOUT] = layout.fact(self.axis)
         return self._local(item, layout, by)
 
     def _local(self, node: fx.Node, layout: Layout, by: frozenset[str]) -> Value:
@@ -231,6 +242,9 @@ class Program:
         shape = list(plain_shape(example)) if isinstance(example, torch.Tensor) else []
         if isinstance(layout, Cut):
             shape[layout.dim] *= self.parts
+            node.meta[mesh.LAYOUT] = layout.fact(self.axis)
+        elif isinstance(layout, Partial):
+            node.meta[mesh.LAYOUT] = [mesh.PARTIAL, self.axis]
         return Value(node, layout, tuple(shape), by)
 
     def again(self, call: Called, layout: Layout, change: Callable[[Value], Value] | None = None) -> Any:
@@ -334,7 +348,11 @@ class Program:
 
     @property
     def path(self) -> str:
-        return self._path_of(self.at.meta)
+        """The module of the call at hand."""
+        return self.path_of(self.at)
+
+    def path_of(self, node: fx.Node) -> str:
+        return self._path_of(node.meta)
 
     def _path_of(self, meta: Mapping[str, Any]) -> str:
         return path_of(meta.get("nn_module_stack") or {}, self.paths)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from wholestep.schedule.sharding.layout import WHOLE, Cut
 from wholestep.schedule.sharding.program import Program
 from wholestep.schedule.sharding.registry import rule
 from wholestep.schedule.sharding.rules.elementwise import local
-from wholestep.schedule.sharding.rules.random import dropped
 from wholestep.schedule.sharding.values import Called, Value
 
 
@@ -32,8 +30,8 @@ def attention(p: Program, call: Called) -> Any:
     options = _options(given)
     if grouped and key.shape[heads] == query.shape[heads]:
         options.pop("enable_gqa")
-    if options.get("dropout_p", 0.0) > 0.0:
-        return _with_dropout(p, query, key, value, mask, cut, options)
+    if options.get("dropout_p", 0.0) > 0.0 and len(cut.sizes) > 1:
+        p.refuse(f"random numbers are not drawn for heads in unequal blocks ({cut.sizes})", "leave dropout out")
     return p.emit(F.scaled_dot_product_attention, query, key, value, attn_mask=mask, layout=cut, **options)
 
 
@@ -92,27 +90,3 @@ def _own_heads(p: Program, keys: Value, dim: int, queries: int, share: int) -> V
 
 def _times(shape: tuple[int, ...], dim: int, parts: int) -> tuple[int, ...]:
     return tuple(size * parts if d == dim else size for d, size in enumerate(shape))
-
-
-def _with_dropout(
-    p: Program, query: Value, key: Value, value: Value, mask: Value | None, cut: Cut, options: dict[str, Any]
-) -> Value:
-    """Written out, for the draws are those of all heads, of which a rank takes its part."""
-    heads, scale = query.dim - 3, options.get("scale")
-    share = query.shape[heads] // key.shape[heads]
-    if share > 1:
-        key, value = (p.call(torch.repeat_interleave, one, share, heads) for one in (key, value))
-    scores = p.call(torch.matmul, query, p.call(torch.transpose, key, -1, -2))
-    scores = p.call(torch.mul, scores, 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    if options.get("is_causal"):
-        size = (query.shape[-2], key.shape[-2])
-        seen = p.emit(torch.ones, size, layout=WHOLE, dtype=torch.bool, device=query.example.device)
-        hidden = p.emit(torch.logical_not, p.emit(torch.tril, seen, layout=WHOLE), layout=WHOLE)
-        scores = p.call(torch.masked_fill, scores, hidden, float("-inf"))
-    if mask is not None and mask.example.dtype == torch.bool:
-        scores = p.call(torch.masked_fill, scores, p.call(torch.logical_not, mask), float("-inf"))
-    elif mask is not None:
-        scores = p.call(torch.add, scores, mask)
-    chances = p.call(torch.softmax, scores, -1)
-    chances = p.call(torch.masked_fill, chances, p.call(torch.isnan, chances), 0.0)  # a row that sees nothing gives nothing
-    return p.call(torch.matmul, dropped(p, chances, options["dropout_p"], cut), value)
