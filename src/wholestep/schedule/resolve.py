@@ -23,14 +23,14 @@ from wholestep.capture.edits import Edits
 from wholestep.errors import BadOption
 from wholestep.graph.keys import joined_key, layer_ranks, split_key, value_keys
 from wholestep.graph.layers import layers_of, without_calls
-from wholestep.graph.mesh import RANKS, Mesh, Ranks
+from wholestep.graph.mesh import Mesh, Ranks
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of
 from wholestep.graph.views import is_cheap_view
 from wholestep.ops.record import may_recompute
 from wholestep.ops.tuned import calls_that_ask
 from wholestep.ops.tuner import TUNER
-from wholestep.schedule.cuts import cuts_of
+from wholestep.schedule.cuts import cuts_of, localised, syncs_of
 from wholestep.schedule.modules import Modules, inside
 from wholestep.schedule.recipe import Recipe
 from wholestep.schedule.verb import AUTO, NoEngineYet, Verb, shown
@@ -247,20 +247,13 @@ def resolve(recipe: Recipe, root: nn.Module, mesh: Mesh | None = None) -> Schedu
     whole, by_module = _precisions(recipe, modules)
     recorded = [line.record for line in recipe if isinstance(line, cudagraph) and line.record != AUTO]
     ranks = Ranks(mesh or Mesh(), cuts_of(recipe, modules, mesh))
-    if ranks.cuts:  # after all others: it gives every value of the graph its place
-        rewrites.append(functools.partial(_localised, ranks))
+    if ranks.several:  # after all others: it gives every value of the graph its place
+        rewrites.append(functools.partial(localised, ranks, syncs_of(recipe, modules), root))
     functions = any(isinstance(line, replace | replace_all) and line.rewrite() is not None for line in recipe)
     return Scheduled(
         recipe, modules, Edits(changes, rewrites), whole, by_module,
         bool(recorded[-1]) if recorded else None, ranks, functions,
     )  # fmt: skip
-
-
-def _localised(ranks: Ranks, graph: fx.GraphModule, paths: Mapping[int, str]) -> None:
-    from wholestep.schedule.sharding.localise import localise
-
-    localise(graph, {name: (cut.dim, cut.axis) for name, cut in ranks.cuts.items()}, ranks.mesh)
-    graph.meta[RANKS] = ranks
 
 
 def _precisions(recipe: Recipe, modules: Modules) -> tuple[str | None, dict[str, str]]:

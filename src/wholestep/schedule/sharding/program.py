@@ -19,13 +19,15 @@ from torch import fx
 
 from wholestep.capture.front.replay import path_of, target_name, user_line
 from wholestep.errors import BadOption, WholestepError
+from wholestep.graph import mesh
+from wholestep.graph.mesh import FORKED, LAYOUT
 from wholestep.schedule.operators import call_to
-from wholestep.schedule.sharding.layout import PARTIAL, WHOLE, Cut, Layout, Sharding
+from wholestep.schedule.sharding.layout import PARTIAL, WHOLE, Cut, Layout, Partial, Sharding
 from wholestep.schedule.sharding.registry import rule_for
 from wholestep.schedule.sharding.values import Called, Value, mapped, plain_shape, values_in
 
 ws = torch.ops.ws
-_CARRIED = ("nn_module_stack", "stack_trace", "source_fn_stack", "matched")
+_CARRIED = ("nn_module_stack", "stack_trace", "source_fn_stack", "matched", FORKED)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -229,8 +231,12 @@ class Program:
     def _local(self, node: fx.Node, layout: Layout, by: frozenset[str]) -> Value:
         example = node.meta["example_value"]
         shape = list(plain_shape(example)) if isinstance(example, torch.Tensor) else []
+        node.meta.pop(LAYOUT, None)
         if isinstance(layout, Cut):
             shape[layout.dim] *= self.parts
+            node.meta[LAYOUT] = [layout.dim, self.axis, list(layout.sizes), layout.times]
+        elif isinstance(layout, Partial):
+            node.meta[LAYOUT] = [mesh.PARTIAL, self.axis]
         return Value(node, layout, tuple(shape), by)
 
     def again(self, call: Called, layout: Layout, change: Callable[[Value], Value] | None = None) -> Any:

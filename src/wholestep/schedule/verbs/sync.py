@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from wholestep.errors import BadOption
 from wholestep.schedule.modules import Modules, nearest
-from wholestep.schedule.verb import NoEngineYet, verb
+from wholestep.schedule.verb import Verb, verb
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
 WHEN = ("forward", "backward", "forward_input")
 
 
 @verb
-class sync(NoEngineYet):
+class sync(Verb):
     """Exchange a module's values between the ranks of a mesh axis. It follows from `shard`; given, it is checked against that.
 
     operation: all_reduce, all_gather, reduce_scatter or scatter. when: forward (of its output), backward (of the gradient of its
