@@ -39,7 +39,7 @@ def loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return (model(batch["x"]) - batch["y"]).square().mean()
 
 
-def by_hand(ranks: Ranks, module: fx.GraphModule, paths: Any, *, enters: bool = True, **_: Any) -> None:
+def by_hand(ranks: Ranks, module: fx.GraphModule, paths: Any, *, enters: bool = True) -> None:
     """`schedule/sharding` in miniature, for the model above."""
     graph, parts = module.graph, ranks.mesh.tp
     up, down = [n for n in graph.nodes if n.target is torch._C._nn.linear]

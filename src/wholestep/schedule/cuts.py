@@ -1,15 +1,22 @@
-"""How parameters are cut: the `shard` lines of a recipe and a mesh in, parameter -> Cut out, checked against each other."""
+"""How parameters are cut: the `shard` lines of a recipe and a mesh in, one rank's program of every graph of the loss out."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from torch import fx, nn
+
 from wholestep.errors import BadOption
-from wholestep.graph.mesh import Cut, Mesh
+from wholestep.graph.mesh import RANKS, Cut, Mesh, Ranks
 from wholestep.schedule.modules import Modules
 from wholestep.schedule.recipe import Recipe
-from wholestep.schedule.sharding import Sync
+from wholestep.schedule.sharding import Sync, localise
 from wholestep.schedule.sharding.layout import cut_of
 from wholestep.schedule.verbs.shard import shard
-from wholestep.schedule.verbs.sync import sync
+
+ON_A_MESH = ("shard", "sync", "fork_rng")
+"""Verbs that mean nothing to one rank."""
 
 
 def cuts_of(recipe: Recipe, modules: Modules, mesh: Mesh | None) -> dict[str, Cut]:
@@ -17,13 +24,12 @@ def cuts_of(recipe: Recipe, modules: Modules, mesh: Mesh | None) -> dict[str, Cu
     names = {id(parameter): name for name, parameter in modules.root.named_parameters()}
     found: dict[str, Cut] = {}
     for line in recipe:
-        if not isinstance(line, shard):
-            continue
         place = recipe.place(line)
-        if mesh is None:
-            raise BadOption(
-                f"{place}: there is no mesh", hint=f"say how many ranks: mesh=wholestep.Mesh({line.over}=2)"
-            )
+        if mesh is None and line.name in ON_A_MESH:
+            over = getattr(line, "over", "tp")
+            raise BadOption(f"{place}: there is no mesh", hint=f"say how many ranks: mesh=wholestep.Mesh({over}=2)")
+        if mesh is None or not isinstance(line, shard):
+            continue
         parts = mesh.size(line.over)
         if line.parts not in (None, parts):
             raise BadOption(f"{place}: parts={line.parts}, and {mesh} has {parts}", hint="leave parts out")
@@ -33,25 +39,31 @@ def cuts_of(recipe: Recipe, modules: Modules, mesh: Mesh | None) -> dict[str, Cu
                 line.check_divides(path, parameter, parts)
             except BadOption as error:
                 raise BadOption(f"{place}: {error.what}", hint=error.hint) from None
-            blocks = cut_of(line.axis % parameter.dim(), line.sizes(path, parameter))
-            sizes = () if blocks.plain else blocks.sizes
-            found[names[id(parameter)]] = Cut(blocks.dim, line.over, sizes, blocks.times, place)
-    return found if mesh is not None and mesh.num_ranks > 1 else {}
-
-
-def syncs_of(recipe: Recipe, modules: Modules, mesh: Mesh | None) -> list[Sync]:
-    """What explicit `sync` lines ask of each module; one without a mesh, or without anything that is cut, is an error."""
-    found: list[Sync] = []
-    for line in recipe:
-        if not isinstance(line, sync):
-            continue
-        place = recipe.place(line)
-        if mesh is None:
-            raise BadOption(
-                f"{place}: there is no mesh", hint=f"say how many ranks: mesh=wholestep.Mesh({line.over}=2)"
-            )
-        if mesh.size(line.over) > 1 and not recipe.shardings:
-            raise BadOption(f"{place}: nothing is cut", hint="shard a parameter, or leave the line out")
-        if mesh.size(line.over) > 1:
-            found += [Sync(path, line.operation, line.when, line.axis, place) for path in modules.select(line.at)]
+            if parts > 1:
+                blocks = cut_of(line.axis % parameter.dim(), line.sizes(path, parameter))
+                sizes = () if blocks.plain else blocks.sizes
+                found[names[id(parameter)]] = Cut(blocks.dim, line.over, sizes, blocks.times, place)
     return found
+
+
+def syncs_of(recipe: Recipe, modules: Modules) -> list[Sync]:
+    """What the `sync` lines ask of each module."""
+    return [
+        Sync(path, line.operation, line.when, line.axis, recipe.place(line))  # type: ignore[attr-defined]
+        for line in recipe.of("sync")
+        for path in modules.select(line.at)
+    ]
+
+
+def localised(
+    ranks: Ranks, syncs: Sequence[Sync], root: nn.Module, graph: fx.GraphModule, paths: Mapping[int, str]
+) -> None:
+    """Rewrite a graph of the loss into the program of one rank, and say in its facts how parameters are cut there."""
+    known = {id(parameter): name for name, parameter in root.named_parameters()}
+    names: dict[fx.Node, str] = {}
+    for node in graph.graph.find_nodes(op="placeholder"):
+        name = known.get(id(node.meta["grapharg"].example))
+        if name is not None:
+            names[node] = name
+    found = localise(graph, ranks.cuts, ranks.mesh, names=names, paths=paths, syncs=syncs)
+    graph.meta[RANKS] = dataclasses.replace(ranks, cuts=found.cuts)

@@ -13,7 +13,7 @@ import fnmatch
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,17 +23,16 @@ from wholestep.capture.edits import Edits
 from wholestep.errors import BadOption
 from wholestep.graph.keys import joined_key, layer_ranks, split_key, value_keys
 from wholestep.graph.layers import layers_of, without_calls
-from wholestep.graph.mesh import RANKS, Mesh, Ranks
+from wholestep.graph.mesh import Mesh, Ranks
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of
 from wholestep.graph.views import is_cheap_view
 from wholestep.ops.record import may_recompute
 from wholestep.ops.tuned import calls_that_ask
 from wholestep.ops.tuner import TUNER
-from wholestep.schedule.cuts import cuts_of, syncs_of
+from wholestep.schedule.cuts import cuts_of, localised, syncs_of
 from wholestep.schedule.modules import Modules, inside
 from wholestep.schedule.recipe import Recipe
-from wholestep.schedule.sharding import Sync, localise, parameter_names
 from wholestep.schedule.verb import AUTO, NoEngineYet, Verb, shown
 from wholestep.schedule.verbs.cudagraph import cudagraph
 from wholestep.schedule.verbs.precision import precision
@@ -248,25 +247,13 @@ def resolve(recipe: Recipe, root: nn.Module, mesh: Mesh | None = None) -> Schedu
     whole, by_module = _precisions(recipe, modules)
     recorded = [line.record for line in recipe if isinstance(line, cudagraph) and line.record != AUTO]
     ranks = Ranks(mesh or Mesh(), cuts_of(recipe, modules, mesh))
-    syncs = syncs_of(recipe, modules, mesh)
-    if ranks.cuts:  # after all others: it gives every value of the graph its place
-        first = {id(parameter): name for name, parameter in root.named_parameters()}
-        names = {name: first[id(parameter)] for name, parameter in root.named_parameters(remove_duplicate=False)}
-        rewrites.append(functools.partial(_localised, ranks, names=names, syncs=syncs))
+    if ranks.several:  # after all others: it gives every value of the graph its place
+        rewrites.append(functools.partial(localised, ranks, syncs_of(recipe, modules), root))
     functions = any(isinstance(line, replace | replace_all) and line.rewrite() is not None for line in recipe)
     return Scheduled(
         recipe, modules, Edits(changes, rewrites), whole, by_module,
         bool(recorded[-1]) if recorded else None, ranks, functions,
     )  # fmt: skip
-
-
-def _localised(
-    ranks: Ranks, graph: fx.GraphModule, paths: Mapping[int, str], *, names: Mapping[str, str], syncs: Sequence[Sync]
-) -> None:
-    """`names`: every name of a parameter -> the one that it is cut under."""
-    given = {node: names.get(name, name) for node, name in parameter_names(graph).items()}
-    found = localise(graph, ranks.cuts, ranks.mesh, names=given, paths=paths, syncs=syncs)
-    graph.meta[RANKS] = dataclasses.replace(ranks, cuts=found.cuts)
 
 
 def _precisions(recipe: Recipe, modules: Modules) -> tuple[str | None, dict[str, str]]:

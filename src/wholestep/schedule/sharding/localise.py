@@ -74,6 +74,8 @@ def localise(
     if len(axes) > 1:
         raise BadOption(f"parameters are cut over {' and '.join(sorted(axes))}", hint="cut them over one mesh axis")
     if not axes:
+        if syncs:
+            raise BadOption(f"{syncs[0].line}: nothing is cut", hint="shard a parameter, or leave the line out")
         return Localised()
     axis = axes.pop()
     named = dict(names) if names is not None else parameter_names(module)

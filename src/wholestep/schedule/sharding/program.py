@@ -240,6 +240,7 @@ class Program:
     def _local(self, node: fx.Node, layout: Layout, by: frozenset[str]) -> Value:
         example = node.meta["example_value"]
         shape = list(plain_shape(example)) if isinstance(example, torch.Tensor) else []
+        node.meta.pop(mesh.LAYOUT, None)
         if isinstance(layout, Cut):
             shape[layout.dim] *= self.parts
             node.meta[mesh.LAYOUT] = layout.fact(self.axis)
