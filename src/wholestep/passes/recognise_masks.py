@@ -85,7 +85,7 @@ def _compute(node: fx.Node, extra: int, known: dict[fx.Node, Any]) -> Any:
         node.op != "call_function"
         or not _small(value)
         or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        or record_of(node).across is not None  # differs by rank
+        or record_of(node).kind == "collective"  # of its part a rank knows by the others
     ):
         raise _DependsOnInput
     args = fx.node.map_aggregate(

@@ -68,7 +68,7 @@ class Call:
 
     @property
     def sets_state(self) -> bool:
-        return self.name.startswith(_STATE)
+        return self.name.rpartition(".")[2].startswith(_STATE)
 
 
 def call_of(node: fx.Node) -> Call | None:

@@ -63,12 +63,17 @@ def run_ranks(graph: fx.Graph, inputs: Sequence[Sequence[Any]]) -> list[Any]:
         elif node.op == "call_method":
             found = [getattr(args[0], node.target)(*args[1:], **kwargs) for args, kwargs in given]
         else:
-            args, kwargs = given[0]
-            drops = node.target is F.dropout and args[2] and args[1] > 0
-            found = _called(node, given, drops or kwargs.get("dropout_p", 0.0) > 0.0)
+            found = _called(node, given, _draws(node))
         for env, value in zip(envs, found, strict=True):
             env[node] = value
     raise AssertionError("a graph without output")
+
+
+def _draws(node: fx.Node) -> bool:
+    if node.target is F.dropout:
+        given = dict(zip(("input", "p", "training"), node.args)) | node.kwargs
+        return bool(given.get("training", True)) and given.get("p", 0.5) > 0
+    return float(node.kwargs.get("dropout_p", 0.0)) > 0.0
 
 
 def _called(node: fx.Node, given: Sequence[Any], draws: bool) -> list[Any]:
@@ -137,23 +142,32 @@ def graph_of(function: Callable[..., Any], *args: Any) -> tuple[fx.GraphModule, 
 
 def check(
     function: Callable[..., Any], parameters: Mapping[str, torch.Tensor], inputs: Sequence[Any],
-    shardings: Mapping[str, Cut | tuple[int, str]], ranks: int, *, syncs: Sequence[Sync] = (),
-    edit: Callable[[fx.Graph], None] | None = None, tolerance: float = 1e-9,
+    cuts: Mapping[str, Cut | tuple[int, str]], ranks: int, **more: Any,
 ) -> Localised:  # fmt: skip
     """Compare function(parameters, *inputs), its loss and its gradients, with its ranks; raise where they differ.
 
     The result is a loss, or a tuple with the loss first.
     """
-    parameters = {name: value.detach().clone().requires_grad_(value.is_floating_point()) for name, value in parameters.items()}
+    parameters = {n: v.detach().clone().requires_grad_(v.is_floating_point()) for n, v in parameters.items()}
     known = {id(value): name for name, value in parameters.items()}
     module, given = graph_of(function, parameters, *inputs)
     places = [n for n in module.graph.nodes if n.op == "placeholder"]
     names = {node: known[id(value)] for node, value in zip(places, given) if id(value) in known}
+    return compare(module, given, names, cuts, ranks, **more)
+
+
+def compare(
+    module: fx.GraphModule, given: Sequence[Any], names: Mapping[fx.Node, str], cuts: Mapping[str, Cut | tuple[int, str]],
+    ranks: int, *, syncs: Sequence[Sync] = (), paths: Mapping[int, str] | None = None,
+    edit: Callable[[fx.Graph], None] | None = None, tolerance: float = 1e-9,
+) -> Localised:  # fmt: skip
+    """Rewrite a graph, and compare its outputs and the gradients of its parameters with what they were. `edit` plants a fault."""
+    places = [n for n in module.graph.nodes if n.op == "placeholder"]
+    trained = [i for i, node in enumerate(places) if node in names and given[i].requires_grad]
     torch.manual_seed(7)
     expected = module(*given)
-    grads = torch.autograd.grad(_loss(expected), [v for v in parameters.values() if v.requires_grad], allow_unused=True)
-    wanted = dict(zip((n for n, v in parameters.items() if v.requires_grad), grads, strict=True))
-    found = localise(module, shardings, Mesh(tp=ranks), names=names, syncs=syncs)
+    grads = torch.autograd.grad(_loss(expected), [given[i] for i in trained], allow_unused=True)
+    found = localise(module, cuts, Mesh(tp=ranks), names=names, syncs=syncs, paths=paths)
     if edit is not None:
         edit(module.graph)
     torch.manual_seed(7)
@@ -161,14 +175,18 @@ def check(
     outputs = run_ranks(module.graph, local)
     _compare(expected, outputs, tolerance)
     torch.autograd.backward([_loss(one) for one in outputs])
-    for i, node in enumerate(places):
-        if node in names and wanted.get(names[node]) is not None:
-            parts = [torch.zeros_like(rank[i]) if rank[i].grad is None else rank[i].grad for rank in local]
-            how = found.cuts.get(names[node])
-            whole = [how.whole(parts)] if how is not None else parts
-            for one in whole:
-                torch.testing.assert_close(one, wanted[names[node]], rtol=tolerance, atol=tolerance, msg=lambda m: f"{names[node]}: {m}")
+    for i, wanted in zip(trained, grads, strict=True):
+        if wanted is not None:
+            _compare_gradient(names[places[i]], [rank[i] for rank in local], wanted, found, tolerance)
     return found
+
+
+def _compare_gradient(
+    name: str, local: Sequence[torch.Tensor], wanted: torch.Tensor, found: Localised, tolerance: float
+) -> None:
+    parts = [torch.zeros_like(own) if own.grad is None else own.grad for own in local]
+    for one in [found.cuts[name].whole(parts)] if name in found.cuts else parts:
+        torch.testing.assert_close(one, wanted, rtol=tolerance, atol=tolerance, msg=lambda text: f"{name}: {text}")
 
 
 def _parts(given: Sequence[Any], names: Sequence[str | None], how: Mapping[str, Cut], ranks: int) -> list[list[Any]]:

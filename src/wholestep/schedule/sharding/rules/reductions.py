@@ -14,9 +14,15 @@ from wholestep.schedule.sharding.rules.elementwise import elementwise
 from wholestep.schedule.sharding.values import Called, Value
 
 
+_NOT_SECOND = ("norm", "vector_norm", "linalg_vector_norm", "normalize", "softmax", "log_softmax")
+"""Whose second argument is no dimension, or has its name in any case."""
+
+
 def reduced_dims(call: Called, x: Value) -> list[int]:
     """The dimensions that a call reduces; all of them, unless it says so."""
     given = call.get("dim", call.get("axis"))
+    if given is None and call.name not in _NOT_SECOND and len(call.args) > 1 and not isinstance(call.args[1], bool):
+        given = call.args[1]  # x.max(0), x.std(-1), whose names depend on the types of what is given
     if given is None or (isinstance(given, tuple | list) and not given):
         return list(range(x.dim))
     return [dim % x.dim for dim in (given if isinstance(given, tuple | list) else (given,))]
