@@ -39,7 +39,7 @@ def loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return (model(batch["x"]) - batch["y"]).square().mean()
 
 
-def by_hand(ranks: Ranks, module: fx.GraphModule, paths: Any, *, enters: bool = True) -> None:
+def by_hand(ranks: Ranks, syncs: Any, root: Any, module: fx.GraphModule, paths: Any, *, enters: bool = True) -> None:
     """`schedule/sharding` in miniature, for the model above."""
     graph, parts = module.graph, ranks.mesh.tp
     up, down = [n for n in graph.nodes if n.target is torch._C._nn.linear]
@@ -64,7 +64,7 @@ def by_hand(ranks: Ranks, module: fx.GraphModule, paths: Any, *, enters: bool = 
 
 @pytest.fixture(autouse=True)
 def _localised_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RESOLVER, "_localised", by_hand)
+    monkeypatch.setattr(RESOLVER, "localised", by_hand)
 
 
 def made(optimizer: Any = torch.optim.AdamW, p: float = 0.3, **options: Any) -> tuple[Any, Any, Any, Any]:
@@ -149,7 +149,7 @@ def test_gradients_are_handed_over_whole() -> None:
 
 def test_a_missing_backward_sync_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     without = lambda *args: by_hand(*args, enters=False)  # noqa: E731
-    monkeypatch.setattr(RESOLVER, "_localised", without)
+    monkeypatch.setattr(RESOLVER, "localised", without)
     model, optimizer, batch, sch = made()
     before = copy.deepcopy(model.state_dict())
     step = wholestep.compile(
