@@ -20,8 +20,9 @@ from wholestep.graph.layers import layer_pattern
 from wholestep.graph.mesh import Cut, Mesh
 from wholestep.schedule.modules import inside
 from wholestep.schedule.sharding import layout, rules
-from wholestep.schedule.sharding.program import Collective, Program, Recut
+from wholestep.schedule.sharding.program import Program
 from wholestep.schedule.sharding.values import Value
+from wholestep.schedule.sharding.writer import Collective, Recut
 
 assert rules
 
@@ -163,7 +164,12 @@ class _Borders:
         """An argument of a call, as the call's module gets it."""
         for sync in self.commands:
             comes = node.op != "placeholder" and not inside(program.path_of(node), sync.module)
-            if sync.when == "forward_input" and comes and inside(program.path, sync.module) and isinstance(value, Value):
+            if (
+                sync.when == "forward_input"
+                and comes
+                and inside(program.path, sync.module)
+                and isinstance(value, Value)
+            ):
                 if (node, sync) not in self.entered:
                     self.entered[node, sync] = self._exchanged(program, sync, value)
                 value = self.entered[node, sync]

@@ -1,4 +1,4 @@
-"""Sums, means, maxima, softmax: over a cut dimension they become partial sums or a maximum over ranks; over others they are local."""
+"""Sums, means, maxima, softmax: over a cut dimension they are sums or maxima over ranks, over others local."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from wholestep.schedule.sharding.program import Program
 from wholestep.schedule.sharding.registry import rule
 from wholestep.schedule.sharding.rules.elementwise import elementwise
 from wholestep.schedule.sharding.values import Called, Value
-
 
 _NOT_SECOND = ("norm", "vector_norm", "linalg_vector_norm", "normalize", "softmax", "log_softmax")
 """Whose second argument is no dimension, or has its name in any case."""
