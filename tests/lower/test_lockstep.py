@@ -87,9 +87,10 @@ def trained(mesh: Mesh | None, steps: int = 3, optimizer: Any = torch.optim.Adam
     return losses, model
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}, {"accumulate": 2}, {"precision": "bf16"},
-                                     {"nonfinite": "skip"}, {"precision": "fp16"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(("tp", "options"), [
+    (1, {}), (4, {}), (2, {"clip_norm": 0.1}), (2, {"accumulate": 2}), (4, {"precision": "bf16"}),
+    (2, {"nonfinite": "skip"}), (2, {"precision": "fp16"}),
+], ids=str)  # fmt: skip
 def test_ranks_train_what_one_rank_trains(tp: int, options: dict[str, Any]) -> None:
     wide = options.get("precision", "fp32") == "fp32"
     losses, model = trained(Mesh(tp=tp), **options)
@@ -100,16 +101,16 @@ def test_ranks_train_what_one_rank_trains(tp: int, options: dict[str, Any]) -> N
         torch.testing.assert_close(parameter, alone.get_parameter(name), rtol=0, atol=1e-5 if wide else 3e-2)
 
 
-@pytest.mark.parametrize("kind", ["SGD", "RMSprop", "Adagrad", "NAdam", "Adam"])
+@pytest.mark.parametrize("kind", ["SGD", "RMSprop", "Adagrad", "NAdam"])
 def test_optimizers_update_parts(kind: str) -> None:
     optimizer = getattr(torch.optim, kind)
     losses, _ = trained(Mesh(tp=2), optimizer=optimizer)
     torch.testing.assert_close(losses, trained(None, optimizer=optimizer)[0], rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("fused", [{"fused": True}, {"foreach": True}], ids=str)
+@pytest.mark.parametrize("fused", [{"fused": True}], ids=str)
 def test_torchs_own_kernels_update_parts(fused: dict[str, bool]) -> None:
-    model, optimizer, batch, sch = made(torch.optim.AdamW, **fused)
+    _, optimizer, batch, sch = made(torch.optim.AdamW, **fused)
     report = sch.verify(loss, optimizer, batch, mesh=Mesh(tp=2), steps=2)
     assert report.ok, report
 

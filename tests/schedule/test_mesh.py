@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.schedule.mesh_models import RECIPES, Made, bert, cut_model, gpt2, llama, mixtral, t5, vit
 from torch import fx, nn
 
 import wholestep
-from tests.schedule.mesh_models import RECIPES, Made, bert, cut_model, gpt2, llama, mixtral, t5, vit
 from wholestep import Mesh, WholestepError
 from wholestep.graph.mesh import RANKS
 
@@ -90,7 +90,9 @@ class Mlp(nn.Module):
         self.norm, self.up, self.down, self.p = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8), p
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + F.dropout(self.down(F.dropout(F.gelu(self.up(self.norm(x))), self.p, self.training)), self.p, self.training)
+        return x + F.dropout(
+            self.down(F.dropout(F.gelu(self.up(self.norm(x))), self.p, self.training)), self.p, self.training
+        )
 
 
 class Net(nn.Module):
@@ -172,7 +174,9 @@ def test_a_missing_backward_sync_is_caught_with_the_line(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(cuts, "localise", forgetful)
     model, optimizer, batch, sch = made()
-    step = wholestep.compile(model, square, optimizer, batch, recipe=sch, mesh=Mesh(tp=2), backend="interpret", check="off")
+    step = wholestep.compile(
+        model, square, optimizer, batch, recipe=sch, mesh=Mesh(tp=2), backend="interpret", check="off"
+    )
     with pytest.raises(WholestepError, match=r"a missing backward sync: .*layers\.2\.norm.*\(shard layers\.\*\.up"):
         step(batch)
     report = sch.verify(square, optimizer, batch, mesh=Mesh(tp=2), steps=1, edge_batches=[])

@@ -161,7 +161,9 @@ def _bind(
     parameters: tuple[tuple[str, Any], ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any] | None:
     names = [name for name, _ in parameters]
-    if len(args) > sum(not isinstance(name, _KeywordOnly) for name in names) or (len(args) == 2 and len(names) > 1 and names[1] in _LISTS):
+    if len(args) > sum(not isinstance(name, _KeywordOnly) for name in names) or (
+        len(args) == 2 and len(names) > 1 and names[1] in _LISTS
+    ):
         if len(names) < 2 or names[1] not in _LISTS or len(args) < 2:
             return None
         given = args[1:] if not isinstance(args[1], list | tuple) else args[1]

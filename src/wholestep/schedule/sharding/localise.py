@@ -163,7 +163,12 @@ class _Borders:
         """An argument of a call, as the call's module gets it."""
         for sync in self.commands:
             comes = node.op != "placeholder" and not inside(program.path_of(node), sync.module)
-            if sync.when == "forward_input" and comes and inside(program.path, sync.module) and isinstance(value, Value):
+            if (
+                sync.when == "forward_input"
+                and comes
+                and inside(program.path, sync.module)
+                and isinstance(value, Value)
+            ):
                 if (node, sync) not in self.entered:
                     self.entered[node, sync] = self._exchanged(program, sync, value)
                 value = self.entered[node, sync]

@@ -220,7 +220,11 @@ class Program:
         mode = tensors[0].fake_mode if tensors else self.fake_mode
         try:
             with mode:
-                return getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)
+                return (
+                    getattr(args[0], target)(*args[1:], **kwargs)
+                    if isinstance(target, str)
+                    else target(*args, **kwargs)
+                )
         except Exception as error:
             reason = (str(error).strip().splitlines() or [""])[0][:160]
             self.refuse(f"one rank's part of it fails: {type(error).__name__}: {reason}", "please report this")
@@ -263,7 +267,9 @@ class Program:
         """A whole value that ranks use differently: their gradients add up."""
         if not value.is_whole or not value.learns or not torch.is_grad_enabled():
             return value
-        found = self._kept(("enter", value), lambda: self._exchange("enter", ws.enter, value, WHOLE, "read by cut values"))
+        found = self._kept(
+            ("enter", value), lambda: self._exchange("enter", ws.enter, value, WHOLE, "read by cut values")
+        )
         known = self.collectives[found.node]
         readers = tuple(dict.fromkeys((*known.readers, self.path)))
         self.collectives[found.node] = dataclasses.replace(known, readers=readers)
@@ -283,7 +289,9 @@ class Program:
         """This rank's part of a whole value."""
         assert value.is_whole and value.shape[cut.dim] == cut.size, (value.shape, value.layout, cut)
         if not cut.divides(self.parts):
-            self.refuse(f"blocks of {' and '.join(map(str, cut.sizes))} cannot be cut into {self.parts} equal parts", "")
+            self.refuse(
+                f"blocks of {' and '.join(map(str, cut.sizes))} cannot be cut into {self.parts} equal parts", ""
+            )
         return self._kept(("part", value, cut), lambda: self._parted(value, cut))
 
     def _parted(self, value: Value, cut: Cut) -> Value:
@@ -324,7 +332,9 @@ class Program:
 
     def rank(self) -> Value:
         """This rank's place on the axis, a number of no dimensions."""
-        device = next(v.device for n in self.module.graph.nodes if isinstance(v := n.meta.get("example_value"), torch.Tensor))
+        device = next(
+            v.device for n in self.module.graph.nodes if isinstance(v := n.meta.get("example_value"), torch.Tensor)
+        )
         return self.emit(ws.axis_index, self.axis, self.parts, device, layout=WHOLE)
 
     def _kept(self, key: tuple[Any, ...], make: Callable[[], Value]) -> Value:
@@ -368,12 +378,17 @@ class Program:
 
     def refuse_cut(self, name: str, value: Value) -> NoReturn:
         """An operator that is not followed for this cut."""
-        self.refuse(f"its input is {value.layout}, and {name} is not followed there{self.because(value)}", self.gather_hint(value))
+        self.refuse(
+            f"its input is {value.layout}, and {name} is not followed there{self.because(value)}",
+            self.gather_hint(value),
+        )
 
     def gather_hint(self, value: Value) -> str:
         cut = value.cut
         dim = "" if cut is None else f", axis={cut.dim - value.dim if cut.dim == value.dim - 1 else cut.dim}"
-        return f'leave that parameter whole, or make the value whole where it leaves its module: sync("all_gather"{dim})'
+        return (
+            f'leave that parameter whole, or make the value whole where it leaves its module: sync("all_gather"{dim})'
+        )
 
     def because(self, value: Value) -> str:
         """Whose cut it is."""

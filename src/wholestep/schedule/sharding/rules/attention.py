@@ -39,7 +39,9 @@ def _options(given: dict[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in ("dropout_p", "is_causal", "scale", "enable_gqa") if name in given}
 
 
-def _query(p: Program, query: Value, rest: tuple[Value, Value], mask: Value | None, cuts: list[Cut]) -> tuple[Value, Cut]:
+def _query(
+    p: Program, query: Value, rest: tuple[Value, Value], mask: Value | None, cuts: list[Cut]
+) -> tuple[Value, Cut]:
     """The queries' part, and the cut of the result: along heads, or along what comes before them."""
     cut = query.cut
     if cut is None:
@@ -54,10 +56,14 @@ def _query(p: Program, query: Value, rest: tuple[Value, Value], mask: Value | No
         if cut.dim <= query.dim - 3 and query.shape[cut.dim] == cut.size:
             query = p.part(query, cut)
     if cut.dim > query.dim - 3:
-        p.refuse_cut("attention over queries, keys or widths", next(v for v in (query, *rest, mask) if v is not None and v.cut))
+        p.refuse_cut(
+            "attention over queries, keys or widths", next(v for v in (query, *rest, mask) if v is not None and v.cut)
+        )
     for one in cuts:
         if one.dim == cut.dim and one.size == cut.size and not one.like(cut):
-            p.refuse(f"its inputs are cut in other blocks: {one.blocks[:6]} and {cut.blocks[:6]}", "cut them alike: blocks=")
+            p.refuse(
+                f"its inputs are cut in other blocks: {one.blocks[:6]} and {cut.blocks[:6]}", "cut them alike: blocks="
+            )
     return query, cut
 
 
@@ -80,10 +86,14 @@ def _own_heads(p: Program, keys: Value, dim: int, queries: int, share: int) -> V
     first = p.emit(torch.mul, p.rank(), queries, layout=WHOLE)
     places: Value
     if share % queries == 0:
-        places = p.emit("reshape", p.emit(torch.div, first, share, layout=WHOLE, rounding_mode="floor"), (1,), layout=WHOLE)
+        places = p.emit(
+            "reshape", p.emit(torch.div, first, share, layout=WHOLE, rounding_mode="floor"), (1,), layout=WHOLE
+        )
     else:
         heads = p.emit(torch.arange, queries, layout=WHOLE, device=keys.example.device)
-        places = p.emit(torch.div, p.emit(torch.add, heads, first, layout=WHOLE), share, layout=WHOLE, rounding_mode="floor")
+        places = p.emit(
+            torch.div, p.emit(torch.add, heads, first, layout=WHOLE), share, layout=WHOLE, rounding_mode="floor"
+        )
     found: Value = p.emit(torch.index_select, p.entered(keys), dim, places, layout=WHOLE)
     return Value(found.node, Cut(dim, (found.shape[dim] * p.parts,)), _times(found.shape, dim, p.parts), keys.by)
 

@@ -80,7 +80,22 @@ def _kept_partial(p: Program, call: Called) -> Any:
     return None if grows else p.again(call, PARTIAL, p.entered)
 
 
-@rule("contiguous", "detach", "to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "cpu", "data")
+@rule(
+    "contiguous",
+    "detach",
+    "to",
+    "type",
+    "type_as",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "int",
+    "long",
+    "bool",
+    "cpu",
+    "data",
+)
 def converted(p: Program, call: Called) -> Any:
     """In another type, device or memory order. A partial sum is summed up before it is rounded, or would be."""
     x = call.args[0]

@@ -50,5 +50,7 @@ def own_places(p: Program, ids: Value, cut: Cut) -> tuple[Value, Value]:
         torch.logical_and, p.emit(torch.ge, x, 0, layout=WHOLE), p.emit(torch.lt, x, size, layout=WHOLE), layout=WHOLE
     )
     own = within(place, count)
-    others = p.emit(torch.logical_and, p.emit(torch.logical_not, own, layout=WHOLE), within(ids, cut.size), layout=WHOLE)
+    others = p.emit(
+        torch.logical_and, p.emit(torch.logical_not, own, layout=WHOLE), within(ids, cut.size), layout=WHOLE
+    )
     return own, p.emit("masked_fill", place, others, 0, layout=WHOLE)

@@ -25,7 +25,13 @@ def cross_entropy(p: Program, call: Called) -> Any:
     if x.cut is None:
         return p.call(call.target, x, *call.args[1:], **call.kwargs)
     old = call.get("size_average") is not None or call.get("reduce") is not None
-    if x.cut.dim != classes or target.is_float or not target.is_whole or (weight is not None and not weight.is_whole) or old:
+    if (
+        x.cut.dim != classes
+        or target.is_float
+        or not target.is_whole
+        or (weight is not None and not weight.is_whole)
+        or old
+    ):
         p.refuse_cut(f"{call.name} with anything but classes cut", x)
     dtype = x.example.dtype
     autocast = call.name == "cross_entropy" and torch.is_autocast_enabled(x.example.device.type)
@@ -35,7 +41,9 @@ def cross_entropy(p: Program, call: Called) -> Any:
     return p.call("to", found, dtype) if dtype in _NARROW and not autocast else found
 
 
-def _per_row(p: Program, call: Called, x: Value, classes: int, target: Value, weight: Value | None) -> tuple[Value, Value]:
+def _per_row(
+    p: Program, call: Called, x: Value, classes: int, target: Value, weight: Value | None
+) -> tuple[Value, Value]:
     """(the loss of every row, what it counts in the mean); 0 for rows that are ignored."""
     assert x.cut is not None
     ignored = p.emit(torch.eq, target, call.get("ignore_index", -100), layout=WHOLE)

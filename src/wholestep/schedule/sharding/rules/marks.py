@@ -28,9 +28,7 @@ def mark_aux(p: Program, call: Called) -> Any:
 def gradients(p: Program, call: Called) -> Any:
     loss, *parameters = call.args
     found = p.emit(call.target, p.reduced(loss), *parameters, layout=WHOLE)
-    return tuple(
-        Value(one.node, of.layout, of.shape, of.by) for one, of in zip(found, parameters, strict=True)
-    )
+    return tuple(Value(one.node, of.layout, of.shape, of.by) for one, of in zip(found, parameters, strict=True))
 
 
 @rule(f"{_MODULE}.mark_gradients")

@@ -25,7 +25,9 @@ def taken(p: Program, x: Value, edges: Sequence[tuple[int, int]]) -> list[Cut]:
     blocks = refined(x.cut, [edge for pair in edges for edge in pair])
     text = f"a value that is {x.layout} is taken apart there, at {sorted({e for pair in edges for e in pair})} of {x.cut.size}"
     uneven = [size for size in blocks if size % p.parts]
-    hint = f"pieces of {uneven[0]} cannot be cut into {p.parts}" if uneven else f"cut it in blocks: blocks={list(blocks)}"
+    hint = (
+        f"pieces of {uneven[0]} cannot be cut into {p.parts}" if uneven else f"cut it in blocks: blocks={list(blocks)}"
+    )
     p.recut(x, blocks, text, hint)
 
 
@@ -117,18 +119,36 @@ def _landing(x: Value, items: Sequence[Any], place: int | None) -> int:
     mark = 1_000_003
     shape = list(x.shape)
     shape[x.cut.dim] = mark
-    index = [torch.empty(item.shape, dtype=item.example.dtype, device="meta") if isinstance(item, Value) else item for item in items]
+    index = [
+        torch.empty(item.shape, dtype=item.example.dtype, device="meta") if isinstance(item, Value) else item
+        for item in items
+    ]
     if place is not None:
         index[place] = slice(None)
     return list(torch.empty(shape, device="meta")[tuple(index)].shape).index(mark)
 
 
-@rule("index_select", "narrow", "select", "flip", "roll", "cumsum", "cumprod", "topk", "sort", "argsort", "unfold", "take_along_dim")
+@rule(
+    "index_select",
+    "narrow",
+    "select",
+    "flip",
+    "roll",
+    "cumsum",
+    "cumprod",
+    "topk",
+    "sort",
+    "argsort",
+    "unfold",
+    "take_along_dim",
+)
 def along(p: Program, call: Called) -> Any:
     """Along one dimension that is not cut; what it picks is the same on every rank."""
     x = p.reduced(call.args[0])
     others = [value for value in call.values if value is not call.args[0]]
-    dims = call.get("dim", call.get("dims", call.get("dimension", -1 if call.name in ("topk", "sort", "argsort") else None)))
+    dims = call.get(
+        "dim", call.get("dims", call.get("dimension", -1 if call.name in ("topk", "sort", "argsort") else None))
+    )
     listed = dims if isinstance(dims, tuple | list) else (dims,)
     if x.cut is None or dims is None or any(not value.is_whole for value in others) or call.name == "take_along_dim":
         p.refuse_cut(call.name, x)
@@ -163,8 +183,12 @@ def cat(p: Program, call: Called) -> Any:
     if not cuts:
         return p.emit(torch.cat, [*empty, *values], dim, layout=values[0].layout)
     if cuts == {dim % rank}:
-        parts = [value if value.cut is not None else p.part(value, Cut(dim % rank, (value.shape[dim],))) for value in values]
-        return p.emit(torch.cat, [*empty, *parts], dim, layout=joined(dim % rank, [v.cut for v in parts if v.cut is not None]))
+        parts = [
+            value if value.cut is not None else p.part(value, Cut(dim % rank, (value.shape[dim],))) for value in values
+        ]
+        return p.emit(
+            torch.cat, [*empty, *parts], dim, layout=joined(dim % rank, [v.cut for v in parts if v.cut is not None])
+        )
     cut = agreed(p, values, rank)
     assert cut is not None
     return p.emit(torch.cat, [*empty, *(local(p, value, cut, rank) for value in values)], dim, layout=cut)

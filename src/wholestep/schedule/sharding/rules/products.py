@@ -57,7 +57,10 @@ def _label(p: Program, operands: Sequence[Operand]) -> tuple[Label, Cut | None]:
         assert before.cut is not None
         if label != found[0]:
             texts = [f"{one.layout}{p.because(one)}" for one in (before, value)]
-            hint = "cut the second along the dimension that is summed over (row after column), or gather: " + p.gather_hint(before)
+            hint = (
+                "cut the second along the dimension that is summed over (row after column), or gather: "
+                + p.gather_hint(before)
+            )
             p.refuse(f"one input is {texts[0]}, another {texts[1]}", hint)
         if not before.cut.like(value.cut):
             few, many = (value, before) if len(value.cut.blocks) < len(before.cut.blocks) else (before, value)
@@ -68,8 +71,13 @@ def _label(p: Program, operands: Sequence[Operand]) -> tuple[Label, Cut | None]:
 
 
 def with_bias(p: Program, product: Value, bias: Value | None) -> Value:
-    """Behind the sum over ranks, for it is added once."""
-    return product if bias is None else p.call(torch.add, p.reduced(product), bias)
+    """Behind the sum over ranks, for it is added once; in the type of the product, as autocast has it inside of the operator."""
+    if bias is None:
+        return product
+    whole = p.reduced(product)
+    if bias.example.dtype != whole.example.dtype:
+        bias = p.emit("to", bias, whole.example.dtype, layout=bias.layout)
+    return p.call(torch.add, whole, bias)
 
 
 @rule("linear")
@@ -102,8 +110,12 @@ def product(p: Program, x: Value, y: Value) -> Value:
 def _matmul_labels(x: tuple[int, ...], y: tuple[int, ...]) -> tuple[list[Label], list[Label], list[Label]]:
     rank = max(len(x), len(y))
     batch: list[Label] = [max(rank - 2, 0) - d for d in range(max(rank - 2, 0))]  # counted from the right
-    left: list[Label] = [label if size != 1 else None for label, size in zip(batch[len(batch) - max(len(x) - 2, 0) :], x)]
-    right: list[Label] = [label if size != 1 else None for label, size in zip(batch[len(batch) - max(len(y) - 2, 0) :], y)]
+    left: list[Label] = [
+        label if size != 1 else None for label, size in zip(batch[len(batch) - max(len(x) - 2, 0) :], x)
+    ]
+    right: list[Label] = [
+        label if size != 1 else None for label, size in zip(batch[len(batch) - max(len(y) - 2, 0) :], y)
+    ]
     left += ["m", "k"] if len(x) > 1 else ["k"]
     right += ["k", "n"] if len(y) > 1 else ["k"]
     out = [*batch, *(["m"] if len(x) > 1 else []), *(["n"] if len(y) > 1 else [])]
@@ -141,7 +153,9 @@ def einsum(p: Program, call: Called) -> Any:
     return contracted(p, labelled, list(out), lambda v, layout: p.emit(torch.einsum, equation, *v, layout=layout))
 
 
-@rule("transformers::grouped_mm_fallback", "ws::grouped_mm", "_grouped_mm", "grouped_mm", "torch.nn.functional.grouped_mm")
+@rule(
+    "transformers::grouped_mm_fallback", "ws::grouped_mm", "_grouped_mm", "grouped_mm", "torch.nn.functional.grouped_mm"
+)
 def grouped_mm(p: Program, call: Called) -> Any:
     """Rows (t, k) of several experts (e, k, n): the width of each expert is cut, and rows go to experts as before."""
     x, weight = call.args[0], call.args[1]
@@ -167,4 +181,4 @@ def convolution(p: Program, call: Called) -> Any:
     if bias is not None and label != "i":
         return contracted(p, [*operands, (bias, ("o",))], ("b", "o", *space), write)
     found = p.reduced(contracted(p, operands, ("b", "o", *space), write))
-    return found if bias is None else p.call(torch.add, found, p.call(torch.reshape, bias, (-1, *(1 for _ in space))))
+    return found if bias is None else with_bias(p, found, p.call(torch.reshape, bias, (-1, *(1 for _ in space))))

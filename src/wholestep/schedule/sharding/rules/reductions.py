@@ -13,7 +13,6 @@ from wholestep.schedule.sharding.registry import rule
 from wholestep.schedule.sharding.rules.elementwise import elementwise
 from wholestep.schedule.sharding.values import Called, Value
 
-
 _NOT_SECOND = ("norm", "vector_norm", "linalg_vector_norm", "normalize", "softmax", "log_softmax")
 """Whose second argument is no dimension, or has its name in any case."""
 

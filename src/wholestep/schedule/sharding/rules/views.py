@@ -63,7 +63,9 @@ def _refuse(p: Program, x: Value, shape: Sequence[int]) -> NoReturn:
     if found is not None and (len(found[1]) > 1 or _taken_apart(p, found[1][0] - 1)):
         count = x.cut.size // found[0]
         p.recut(x, (count,) * found[0], text, "say how it is built: shard(..., blocks=...)")
-    heads = shape[x.cut.dim] if x.cut.dim < len(shape) and x.shape[: x.cut.dim] == tuple(shape[: x.cut.dim]) else x.cut.size
+    heads = (
+        shape[x.cut.dim] if x.cut.dim < len(shape) and x.shape[: x.cut.dim] == tuple(shape[: x.cut.dim]) else x.cut.size
+    )
     if x.cut.plain and 0 < heads < p.parts and p.parts % heads == 0:
         hint = "only keys and values can have fewer heads than there are ranks"
         p.recut(x, None, f"{heads} heads cannot be cut into {p.parts}", hint)
@@ -98,7 +100,9 @@ def moved(call: Called, x: Value, rest: Sequence[Any] | None = None, named: dict
     shape = list(x.shape)
     shape[x.cut.dim] = _MARK
     marked = torch.empty(shape, device="meta")
-    result = _call(call.target, marked, call.args[1:] if rest is None else rest, call.kwargs if named is None else named)
+    result = _call(
+        call.target, marked, call.args[1:] if rest is None else rest, call.kwargs if named is None else named
+    )
     first = result[0] if isinstance(result, tuple | list) else result
     return list(first.shape).index(_MARK)
 
@@ -115,7 +119,9 @@ def expand(p: Program, call: Called) -> Any:
     if x.cut is None:
         if x.is_partial:
             return p.emit("expand", p.reduced(x), tuple(sizes), layout=p.reduced(x).layout)
-        other = call.args[1]  # x.expand_as(cut): as large as the model's, of which each rank takes its part where it reads it
+        other = call.args[
+            1
+        ]  # x.expand_as(cut): as large as the model's, of which each rank takes its part where it reads it
         return p.emit("expand", x, tuple(other.shape), layout=x.layout)
     cut = x.cut.at(x.cut.dim + len(sizes) - x.dim)
     return p.emit("expand", x, _sizes_of(sizes, cut, p.parts), layout=cut)
@@ -156,7 +162,20 @@ def repeat_interleave(p: Program, call: Called) -> Any:
     return p.emit(torch.repeat_interleave, x, count, dim, layout=cut)
 
 
-@rule("size", "shape", "numel", "dim", "ndim", "stride", "getattr", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
+@rule(
+    "size",
+    "shape",
+    "numel",
+    "dim",
+    "ndim",
+    "stride",
+    "getattr",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty",
+    "new_tensor",
+)
 def about(p: Program, call: Called) -> Any:
     """Sizes are those of the model; a new tensor takes the type and device of another, and has nothing else of it."""
     x = call.args[0]
