@@ -110,7 +110,7 @@ class Program:
             self._states[node] = node.target(*args[0], **args[1])
         called = Called(node.target, given, named, call.name, call.arguments, call.writes, shape)
         result = self._dispatched(called, node)
-        self._check(result, example)
+        self._check(result, example, any(value.learns for value in called.values) and torch.is_grad_enabled())
         return self._once(self.borders.leaving(self, node, result), node)
 
     def _given(self, arguments: Any) -> Any:
@@ -178,15 +178,15 @@ class Program:
             return self.reduced(result)
         return result
 
-    def _check(self, result: Any, example: Any) -> None:
-        """Compare with what the model has there."""
+    def _check(self, result: Any, example: Any, learns: bool) -> None:
+        """Compare with what the model has there; `learns`: whether a gradient comes in."""
         if not isinstance(result, Value) or not isinstance(example, torch.Tensor):
             return
         shape, local = plain_shape(example), plain_shape(result.example)
         cut, wanted = result.cut, list(shape)
         if cut is not None:
             wanted[cut.dim] = cut.size // self.parts
-        lost = example.requires_grad and not result.learns
+        lost = learns and example.requires_grad and not result.learns
         same = result.shape == shape and local == tuple(wanted) and result.example.dtype == example.dtype
         if cut is not None and cut.size != shape[cut.dim]:
             same = False

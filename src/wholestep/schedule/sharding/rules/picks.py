@@ -150,8 +150,10 @@ def along(p: Program, call: Called) -> Any:
         "dim", call.get("dims", call.get("dimension", -1 if call.name in ("topk", "sort", "argsort") else None))
     )
     listed = dims if isinstance(dims, tuple | list) else (dims,)
+    if x.cut is None and all(value.is_whole for value in others):
+        return p.again(call, x.layout, p.reduced)
     if x.cut is None or dims is None or any(not value.is_whole for value in others) or call.name == "take_along_dim":
-        p.refuse_cut(call.name, x)
+        p.refuse_cut(call.name, next(value for value in (x, *others) if not value.is_whole))
     if any(dim % x.dim == x.cut.dim for dim in listed):
         p.refuse_cut(f"{call.name} along it", x)
     meta = lambda value: torch.empty(value.shape, dtype=value.example.dtype, device="meta")  # noqa: E731
