@@ -107,7 +107,8 @@ _TURING = "NVIDIA Turing GPU Architecture (white paper)"
 # fmt: off
 _ROWS = (
     _device("b200", "NVIDIA B200 (SXM)", f"NVIDIA HGX B200 data sheet, per GPU, {_HALVED}", _B200,
-            bandwidth=7700, mib=183359, l2=126, sms=148, pcie=5, nvlink=1800, paper="NVIDIA Blackwell tuning guide and device properties"),
+            bandwidth=7700, mib=183359, l2=126, sms=148, pcie=5, nvlink=1800,
+            paper="NVIDIA Blackwell tuning guide and device properties"),
     _device("h200", "NVIDIA H200 (SXM)", f"NVIDIA H200 data sheet, column SXM, {_HALVED}", _HOPPER,
             bandwidth=4800, mib=143771, l2=50, sms=132, pcie=5, nvlink=900, paper=_H100),
     _device("h200-nvl", "NVIDIA H200 NVL (PCIe)", f"NVIDIA H200 data sheet, column NVL, {_HALVED}", _HOPPER_NVL,

@@ -1,7 +1,7 @@
 """Ranks side by side, for tests: the graph of one rank run for all of them, node by node, with gradients.
 
-Collectives are functions over the values of all ranks; their derivatives are those that `ops/collectives.py` states, so that a rank's
-gradient is what that rank's own autograd would give.
+Collectives are functions over the values of all ranks; their derivatives are those that `ops/collectives.py` states, so that a
+rank's gradient is what that rank's own autograd would give.
 """
 
 from __future__ import annotations
@@ -83,7 +83,11 @@ def _called(node: fx.Node, given: Sequence[Any], draws: bool) -> list[Any]:
     for rank, (args, kwargs) in enumerate(given):
         torch.set_rng_state(state)
         if draws and layout is not None:
-            found.append(_drawn_part(node.target, args, kwargs, Cut(layout[0], layout[1], tuple(layout[2]), layout[3]), rank, len(given)))
+            found.append(
+                _drawn_part(
+                    node.target, args, kwargs, Cut(layout[0], layout[1], tuple(layout[2]), layout[3]), rank, len(given)
+                )
+            )
         else:
             found.append(node.target(*args, **kwargs))
     return found

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.schedule.sharding.ranks import compare
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.schedule.sharding.ranks import compare
 from wholestep.errors import WholestepError
 from wholestep.graph.mesh import Cut
 
@@ -71,7 +71,9 @@ class Net:
         given = fx.map_arg((args, kwargs), lambda n: n.meta["example_value"])
         with self.mode:
             function = getattr(given[0][0], target) if isinstance(target, str) else None
-            node.meta["example_value"] = function(*given[0][1:], **given[1]) if function else target(*given[0], **given[1])
+            node.meta["example_value"] = (
+                function(*given[0][1:], **given[1]) if function else target(*given[0], **given[1])
+            )
         if live:
             self.live.append(node)
         return node

@@ -1,4 +1,4 @@
-"""Each rule alone: loss and gradients of 2 and 4 ranks against the function as it was written, in float64; or a refusal that says why."""
+"""Each rule alone: loss and gradients of 2 and 4 ranks against the function as it was written, in float64; or a refusal."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def few_keys(p: Any, x: Any) -> Any:
     """Two heads of keys for eight of queries, and a mask that learns."""
     q = F.linear(x, p["q"]).view(2, 5, 8, 2).transpose(1, 2)
     k, v = (F.linear(x, p[n]).view(2, 5, 2, 2).transpose(1, 2) for n in "kv")
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=p["bias"].expand(2, -1, -1, -1), enable_gqa=True, dropout_p=0.1)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=p["bias"].expand(2, -1, -1, -1), enable_gqa=True, dropout_p=0.1
+    )
     return F.linear(out.transpose(1, 2).reshape(2, 5, 16), p["o"]).square().mean()
 
 
@@ -155,7 +157,9 @@ def slices(p: Any, x: Any) -> Any:
     y = F.linear(x, p["a"])
     first, second = y[..., :4], y[..., 4:]
     rows = y[torch.tensor([2, 0]), 1:3]
-    return (first * torch.sigmoid(second)).square().sum() + rows.square().sum() + y[:, 0].sum() + y.narrow(1, 1, 2).sum()
+    return (
+        (first * torch.sigmoid(second)).square().sum() + rows.square().sum() + y[:, 0].sum() + y.narrow(1, 1, 2).sum()
+    )
 
 
 def in_place(p: Any, x: Any) -> Any:
@@ -204,6 +208,7 @@ def switched(p: Any, x: Any) -> Any:
 LINEAR = {"a": (16, 8), "ab": (16,), "b": (8, 16), "bb": (8,)}
 HEADS = {"q": (16, 8), "k": (16, 8), "v": (16, 8), "o": (8, 16), "bias": (1, 4, 1, 1)}
 X, X3 = reals(3, 8), reals(2, 5, 8)
+ENDS = torch.tensor([2, 2, 5], dtype=torch.int32)
 CASES: dict[str, Case] = {
     "column, row": (column_row, LINEAR, (X3,), {"a": 0, "b": 1}),
     "column, row, biases": (column_row, LINEAR, (X3,), {"a": 0, "ab": 0, "b": 1}),
@@ -233,8 +238,7 @@ CASES: dict[str, Case] = {
     "one row": (losses("mean"), {"w": (8, 8)}, (reals(8), torch.tensor(7)), {"w": 0}),
     "classes in the middle": (pixels, {"w": (8, 8)}, (X3, ids(2, 5)), {"w": 0}),
     "nll_loss": (picked_loss, {"w": (8, 8)}, (X, ids(3)), {"w": 0}),
-    "experts": (experts, {"up": (3, 16, 8), "down": (3, 8, 8), "s": (5, 1)}, (reals(5, 8), torch.tensor([2, 2, 5], dtype=torch.int32)),
-                {"up": 1, "down": 2}),
+    "experts": (experts, {"up": (3, 16, 8), "down": (3, 8, 8), "s": (5, 1)}, (reals(5, 8), ENDS), {"up": 1, "down": 2}),
     "experts by bmm": (by_expert, {"r": (3, 8), "up": (3, 8, 4), "down": (3, 4, 8)}, (X,), {"up": 2, "down": 1}),
     "norms over a cut": (norms, {"a": (8, 8), "g": (8,), "b": (8,), "s": (8,)}, (X,), {"a": 0, "g": 0}),
     "norms of heads": (local_norms, {"a": (16, 8), "g": (4,), "s": (4,)}, (X,), {"a": 0}),
@@ -258,7 +262,14 @@ def test_followed(name: str, ranks: int) -> None:
     function, shapes_, inputs, cuts = CASES[name]
     torch.manual_seed(0)
     parameters = {n: reals(*shape) for n, shape in shapes_.items()}
-    found = check(function, parameters, inputs, {n: (dim, "tp") for n, dim in cuts.items()}, ranks, tolerance=ROUGH.get(name, 1e-9))
+    found = check(
+        function,
+        parameters,
+        inputs,
+        {n: (dim, "tp") for n, dim in cuts.items()},
+        ranks,
+        tolerance=ROUGH.get(name, 1e-9),
+    )
     assert found.collectives
 
 
@@ -288,7 +299,9 @@ def _shift_ids(graph: Any) -> None:
     sub.replace_input_with(sub.args[0], moved)
 
 
-def refused(function: Callable[..., Any], shapes_: dict[str, tuple[int, ...]], inputs: tuple[Any, ...], cuts: dict[str, int]) -> str:
+def refused(
+    function: Callable[..., Any], shapes_: dict[str, tuple[int, ...]], inputs: tuple[Any, ...], cuts: dict[str, int]
+) -> str:
     parameters = {n: reals(*shape) for n, shape in shapes_.items()}
     with pytest.raises(WholestepError) as caught:
         check(function, parameters, inputs, {n: (dim, "tp") for n, dim in cuts.items()}, 2)
@@ -301,9 +314,11 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, tuple[int, ...]], tuple[
     "no rule": (lambda p, x: torch.linalg.qr(F.linear(x, p["a"]))[1].sum(), {"a": (8, 8)}, (X,), {"a": 0}, "all_gather"),
     "sorted": (lambda p, x: F.linear(x, p["a"]).sort(-1)[0][:, 0].sum(), {"a": (8, 8)}, (X,), {"a": 0}, "sort along it"),
     "one place": (lambda p, x: F.linear(x, p["a"])[:, 3].sum(), {"a": (8, 8)}, (X,), {"a": 0}, "one place is picked"),
-    "three heads": (lambda p, x: F.linear(x, p["a"]).view(3, 3, 2).sum(1).pow(2).sum(), {"a": (6, 8)}, (X,), {"a": 0}, "cut into 2"),
+    "three heads": (lambda p, x: F.linear(x, p["a"]).view(3, 3, 2).sum(1).pow(2).sum(), {"a": (6, 8)}, (X,), {"a": 0},
+                    "cut into 2"),
     "an odd size": (lambda p, x: F.linear(x, p["a"]).sum(), {"a": (9, 8)}, (X,), {"a": 0}, "1 ranks would do"),
-    "whole in place": (lambda p, x: (x * p["g"]).add_(F.linear(x, p["a"])).sum(), {"a": (8, 8), "g": (8,)}, (X,), {"a": 0}, "in place"),
+    "whole in place": (lambda p, x: (x * p["g"]).add_(F.linear(x, p["a"])).sum(), {"a": (8, 8), "g": (8,)}, (X,),
+                       {"a": 0}, "in place"),
     "a maximum that learns": (lambda p, x: F.linear(x, p["a"]).amax(-1).sum(), {"a": (8, 8)}, (X,), {"a": 0}, "amax over it"),
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ half of each. A flattened dimension has many equal blocks, so a pattern of sizes
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
@@ -156,7 +157,7 @@ def picked(cut: Cut, start: int, stop: int) -> Cut | None:
 def refined(cut: Cut, edges: Iterable[int]) -> tuple[int, ...]:
     """Blocks that have these edges too."""
     every = sorted({*_edges(cut.blocks), *edges})
-    return tuple(b - a for a, b in zip(every, every[1:]))
+    return tuple(b - a for a, b in itertools.pairwise(every))
 
 
 def _edges(blocks: Sequence[int]) -> list[int]:

@@ -20,8 +20,9 @@ from wholestep.graph.layers import layer_pattern
 from wholestep.graph.mesh import Cut, Mesh
 from wholestep.schedule.modules import inside
 from wholestep.schedule.sharding import layout, rules
-from wholestep.schedule.sharding.program import Collective, Program, Recut
+from wholestep.schedule.sharding.program import Program
 from wholestep.schedule.sharding.values import Value
+from wholestep.schedule.sharding.writer import Collective, Recut
 
 assert rules
 

@@ -15,8 +15,8 @@ class shard(Verb):
 
     param: its name in the module. axis: the dimension, from 0 or from the end (-1). over: the mesh axis ("tp").
     parts: into how many, where that is known already; the mesh says it otherwise.
-    blocks: where the dimension is several side by side (q, k and v in one weight), how many, or a list of their sizes; each block is
-    cut. It is found by itself where the model takes the output apart.
+    blocks: where the dimension is several side by side (q, k and v in one weight), how many, or a list of their sizes; each block
+    is cut. It is found by itself where the model takes the output apart.
 
     Collectives follow from it (docs/sharding.md). A parameter is cut once; one that no line names is whole on every rank.
     Example: sch["layers.*.mlp.up"].shard("weight", 0)

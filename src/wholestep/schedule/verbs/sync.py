@@ -14,10 +14,11 @@ WHEN = ("forward", "backward", "forward_input")
 class sync(Verb):
     """Exchange a module's values between the ranks of a mesh axis.
 
-    operation: all_reduce follows from `shard`, and a line that asks for it is checked against that. all_gather (a cut value becomes
-    whole), scatter (a whole one is cut) and reduce_scatter (a partial sum is summed up and cut) are carried out, and checked to find
-    such a value. when: forward (the output), forward_input, or backward (the gradient of the input; all_reduce only). axis: the
-    dimension that is gathered or scattered. over: the mesh axis. Example: sch["layers.*.mlp.down"].sync("all_reduce")
+    operation: all_reduce follows from `shard`, and a line that asks for it is checked against that. all_gather (a cut value
+    becomes whole), scatter (a whole one is cut) and reduce_scatter (a partial sum is summed up and cut) are carried out, and
+    checked to find such a value. when: forward (the output), forward_input, or backward (the gradient of the input; all_reduce
+    only). axis: the dimension that is gathered or scattered. over: the mesh axis.
+    Example: sch["layers.*.mlp.down"].sync("all_reduce")
     """
 
     operation: str = "all_reduce"

@@ -44,8 +44,9 @@ def _composed(p: Program, call: Called, x: Value, weight: Value | None, bias: Va
 
 @rule("batch_norm", "group_norm", "instance_norm")
 def channel_norm(p: Program, call: Called) -> Any:
-    """Statistics per channel: channels may be cut, as far as running statistics and weights are whole only if they are absent."""
+    """Statistics per channel: channels may be cut where no running statistics are kept."""
     x = p.reduced(call.first)
-    if call.name != "batch_norm" or x.cut is None or x.cut.dim != 1 or call.get("running_mean") is not None:
-        p.refuse_cut(call.name, x)
-    return p.again(call, x.cut, lambda value: value if value.cut is not None else p.part(value, x.cut.at(0)))
+    cut = x.cut
+    if call.name != "batch_norm" or cut is None or cut.dim != 1 or call.get("running_mean") is not None:
+        p.refuse_cut(call.name, next(value for value in call.values if not value.is_whole))
+    return p.again(call, cut, lambda value: value if value.cut is not None else p.part(value, cut.at(0)))

@@ -84,7 +84,7 @@ def with_bias(p: Program, product: Value, bias: Value | None) -> Value:
 def linear(p: Program, call: Called) -> Any:
     x, weight, bias = call.first, call.get("weight"), call.get("bias")
     rows = tuple(range(x.dim - 1))
-    out = (*rows, "o") if weight.dim == 2 else rows
+    out: tuple[Label, ...] = (*rows, "o") if weight.dim == 2 else rows
     columns: tuple[Label, ...] = ("o", "k") if weight.dim == 2 else ("k",)
     operands: list[Operand] = [(x, (*rows, "k")), (weight, columns)]
     label, _ = _label(p, [(p.reduced(value), labels) for value, labels in operands])

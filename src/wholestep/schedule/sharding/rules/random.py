@@ -1,5 +1,5 @@
-"""Random draws. Of a cut value, every rank draws the numbers that its part has in the whole (capture/sites.py reads the layout of the
-node), so that a mesh changes no number of a training; whole values need nothing, for all ranks have the same keys."""
+"""Random draws: of a cut value, every rank draws the numbers that its part has in the whole (`capture/sites.py` reads the layout of
+the node), so that a mesh changes no number of a training. Whole values need nothing, for all ranks have the same keys."""
 
 from __future__ import annotations
 

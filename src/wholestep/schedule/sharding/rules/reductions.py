@@ -1,4 +1,4 @@
-"""Sums, means, maxima, softmax: over a cut dimension they become partial sums or a maximum over ranks; over others they are local."""
+"""Sums, means, maxima, softmax: over a cut dimension they are sums or maxima over ranks, over others local."""
 
 from __future__ import annotations
 
