@@ -67,7 +67,7 @@ class Scheduled:
             if any(now[place] != value for place, value in before.items()):
                 other.add(name)
         for name in ("mesh", "shard"):
-            if getattr(settled, name) != getattr(plan, name):
+            if getattr(plan, name) and getattr(settled, name) != getattr(plan, name):
                 now, before = (dict(getattr(one, name)) for one in (settled, plan))
                 raise BadOption(f"the plan was made for {name} {before}, now it is {now}", hint="make the plan again")
         for name in sorted(other):
