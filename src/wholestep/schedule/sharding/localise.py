@@ -155,10 +155,21 @@ class _Borders:
     def leaving(self, program: Program, node: fx.Node, result: Any) -> Any:
         """A result of a module, as its readers outside get it."""
         for sync in self.commands:
-            if sync.when == "forward" and isinstance(result, Value) and inside(program.path, sync.module):
-                if any(not inside(program.path_of(user), sync.module) for user in node.users):
-                    result = self._exchanged(program, sync, result)
+            if isinstance(result, Value) and self._leaves(program, node, sync):
+                result = self._exchanged(program, sync, result)
         return result
+
+    def summed(self, program: Program, value: Value) -> Value:
+        """A sum that is due inside of the call at hand, before a bias is added to it."""
+        for sync in self.commands:
+            if sync.operation == "reduce_scatter" and self._leaves(program, program.at, sync):
+                value = self._exchanged(program, sync, value)
+        return value
+
+    def _leaves(self, program: Program, node: fx.Node, sync: Sync) -> bool:
+        if sync.when != "forward" or not inside(program.path, sync.module):
+            return False
+        return any(not inside(program.path_of(user), sync.module) for user in node.users)
 
     def entering(self, program: Program, node: fx.Node, value: Any) -> Any:
         """An argument of a call, as the call's module gets it."""

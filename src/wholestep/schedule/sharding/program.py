@@ -30,6 +30,8 @@ class Borders(Protocol):
 
     def entering(self, program: Program, node: fx.Node, value: Any) -> Any: ...
 
+    def summed(self, program: Program, value: Value) -> Value: ...
+
 
 class Program(Writer):
     """Writes a rank's graph."""
@@ -72,7 +74,8 @@ class Program(Writer):
         if call.sets_state and callable(node.target):
             args = fx.map_arg((node.args, dict(node.kwargs)), lambda old: self._states.get(old, old))
             self._states[node] = node.target(*args[0], **args[1])
-        called = Called(node.target, given, named, call.name, call.arguments, call.writes, shape)
+        varies = shape is not None and any(not isinstance(size, int) for size in example.shape)
+        called = Called(node.target, given, named, call.name, call.arguments, call.writes, shape, varies)
         result = self._dispatched(called, node)
         self._check(result, example, any(value.learns for value in called.values) and torch.is_grad_enabled())
         return self._once(self.borders.leaving(self, node, result), node)
@@ -157,6 +160,10 @@ class Program(Writer):
         if not same or lost:
             what = "a gradient is lost" if lost else f"{local} {result.example.dtype} for {shape} {example.dtype}"
             self.refuse(f"its part of a rank is not what it should be: {what}", "please report this")
+
+    def summed(self, value: Value) -> Value:
+        """A partial value summed up, in the way in which it leaves its module."""
+        return self.reduced(self.borders.summed(self, value))
 
     def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """A call that a rule is composed of, by its own rule."""

@@ -70,6 +70,8 @@ class Called:
     writes: bool
     result: tuple[int, ...] | None
     """The shape of the result in the model; None where it has several, or is composed."""
+    varies: bool = False
+    """Whether that has sizes that vary."""
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.arguments.get(name, default)
@@ -77,7 +79,11 @@ class Called:
     @property
     def first(self) -> Any:
         """What the call is about: its first argument."""
-        return self.args[0] if self.args else self.arguments["self"]
+        return self.at(0)
+
+    def at(self, place: int) -> Any:
+        """An argument by its place, wherever it was written."""
+        return self.args[place] if len(self.args) > place else list(self.kwargs.values())[place - len(self.args)]
 
     @property
     def values(self) -> list[Value]:

@@ -107,6 +107,8 @@ class Writer:
         shape = list(plain_shape(example)) if isinstance(example, torch.Tensor) else []
         node.meta.pop(mesh.LAYOUT, None)
         if isinstance(layout, Cut):
+            if not isinstance(example.shape[layout.dim], int):
+                self.refuse("a size that varies is cut", "compile for one size: dynamic=False")
             shape[layout.dim] *= self.parts
             node.meta[mesh.LAYOUT] = layout.fact(self.axis)
         elif isinstance(layout, Partial):

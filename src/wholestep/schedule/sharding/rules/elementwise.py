@@ -98,7 +98,7 @@ def _kept_partial(p: Program, call: Called) -> Any:
 )
 def converted(p: Program, call: Called) -> Any:
     """In another type, device or memory order. A partial sum is summed up before it is rounded, or would be."""
-    x = call.args[0]
+    x = call.first
     if not x.is_partial:
         return p.again(call, x.layout)
     dtype = p.again(call, PARTIAL)
@@ -111,7 +111,7 @@ def converted(p: Program, call: Called) -> Any:
 @rule("zeros_like", "ones_like", "full_like", "empty_like", "zero_", "fill_")
 def constant(p: Program, call: Called) -> Any:
     """The same number everywhere."""
-    x = call.args[0]
+    x = call.first
     if len(call.values) != 1 or (call.writes and x.is_partial):
         p.refuse_cut(call.name, x)
     return p.again(call, WHOLE if x.is_partial else x.layout)
@@ -120,7 +120,7 @@ def constant(p: Program, call: Called) -> Any:
 @rule("prelu")
 def prelu(p: Program, call: Called) -> Any:
     """One slope, or one per channel (dimension 1)."""
-    x, weight = p.reduced(call.args[0]), p.reduced(call.args[1])
+    x, weight = p.reduced(call.first), p.reduced(call.at(1))
     if x.cut is None or weight.cut is not None:
         p.refuse_cut("prelu", weight)
     if weight.shape == (1,) or x.cut.dim != 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def cross_entropy(p: Program, call: Called) -> Any:
     x, target, weight = p.reduced(call.first), call.get("target"), call.get("weight")
     classes = 1 if x.dim > 1 else 0
     if x.cut is None:
-        return p.call(call.target, x, *call.args[1:], **call.kwargs)
+        return p.again(call, WHOLE, p.reduced)
     old = call.get("size_average") is not None or call.get("reduce") is not None
     if (
         x.cut.dim != classes
@@ -55,8 +56,7 @@ def _per_row(
     chosen = p.reduced(p.emit("masked_fill", logit, other, 0.0, layout=PARTIAL))
     counts = p.emit(torch.ones_like, chosen, layout=WHOLE, requires_grad=False)
     if weight is not None:
-        counts = p.emit(torch.index_select, weight, 0, p.emit("reshape", safe, (-1,), layout=WHOLE), layout=WHOLE)
-        counts = p.emit("reshape", counts, target.shape, layout=WHOLE)
+        counts = p.emit(operator.getitem, weight, (safe,), layout=WHOLE)
     counts = p.emit("masked_fill", counts, ignored, 0.0, layout=WHOLE)
     if call.name == "nll_loss":
         return p.call(torch.mul, p.call(torch.neg, chosen), counts), counts

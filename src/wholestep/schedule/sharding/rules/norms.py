@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from wholestep.schedule.sharding.layout import WHOLE
 from wholestep.schedule.sharding.program import Program
 from wholestep.schedule.sharding.registry import rule
 from wholestep.schedule.sharding.values import Called, Value
@@ -19,7 +20,7 @@ def layer_norm(p: Program, call: Called) -> Any:
     weight, bias, shape = call.get("weight"), call.get("bias"), call.get("normalized_shape")
     if x.cut is None:
         if all(value is None or value.is_whole for value in (weight, bias)):
-            return p.call(call.target, x, *call.args[1:], **call.kwargs)
+            return p.again(call, WHOLE, p.reduced)
         return _composed(p, call, x, weight, bias)
     if x.cut.dim >= x.dim - len(shape) or any(v is not None and not v.is_whole for v in (weight, bias)):
         return _composed(p, call, x, weight, bias)

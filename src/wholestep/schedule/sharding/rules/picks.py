@@ -36,7 +36,7 @@ def taken(p: Program, x: Value, edges: Sequence[tuple[int, int]]) -> list[Cut]:
 
 @rule("split", "split_with_sizes", "chunk", "tensor_split", "unbind")
 def split(p: Program, call: Called) -> Any:
-    x = p.reduced(call.args[0])
+    x = p.reduced(call.first)
     if x.cut is None:
         return p.again(call, x.layout, p.reduced)
     if call.get("dim", 0) % x.dim != x.cut.dim:
@@ -144,8 +144,8 @@ def _landing(x: Value, items: Sequence[Any], place: int | None) -> int:
 )
 def along(p: Program, call: Called) -> Any:
     """Along one dimension that is not cut; what it picks is the same on every rank."""
-    x = p.reduced(call.args[0])
-    others = [value for value in call.values if value is not call.args[0]]
+    x = p.reduced(call.first)
+    others = [value for value in call.values if value is not call.first]
     dims = call.get(
         "dim", call.get("dims", call.get("dimension", -1 if call.name in ("topk", "sort", "argsort") else None))
     )
@@ -176,7 +176,7 @@ def gather(p: Program, call: Called) -> Any:
 
 @rule("cat", "concat", "concatenate")
 def cat(p: Program, call: Called) -> Any:
-    given = call.args[0] if call.args else call.get("tensors")
+    given = call.first
     dim = call.get("dim", 0)
     empty = [value for value in given if value.shape == (0,)]  # torch leaves these out, whatever the others' rank
     values = [p.reduced(value) for value in given if value not in empty]
@@ -198,7 +198,7 @@ def cat(p: Program, call: Called) -> Any:
 
 @rule("stack")
 def stack(p: Program, call: Called) -> Any:
-    values = [p.reduced(value) for value in (call.args[0] if call.args else call.get("tensors"))]
+    values = [p.reduced(value) for value in (call.first)]
     rank, cut = values[0].dim, agreed(p, values, values[0].dim)
     dim = call.get("dim", 0) % (rank + 1)
     if cut is None:
@@ -209,7 +209,7 @@ def stack(p: Program, call: Called) -> Any:
 
 @rule("pad")
 def pad(p: Program, call: Called) -> Any:
-    x, padding = p.reduced(call.args[0]), call.args[1] if len(call.args) > 1 else call.get("pad")
+    x, padding = p.reduced(call.first), call.at(1)
     if x.cut is None:
         return p.again(call, x.layout, p.reduced)
     before_end = x.dim - 1 - x.cut.dim
@@ -220,7 +220,7 @@ def pad(p: Program, call: Called) -> Any:
 
 @rule("tril", "triu")
 def triangle(p: Program, call: Called) -> Any:
-    x = p.reduced(call.args[0])
+    x = p.reduced(call.first)
     if x.cut is not None and x.cut.dim >= x.dim - 2:
         p.refuse_cut(call.name, x)
     return p.again(call, x.layout, p.reduced)

@@ -74,10 +74,10 @@ def with_bias(p: Program, product: Value, bias: Value | None) -> Value:
     """Behind the sum over ranks, for it is added once; in the type of the product, as autocast has it inside of the operator."""
     if bias is None:
         return product
-    whole = p.reduced(product)
-    if bias.example.dtype != whole.example.dtype:
-        bias = p.emit("to", bias, whole.example.dtype, layout=bias.layout)
-    return p.call(torch.add, whole, bias)
+    found = p.summed(product)
+    if bias.example.dtype != found.example.dtype:
+        bias = p.emit("to", bias, found.example.dtype, layout=bias.layout)
+    return p.call(torch.add, found, bias)
 
 
 @rule("linear")
@@ -97,8 +97,7 @@ def linear(p: Program, call: Called) -> Any:
 
 @rule("matmul", "mm", "bmm", "mv", "dot")
 def matmul(p: Program, call: Called) -> Any:
-    x, y = call.args[0], call.args[1] if len(call.args) > 1 else call.get("other", call.get("mat2"))
-    return product(p, x, y)
+    return product(p, call.at(0), call.at(1))
 
 
 def product(p: Program, x: Value, y: Value) -> Value:
@@ -125,7 +124,7 @@ def _matmul_labels(x: tuple[int, ...], y: tuple[int, ...]) -> tuple[list[Label],
 @rule("addmm", "baddbmm")
 def addmm(p: Program, call: Called) -> Any:
     """beta * bias + alpha * (x @ y)."""
-    bias, x, y = call.args[0], call.args[1], call.args[2]
+    bias, x, y = call.first, *(call.get(f"mat{i}", call.get(f"batch{i}")) for i in (1, 2))
     alpha, beta = call.get("alpha", 1), call.get("beta", 1)
     if call.writes:
         p.refuse_cut(call.name, next(value for value in call.values if not value.is_whole))
@@ -158,27 +157,36 @@ def einsum(p: Program, call: Called) -> Any:
 )
 def grouped_mm(p: Program, call: Called) -> Any:
     """Rows (t, k) of several experts (e, k, n): the width of each expert is cut, and rows go to experts as before."""
-    x, weight = call.args[0], call.args[1]
+    x, weight = call.at(0), call.at(1)
     if weight.dim != 3 or x.dim != 2 or len(call.values) != 3:
         p.refuse_cut(call.name, next(value for value in call.values if not value.is_whole))
-    rest = call.args[2:]
-    write = lambda v, layout: p.emit(call.target, *v, *rest, layout=layout, **call.kwargs)  # noqa: E731
+    ends = call.values[2]
+
+    def write(values: list[Value], layout: Layout) -> Value:
+        swapped = {x: values[0], weight: values[1], ends: ends}
+        return p.again(call, layout, swapped.__getitem__)
+
     return contracted(p, [(x, (None, "k")), (weight, (None, "k", "n"))], ("t", "n"), write)
 
 
 @rule("conv1d", "conv2d", "conv3d")
 def convolution(p: Program, call: Called) -> Any:
-    """Over channels: in (summed over) or out; groups are not followed."""
-    x, weight, bias = call.first, call.get("weight"), call.get("bias")
-    space: list[Label] = [None] * (weight.dim - 2)
-    batched = x.dim == weight.dim
-    if call.get("groups", 1) != 1 or not batched:
+    """Over channels: in (summed over) or out, or both where every channel is by itself."""
+    x, weight, bias, groups = call.first, call.get("weight"), call.get("bias"), call.get("groups", 1)
+    by_channel = groups == x.shape[1] == weight.shape[0]
+    if x.dim != weight.dim or (groups != 1 and not by_channel):
         p.refuse_cut(call.name, next(value for value in call.values if not value.is_whole))
+    space: list[Label] = [None] * (weight.dim - 2)
     given = {name: call.get(name) for name in ("stride", "padding", "dilation") if name in call.arguments}
-    operands: list[Operand] = [(x, ("b", "i", *space)), (weight, ("o", "i", *space))]
-    write = lambda v, layout: p.emit(call.target, *v, layout=layout, **given)  # noqa: E731
+    inner: tuple[Label, Label] = ("o", None) if by_channel else ("i", "i")
+    operands: list[Operand] = [(x, ("b", inner[0], *space)), (weight, ("o", inner[1], *space))]
+
+    def write(values: list[Value], layout: Layout) -> Value:
+        own = groups // p.parts if by_channel and isinstance(layout, Cut) and layout.dim == 1 else groups
+        return p.emit(call.target, *values, layout=layout, **given, groups=own)
+
     label, _ = _label(p, [(p.reduced(value), labels) for value, labels in operands])
     if bias is not None and label != "i":
         return contracted(p, [*operands, (bias, ("o",))], ("b", "o", *space), write)
-    found = p.reduced(contracted(p, operands, ("b", "o", *space), write))
-    return found if bias is None else with_bias(p, found, p.call(torch.reshape, bias, (-1, *(1 for _ in space))))
+    found = contracted(p, operands, ("b", "o", *space), write)
+    return with_bias(p, found, None if bias is None else p.call(torch.reshape, bias, (-1, *(1 for _ in space))))

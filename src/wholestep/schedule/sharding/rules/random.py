@@ -12,7 +12,7 @@ from wholestep.schedule.sharding.values import Called
 
 @rule("dropout", "rand_like", "randn_like")
 def drawn(p: Program, call: Called) -> Any:
-    x = p.reduced(call.args[0])
+    x = p.reduced(call.first)
     still = call.name == "dropout" and (not call.get("training", call.get("train", True)) or call.get("p", 0.5) == 0)
     if x.cut is not None and not still and len(x.cut.sizes) > 1:
         p.refuse(f"random numbers are not drawn for a value with unequal blocks ({x.cut.sizes})", p.gather_hint(x))

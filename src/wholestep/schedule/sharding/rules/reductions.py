@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -43,13 +42,12 @@ def total(p: Program, call: Called) -> Any:
     dims, keep, dtype = reduced_dims(call, x), _keeps(call), call.get("dtype")
     if x.is_partial:
         if dtype is not None and dtype != x.example.dtype:
-            return p.call(call.target, p.reduced(x), *call.args[1:], **call.kwargs)
+            return p.again(call, WHOLE, p.reduced)
         return p.again(call, PARTIAL)
     if x.cut.dim not in dims:
         return p.again(call, x.cut.at(lands(x, dims, keep)))
-    found = p.emit(torch.sum, x, dims, layout=PARTIAL, keepdim=keep, dtype=dtype)
-    count = math.prod(x.shape[dim] for dim in dims)
-    return p.emit(torch.div, found, count, layout=PARTIAL) if call.name == "mean" else found
+    local = p.again(call, PARTIAL)
+    return p.emit(torch.div, local, p.parts, layout=PARTIAL) if call.name == "mean" else local  # parts are equal
 
 
 @rule("amax", "amin", "max", "min", "argmax", "argmin", "all", "any", "prod", "var", "std", "var_mean", "norm", "logsumexp",
@@ -60,7 +58,7 @@ def reduction(p: Program, call: Called) -> Any:
     if len(call.values) > 1:
         return elementwise(p, call)  # torch.max(x, y)
     if x.cut is None:
-        return p.call(call.target, x, *call.args[1:], **call.kwargs)
+        return p.again(call, WHOLE, p.reduced)
     dims, keep = reduced_dims(call, x), _keeps(call)
     if call.name == "normalize" and "dim" not in call.arguments:
         dims = [1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -20,39 +21,53 @@ _MARK = 1_000_003
 @rule("view", "reshape", "unflatten", "flatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel")
 def reshape(p: Program, call: Called) -> Any:
     """A view of another type (`x.view(dtype)`) has no shape to follow."""
-    x = call.args[0]
+    x = call.first
     if any(isinstance(one, torch.dtype) for one in call.args[1:]):
         p.refuse_cut(call.name, x)
+    if not isinstance(x, Value) or x.cut is None:
+        return p.again(call, x.layout)
     shape = call.result or shape_after(call, x)
-    if x.cut is None:
-        return p.emit(torch.reshape, x, _sizes(call, shape), layout=x.layout)
     cut = reshaped(x.cut, x.shape, shape, p.parts)
     if cut is None:
         _refuse(p, x, shape)
+    if _one_head(p, call, x.cut, cut, shape):
+        hint = "only keys and values can have fewer heads than there are ranks"
+        p.recut(x, None, f"1 head cannot be cut into {p.parts}", hint)
+    if call.name in ("flatten", "unsqueeze", "ravel"):
+        return p.again(call, cut)
     target = "view" if call.name == "view" and isinstance(call.target, str) else torch.reshape
-    return p.emit(target, x, _sizes(call, shape, cut, p.parts), layout=cut)
+    return p.emit(target, x, _sizes(p, call, shape, cut), layout=cut)
 
 
 def shape_after(call: Called, x: Value) -> tuple[int, ...]:
     """The shape of the result in the model, of a call that a rule made."""
-    whole = torch.empty(x.shape, device="meta")
-    rest, named = call.args[1:], call.kwargs
-    return tuple(_call(call.target, whole, rest, named).shape)
+    return tuple(_call(call.target, torch.empty(x.shape, device="meta"), call.args[1:], call.kwargs).shape)
 
 
 def _call(target: Any, x: torch.Tensor, rest: Sequence[Any], named: dict[str, Any]) -> Any:
     return getattr(x, target)(*rest, **named) if isinstance(target, str) else target(x, *rest, **named)
 
 
-def _sizes(call: Called, shape: Sequence[int], cut: Cut | None = None, parts: int = 1) -> tuple[Any, ...]:
+def _sizes(p: Program, call: Called, shape: Sequence[int], cut: Cut) -> tuple[Any, ...]:
     """The sizes that the call gives, those that vary among them, with the local one where the result is cut."""
     given = call.args[1:] if call.name in ("view", "reshape") else ()
     if len(given) == 1 and isinstance(given[0], tuple | list):
         given = tuple(given[0])
+    if len(given) != len(shape) and call.varies:
+        p.refuse_cut(f"{call.name} to sizes that vary", call.first)
     sizes: list[Any] = list(given) if len(given) == len(shape) else list(shape)
-    if cut is not None and not (isinstance(sizes[cut.dim], int) and sizes[cut.dim] == -1):
-        sizes[cut.dim] = shape[cut.dim] // parts
+    if not (isinstance(sizes[cut.dim], int) and sizes[cut.dim] == -1):
+        sizes[cut.dim] = shape[cut.dim] // p.parts
     return tuple(sizes)
+
+
+def _one_head(p: Program, call: Called, before: Cut, after: Cut, shape: Sequence[int]) -> bool:
+    """Whether a view makes one head of what is cut: (…, width) -> (…, 1, width), and the 1 then goes where heads go."""
+    one = call.name in ("view", "reshape") and after.dim == len(shape) - 1 and shape[after.dim - 1 : after.dim] == (1,)
+    if not one or after.dim != before.dim + 1:
+        return False
+    names = [reader.name for user in p.at.users if (reader := call_of(user)) is not None]
+    return bool(names) and all(name in ("transpose", "permute", "swapaxes", "movedim") for name in names)
 
 
 def _refuse(p: Program, x: Value, shape: Sequence[int]) -> NoReturn:
@@ -90,7 +105,7 @@ def _taken_apart(p: Program, dim: int) -> bool:
 
 @rule("permute", "transpose", "t", "movedim", "moveaxis", "swapaxes", "swapdims", "adjoint", "mT", "T", "numpy_T")
 def permute(p: Program, call: Called) -> Any:
-    x = call.args[0]
+    x = call.first
     return p.again(call, x.layout if x.cut is None else x.cut.at(moved(call, x)))
 
 
@@ -109,20 +124,16 @@ def moved(call: Called, x: Value, rest: Sequence[Any] | None = None, named: dict
 
 @rule("expand", "broadcast_to", "expand_as")
 def expand(p: Program, call: Called) -> Any:
-    x = call.args[0]
+    x = p.reduced(call.first)
     if call.name == "expand_as":
-        sizes: tuple[Any, ...] = call.args[1].shape
+        if call.varies:
+            p.refuse_cut("expand_as to sizes that vary", next(value for value in call.values if not value.is_whole))
+        sizes: tuple[Any, ...] = call.at(1).shape
     else:
-        sizes = call.args[1:]
-        if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
-            sizes = tuple(sizes[0])
-    if x.cut is None:
-        if x.is_partial:
-            return p.emit("expand", p.reduced(x), tuple(sizes), layout=p.reduced(x).layout)
-        other = call.args[
-            1
-        ]  # x.expand_as(cut): as large as the model's, of which each rank takes its part where it reads it
-        return p.emit("expand", x, tuple(other.shape), layout=x.layout)
+        sizes = call.args[1:] or tuple(call.kwargs.values())
+        sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
+    if x.cut is None:  # as large as in the model: each rank takes its part where it is read
+        return p.emit("expand", x, sizes, layout=x.layout)
     cut = x.cut.at(x.cut.dim + len(sizes) - x.dim)
     return p.emit("expand", x, _sizes_of(sizes, cut, p.parts), layout=cut)
 
@@ -137,12 +148,11 @@ def _sizes_of(sizes: Sequence[Any], cut: Cut, parts: int) -> tuple[Any, ...]:
 @rule("repeat", "tile")
 def repeat(p: Program, call: Called) -> Any:
     """Copies of the dimension that is cut stand side by side: as many blocks more."""
-    x = p.reduced(call.args[0])
-    counts = call.args[1:]
-    if len(counts) == 1 and isinstance(counts[0], tuple | list):
-        counts = tuple(counts[0])
+    x = p.reduced(call.first)
+    counts = call.args[1:] or tuple(call.kwargs.values())
+    counts = tuple(counts[0]) if len(counts) == 1 and isinstance(counts[0], tuple | list) else counts
     if x.cut is None:
-        return p.emit("repeat", x, tuple(counts), layout=x.layout)
+        return p.again(call, x.layout, p.reduced)
     counts = (*([1] * (x.dim - len(counts))), *counts)
     dim = x.cut.dim + len(counts) - x.dim
     return p.emit("repeat", x, counts, layout=Cut(dim, x.cut.sizes, x.cut.times * counts[dim]))
@@ -150,7 +160,7 @@ def repeat(p: Program, call: Called) -> Any:
 
 @rule("repeat_interleave")
 def repeat_interleave(p: Program, call: Called) -> Any:
-    x, count, dim = p.reduced(call.args[0]), call.get("repeats"), call.get("dim")
+    x, count, dim = p.reduced(call.first), call.get("repeats"), call.get("dim")
     count = count[0] if isinstance(count, tuple) and len(count) == 1 else count
     if x.cut is None:
         return p.again(call, x.layout, p.reduced)
@@ -162,31 +172,38 @@ def repeat_interleave(p: Program, call: Called) -> Any:
     return p.emit(torch.repeat_interleave, x, count, dim, layout=cut)
 
 
-@rule(
-    "size",
-    "shape",
-    "numel",
-    "dim",
-    "ndim",
-    "stride",
-    "getattr",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "new_empty",
-    "new_tensor",
-)
+@rule("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
+def made_new(p: Program, call: Called) -> Any:
+    """It takes the type and device of another, and has nothing else of it."""
+    return p.again(call, WHOLE)
+
+
+@rule("size", "numel", "dim", "ndim", "shape")
 def about(p: Program, call: Called) -> Any:
-    """Sizes are those of the model; a new tensor takes the type and device of another, and has nothing else of it."""
-    x = call.args[0]
-    if call.name.startswith("new_"):
-        return p.again(call, WHOLE)
-    asked = call.args[1] if call.name == "getattr" else call.name
-    whole = torch.empty(x.shape, device="meta")
-    if asked in ("size", "shape"):
-        sizes: tuple[Any, ...] = tuple(whole.shape)
-        return sizes if call.name != "size" or len(call.args) == 1 else sizes[call.args[1]]
-    if asked in ("numel", "dim", "ndim"):
-        found = getattr(whole, asked)
-        return found() if callable(found) else found
-    return p.refuse_cut(call.name, x)
+    """Sizes are those of the model."""
+    return _asked(p, call.first, call.name, call.args[1:] or tuple(call.kwargs.values()))
+
+
+@rule("builtins.getattr")
+def attribute(p: Program, call: Called) -> Any:
+    x, name = call.args[:2]
+    if name in ("T", "mT", "H", "mH"):
+        return (
+            p.call("t" if x.dim == 2 else "adjoint", x) if name in ("mT", "mH") or x.dim == 2 else p.refuse_cut(name, x)
+        )
+    return _asked(p, x, name, ())
+
+
+def _asked(p: Program, x: Value, name: str, rest: tuple[Any, ...]) -> Any:
+    varies = any(not isinstance(size, int) for size in x.example.shape)
+    if name in ("dtype", "device", "requires_grad", "is_cuda", "layout"):
+        return getattr(x.example, name)
+    if name in ("dim", "ndim"):
+        return x.dim
+    if name == "numel" and not varies:
+        return math.prod(x.shape)
+    if name not in ("size", "shape"):
+        p.refuse_cut(name, x)
+    fixed = [isinstance(size, int) for size in x.example.shape]
+    each = [x.shape[d] if fixed[d] else p.emit("size", x, d, layout=WHOLE) for d in range(x.dim)]
+    return each[rest[0]] if rest else tuple(each)
