@@ -30,7 +30,7 @@ from wholestep.capture.preflight import refuse_in_parts, refuse_unsupported
 from wholestep.capture.reading import Reading
 from wholestep.capture.subject import Subject, make_subject, root_of
 from wholestep.capture.trace import Capture
-from wholestep.errors import BadOption, CaptureRefused, CompilerMissing, WholestepWarning
+from wholestep.errors import BadOption, CaptureRefused, CompilerMissing, NotBuiltYet, WholestepWarning
 from wholestep.graph.mesh import Ranks
 from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
@@ -309,10 +309,13 @@ def precisions_of(options: Options, scheduled: Scheduled | None) -> dict[str, st
 
 def _refuse_without_recipe(plan: Plan | None, scheduled: Scheduled | None) -> None:
     """A plan that was made with a recipe is of no use without it."""
-    lost = [] if plan is None or scheduled is not None else list(plan.replace)
+    if plan is not None and plan.stages:
+        raise NotBuiltYet("a plan with stages: pipelines are not part of this version", hint="take [stages] out of it")
+    lost = [] if plan is None or scheduled is not None else [*plan.replace, *plan.shard]
     if lost:
+        verb = "replaces" if plan is not None and lost[0] in plan.replace else "cuts"
         raise BadOption(
-            f"the plan was made with a recipe that replaces {lost[0]}", hint="give the recipe too: recipe=..."
+            f"the plan was made with a recipe that {verb} {lost[0]}", hint="give the recipe too: recipe=..."
         )
 
 

@@ -87,9 +87,10 @@ def trained(mesh: Mesh | None, steps: int = 3, optimizer: Any = torch.optim.Adam
     return losses, model
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}, {"accumulate": 2}, {"precision": "bf16"},
-                                     {"nonfinite": "skip"}, {"precision": "fp16"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(("tp", "options"), [
+    (1, {}), (4, {}), (2, {"clip_norm": 0.1}), (2, {"accumulate": 2}), (4, {"precision": "bf16"}),
+    (2, {"nonfinite": "skip"}), (2, {"precision": "fp16"}),
+], ids=str)  # fmt: skip
 def test_ranks_train_what_one_rank_trains(tp: int, options: dict[str, Any]) -> None:
     wide = options.get("precision", "fp32") == "fp32"
     losses, model = trained(Mesh(tp=tp), **options)
@@ -100,16 +101,16 @@ def test_ranks_train_what_one_rank_trains(tp: int, options: dict[str, Any]) -> N
         torch.testing.assert_close(parameter, alone.get_parameter(name), rtol=0, atol=1e-5 if wide else 3e-2)
 
 
-@pytest.mark.parametrize("kind", ["SGD", "RMSprop", "Adagrad", "NAdam", "Adam"])
+@pytest.mark.parametrize("kind", ["SGD", "RMSprop", "Adagrad", "NAdam"])
 def test_optimizers_update_parts(kind: str) -> None:
     optimizer = getattr(torch.optim, kind)
     losses, _ = trained(Mesh(tp=2), optimizer=optimizer)
     torch.testing.assert_close(losses, trained(None, optimizer=optimizer)[0], rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("fused", [{"fused": True}, {"foreach": True}], ids=str)
+@pytest.mark.parametrize("fused", [{"fused": True}], ids=str)
 def test_torchs_own_kernels_update_parts(fused: dict[str, bool]) -> None:
-    model, optimizer, batch, sch = made(torch.optim.AdamW, **fused)
+    _, optimizer, batch, sch = made(torch.optim.AdamW, **fused)
     report = sch.verify(loss, optimizer, batch, mesh=Mesh(tp=2), steps=2)
     assert report.ok, report
 
@@ -155,7 +156,7 @@ def test_a_missing_backward_sync_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
     step = wholestep.compile(
         model, loss, optimizer, batch, recipe=sch, mesh=Mesh(tp=2), backend="interpret", check="off"
     )
-    with pytest.raises(RanksDiffer, match=r"a missing backward sync: the update of norm\.\w+ differs between rank 0 and rank 1"
+    with pytest.raises(RanksDiffer, match=r"a missing backward sync: the gradient of norm\.\w+ differs between rank 0 and rank 1"
                        r"; the next cut is line 1 of the schedule \(shard up"):  # fmt: skip
         step(batch)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values()))

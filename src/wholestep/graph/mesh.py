@@ -40,6 +40,21 @@ class Mesh:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise BadOption(f"Mesh({axis}={size!r})", hint="the size of an axis is a whole number of at least 1")
 
+    @classmethod
+    def read(cls, text: str) -> Mesh:
+        """From `tp=4` or `dp=2,tp=4`, as on the command line."""
+        found: dict[str, int] = {}
+        for part in text.split(","):
+            axis, equals, size = part.strip().partition("=")
+            if not equals or axis not in AXES or axis in found or not size.isdecimal():
+                raise BadOption(f"mesh {text!r}", hint=f"write it as tp=4; axes are {', '.join(AXES)}")
+            found[axis] = int(size)
+        return cls(**found)
+
+    def to_table(self) -> dict[str, int]:
+        """The axes of several ranks."""
+        return {axis: self.size(axis) for axis in AXES if self.size(axis) > 1}
+
     def size(self, axis: str) -> int:
         """Ranks along an axis."""
         if axis not in AXES:
@@ -63,8 +78,7 @@ class Mesh:
             yield sorted(ranks, key=lambda rank: self.coordinates(rank)[axis])
 
     def __str__(self) -> str:
-        given = [f"{axis}={self.size(axis)}" for axis in AXES if self.size(axis) > 1]
-        return f"Mesh({', '.join(given)})"
+        return f"Mesh({', '.join(f'{axis}={size}' for axis, size in self.to_table().items())})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,6 +122,11 @@ class Cut:
         for rank, part in enumerate(own):
             self.put(found, rank, len(own), part)
         return found
+
+    def words(self) -> str:
+        """`0 tp`, or `0 tp, blocks of 16 16 16`: as a plan has it."""
+        blocks = f", blocks of {' '.join(map(str, self.sizes * self.times))}" if self.sizes else ""
+        return f"{self.dim} {self.axis}{blocks}"
 
     def fact(self) -> list[Any]:
         return [self.dim, self.axis, list(self.sizes), self.times]

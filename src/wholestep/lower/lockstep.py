@@ -60,17 +60,17 @@ class Lockstep:
         self.written = {entry.target for entry in graph.outputs if entry.target is not None}
         placeholders = graph.placeholders
         self.cuts = [self._cut(entry, node) for entry, node in zip(graph.inputs, placeholders, strict=True)]
+        cut_of, owners = graph.ranks.cuts, {node: name for name, node in graph.gradients.items()}
         returned = [entry for entry in graph.outputs if entry.kind is not OutputKind.UPDATE]
-        self.returned = returned
-        cut_of = graph.ranks.cuts
-        owners = {node: name for name, node in graph.gradients.items()}
-        self.gather: list[Any] = [
+        self.names: list[str | None] = [entry.name for entry in returned] + [owners.get(name) for name in watch]
+        """Of results: outputs, then gradients that are watched, by parameter; None for other values."""
+        self.layouts: list[Any] = [
             _layout(cut_of.get(entry.name)) if entry.kind is OutputKind.GRADIENT else None for entry in returned
         ]
-        """How each result is spread over the ranks."""
+        """How each result is spread over the ranks; None where all have the same."""
         for name in watch:
             facts = graph.node(name).meta.get("custom") or {}
-            self.gather.append(_layout(cut_of.get(owners[name])) if name in owners else facts.get(LAYOUT))
+            self.layouts.append(_layout(cut_of.get(owners[name])) if name in owners else facts.get(LAYOUT))
 
     def _cut(self, entry: Input, placeholder: fx.Node) -> Cut | None:
         """How an input is cut; optimizer state that has not the shape of its parameter is the same everywhere."""
@@ -100,7 +100,7 @@ class Lockstep:
             for i in self.written:
                 if self._first(rank, i) == rank:
                     self._put(inputs[i], rank, self.cuts[i], tensors[i])
-        return tuple(self._whole([of[i] for of in found], self.gather[i]) for i in range(len(found[0])))
+        return tuple(self._whole([of[i] for of in found], self.layouts[i]) for i in range(len(found[0])))
 
     def _inputs_of(self, rank: int, inputs: list[Any]) -> list[Any]:
         pairs = enumerate(zip(inputs, self.cuts, strict=True))
@@ -169,10 +169,14 @@ class Lockstep:
             self._differ(odd)
 
     def _compare_results(self, found: list[Any]) -> None:
-        for i, entry in enumerate(self.returned):
-            ranks = [r for r in range(1, len(found)) if not self.gather[i] and not _same_bits(found[0][i], found[r][i])]
-            if ranks:
-                self._differ({Input(Role.CONSTANT, entry.name): ranks})
+        odd: dict[Input, list[int]] = {}
+        for i, name in enumerate(self.names):
+            if name is not None and self.layouts[i] is None:
+                ranks = [r for r in range(1, len(found)) if not _same_bits(found[0][i], found[r][i])]
+                if ranks:
+                    odd[Input(Role.GRADIENT, name)] = ranks
+        if odd:
+            self._differ(odd)
 
     def _differ(self, odd: dict[Input, list[int]]) -> None:
         """One error about the one that the backward computes first, and the nearest line of the recipe."""
@@ -185,7 +189,7 @@ class Lockstep:
         name, ranks = _owner(first), odd[first]
         backward = name in self.graph.gradients
         what = "a missing backward sync" if backward else "a missing sync"
-        about = "the update of" if backward else "the value of"
+        about = "the gradient of" if backward else "the value of"
         near = nearest_cut(self.graph, name) if backward else None
         said = "" if near is None or not near.line else f"; the next cut is {near.line}"
         raise RanksDiffer(

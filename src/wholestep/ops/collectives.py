@@ -177,6 +177,15 @@ for _name, _backward in _BACKWARD.items():
 # ---- records ----
 
 
+# Bytes that each of n ranks in a ring sends to the next, of the x bytes that go in: a sum travels round in n - 1 messages of x / n
+# to where it is complete, and in as many back to everyone; a gathered part of x bytes passes n - 1 times.
+
+
+def ring_hops(call: Call) -> int:
+    """Messages that follow on each other."""
+    return (call["parts"] - 1) * (2 if call.name == "ws::all_reduce" else 1)
+
+
 def _link_reduced(call: Call) -> Amount:
     return 2 * (call["parts"] - 1) * stored_bytes(call.tensor("x")) / call["parts"]
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx, nn
 
 from wholestep.errors import BadOption
+from wholestep.graph.layers import layer_pattern
 from wholestep.graph.mesh import RANKS, Cut, Mesh, Ranks
 from wholestep.schedule.modules import Modules
 from wholestep.schedule.recipe import Recipe
@@ -43,6 +44,18 @@ def cuts_of(recipe: Recipe, modules: Modules, mesh: Mesh | None) -> dict[str, Cu
                 blocks = cut_of(line.axis % parameter.dim(), line.sizes(path, parameter))
                 sizes = () if blocks.plain else blocks.sizes
                 found[names[id(parameter)]] = Cut(blocks.dim, line.over, sizes, blocks.times, place)
+    return found
+
+
+def shard_table(cuts: Mapping[str, Cut]) -> dict[str, str]:
+    """How parameters are cut, as a Plan has it: equal layers that are cut alike have one entry."""
+    groups: dict[str, dict[str, str]] = {}
+    for name, cut in cuts.items():
+        groups.setdefault(layer_pattern(name), {})[name] = cut.words()
+    found: dict[str, str] = {}
+    for pattern, members in groups.items():
+        alike = len(set(members.values())) == 1
+        found |= {pattern: next(iter(members.values()))} if alike else members
     return found
 
 

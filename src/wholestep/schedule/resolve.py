@@ -30,7 +30,7 @@ from wholestep.graph.views import is_cheap_view
 from wholestep.ops.record import may_recompute
 from wholestep.ops.tuned import calls_that_ask
 from wholestep.ops.tuner import TUNER
-from wholestep.schedule.cuts import cuts_of, localised, syncs_of
+from wholestep.schedule.cuts import cuts_of, localised, shard_table, syncs_of
 from wholestep.schedule.modules import Modules, inside
 from wholestep.schedule.recipe import Recipe
 from wholestep.schedule.verb import AUTO, NoEngineYet, Verb, shown
@@ -66,6 +66,10 @@ class Scheduled:
             now, before = getattr(settled, name), getattr(plan, name)
             if any(now[place] != value for place, value in before.items()):
                 other.add(name)
+        for name in ("mesh", "shard"):
+            if getattr(plan, name) and getattr(settled, name) != getattr(plan, name):
+                now, before = (dict(getattr(one, name)) for one in (settled, plan))
+                raise BadOption(f"the plan was made for {name} {before}, now it is {now}", hint="make the plan again")
         for name in sorted(other):
             line = self.recipe.of(name)[0]
             hint = "make the plan again with the recipe, or give one of them"
@@ -81,6 +85,7 @@ class Scheduled:
         return dataclasses.replace(
             plan, recompute=again, precision={**plan.precision, **self.precision}, kernel={**plan.kernel, **kernels},
             fuse=tuple(dict.fromkeys((*plan.fuse, *fused))), replace={**plan.replace, **self._replaced()}, reasons=reasons,
+            mesh=graph.ranks.mesh.to_table(), shard=shard_table(graph.ranks.cuts),
         )  # fmt: skip
 
     # ---- recompute ----

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 from tests.schedule.sharding.ranks import check
 
 from wholestep.errors import WholestepError
@@ -205,6 +206,11 @@ def switched(p: Any, x: Any) -> Any:
     return y.double().square().mean()
 
 
+def checkpointed(p: Any, x: Any) -> Any:
+    inside = lambda x: F.linear(F.gelu(F.linear(x * p["g"], p["a"])), p["o"])  # noqa: E731
+    return (x + checkpoint(inside, x, use_reentrant=False)).square().mean()
+
+
 LINEAR = {"a": (16, 8), "ab": (16,), "b": (8, 16), "bb": (8,)}
 HEADS = {"q": (16, 8), "k": (16, 8), "v": (16, 8), "o": (8, 16), "bias": (1, 4, 1, 1)}
 X, X3 = reals(3, 8), reals(2, 5, 8)
@@ -251,6 +257,7 @@ CASES: dict[str, Case] = {
     "channels": (channels, {"a": (8, 3, 3, 3), "b": (8,), "c": (4, 8, 1, 1), "d": (4,)}, (reals(2, 3, 4, 4),), {"a": 0, "c": 1}),
     "positions by heads": (heads_bias, {"q": (16, 8), "r": (4, 4)}, (X3,), {"q": 0, "r": 1}),
     "autocast": (switched, {"a": (16, 8), "o": (8, 16)}, (X,), {"a": 0, "o": 1}),
+    "checkpoint": (checkpointed, {"a": (16, 8), "g": (8,), "o": (8, 16)}, (X,), {"a": 0, "o": 1}),
 }  # fmt: skip
 ROUGH = {"autocast": 3e-2}
 """bf16 sums in another order."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -160,6 +160,22 @@ class Program(Writer):
         if not same or lost:
             what = "a gradient is lost" if lost else f"{local} {result.example.dtype} for {shape} {example.dtype}"
             self.refuse(f"its part of a rank is not what it should be: {what}", "please report this")
+
+    def inlined(self, body: fx.GraphModule, values: Sequence[Any]) -> Any:
+        """The calls of a graph inside of this one, written here; what it returns."""
+        here, given = self.at, iter(values)
+        for node in body.graph.nodes:
+            if node.op == "placeholder":
+                self.env[node] = next(given)
+            elif node.op == "output":
+                break
+            elif node.op == "get_attr":
+                self.refuse("a graph inside of the loss has tensors of its own", "pass them as arguments")
+            else:
+                self.at = node
+                self.env[node] = self._written(node)
+        self.at = here
+        return fx.map_arg(node.args[0], self.env.__getitem__)
 
     def summed(self, value: Value) -> Value:
         """A partial value summed up, in the way in which it leaves its module."""
