@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 from tests.schedule.sharding.ranks import check
+from torch.utils.checkpoint import checkpoint
 
 from wholestep.errors import WholestepError
 from wholestep.graph.mesh import Cut
