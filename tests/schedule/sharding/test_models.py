@@ -136,6 +136,19 @@ def test_an_input_is_scattered_where_a_line_says_so() -> None:
     assert ("head", "own_part") in {(one.module, one.name) for one in found.collectives}
 
 
+def test_what_is_exchanged_can_be_printed() -> None:
+    batch, sch = made()
+    sch.example = (batch["x"].float(),)
+    sch.model.float()
+    lines = str(sch.exchanges(Mesh(tp=2))).splitlines()
+    assert lines[:2] == [
+        "layers.0.up: enter of 768 bytes, read by cut values",
+        "layers.0.up: own_part of 64 bytes, meets a cut value",
+    ]
+    assert "layers.1.down: all_reduce of 768 bytes, ranks have parts of the sum" in lines
+    assert "enter" not in str(sch._forward().module.graph)
+
+
 def test_a_sum_that_does_not_follow_is_an_error() -> None:
     batch, sch = made()
     sch["layers.*.down"].sync("all_reduce")

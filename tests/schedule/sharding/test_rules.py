@@ -211,6 +211,25 @@ def checkpointed(p: Any, x: Any) -> Any:
     return (x + checkpoint(inside, x, use_reentrant=False)).square().mean()
 
 
+def multihead(p: Any, x: Any, hidden: Any, weights: bool) -> Any:
+    """nn.MultiheadAttention, of one input and of two, with masks of both kinds."""
+    options = dict(
+        training=True, need_weights=weights, key_padding_mask=hidden, attn_mask=torch.ones(5, 5).triu(1).bool()
+    )
+    rest = (16, 4, p["w"], p["b"], None, None, False, 0.2, p["o"], p["ob"])
+    out, seen = F.multi_head_attention_forward(x, x, x, *rest, **options)
+    other, _ = F.multi_head_attention_forward(out, x, x + 1, *rest, **options)
+    return (out + other).square().mean() + (seen.square().sum() if weights else 0)
+
+
+def gated(p: Any, x: Any) -> Any:
+    y = F.glu(F.conv2d(x, p["a"], padding=1), dim=1)
+    y = F.max_pool2d(F.conv2d(y, p["c"], p["d"], groups=8), 2)
+    return (y * p["s"]).square().mean()
+
+
+MULTIHEAD = {"w": (48, 16), "b": (48,), "o": (16, 16), "ob": (16,)}
+HIDDEN = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
 LINEAR = {"a": (16, 8), "ab": (16,), "b": (8, 16), "bb": (8,)}
 HEADS = {"q": (16, 8), "k": (16, 8), "v": (16, 8), "o": (8, 16), "bias": (1, 4, 1, 1)}
 X, X3 = reals(3, 8), reals(2, 5, 8)
@@ -257,6 +276,10 @@ CASES: dict[str, Case] = {
     "channels": (channels, {"a": (8, 3, 3, 3), "b": (8,), "c": (4, 8, 1, 1), "d": (4,)}, (reals(2, 3, 4, 4),), {"a": 0, "c": 1}),
     "positions by heads": (heads_bias, {"q": (16, 8), "r": (4, 4)}, (X3,), {"q": 0, "r": 1}),
     "autocast": (switched, {"a": (16, 8), "o": (8, 16)}, (X,), {"a": 0, "o": 1}),
+    "multi-head": (multihead, MULTIHEAD, (reals(5, 2, 16), HIDDEN, False), {"w": 0, "b": 0, "o": 1}),
+    "multi-head, weights": (multihead, MULTIHEAD, (reals(5, 2, 16), HIDDEN, True), {"w": 0, "o": 1}),
+    "gates, channels, pools": (gated, {"a": (16, 3, 3, 3), "c": (8, 1, 1, 1), "d": (8,), "s": (8, 1, 1)}, (reals(2, 3, 4, 4),),
+                               {"a": 0, "c": 0}),
     "checkpoint": (checkpointed, {"a": (16, 8), "g": (8,), "o": (8, 16)}, (X,), {"a": 0, "o": 1}),
 }  # fmt: skip
 ROUGH = {"autocast": 3e-2}
