@@ -101,8 +101,8 @@ def unary(net: Net) -> None:
 
 def binary(net: Net) -> None:
     x = net.pick()
-    fitting = [n for n in net.live if _broadcasts(shape(n), shape(x))]
-    net.call(net.random.choice((torch.add, torch.mul, torch.sub, torch.maximum)), x, net.random.choice(fitting))
+    other = net.random.choice([n for n in net.live if _broadcasts(shape(n), shape(x))])
+    net.call(net.random.choice((torch.add, torch.mul, torch.maximum) + (torch.sub,) * (other is not x)), x, other)
 
 
 def _broadcasts(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
@@ -205,7 +205,7 @@ def embed(net: Net) -> None:
 
 
 def drop(net: Net) -> None:
-    net.call(F.dropout, net.pick(), 0.4, True)
+    net.call(F.dropout, net.call("contiguous", net.pick(), live=False), 0.4, True)  # torch draws in the order of memory
 
 
 def masked(net: Net) -> None:
