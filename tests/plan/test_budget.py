@@ -19,7 +19,7 @@ from torch import nn
 import wholestep
 from wholestep import compat, compiler
 from wholestep.capture.dry import dry_capture
-from wholestep.cost import find_device
+from wholestep.cost.devices import find_device
 from wholestep.cost.node_costs import is_recomputed
 from wholestep.errors import BadOption, BudgetTooSmall, WholestepWarning
 from wholestep.graph.plan import Plan

@@ -13,7 +13,8 @@ from tests.passes.test_recompute import Small, batches, loss_fn
 from torch import nn
 
 import wholestep
-from wholestep.cost import find_device, this_device
+from wholestep.cost.devices import find_device
+from wholestep.cost.measure import this_device
 from wholestep.errors import BudgetTooSmall
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph

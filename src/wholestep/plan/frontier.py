@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
-from wholestep.cost import Device
+from wholestep.cost.devices import Device
 from wholestep.errors import BudgetTooSmall
 from wholestep.graph.bytes import show_bytes
 from wholestep.graph.copies import copy_graph

@@ -21,7 +21,11 @@ import torch
 from wholestep import api
 from wholestep.capture.batch import split_batch
 from wholestep.capture.subject import Subject, make_subject
-from wholestep.cost import Device, Fp32Units, NodeCost, fp32_units_here, node_costs, roofline, this_device, utilisation
+from wholestep.cost.devices import Device
+from wholestep.cost.measure import this_device
+from wholestep.cost.node_costs import NodeCost, node_costs
+from wholestep.cost.roofline import Fp32Units, fp32_units_here, roofline
+from wholestep.cost.utilisation import utilisation
 from wholestep.errors import BadOption, WholestepError
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.lower.footprint.blocks import MemoryProfile
