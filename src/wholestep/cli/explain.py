@@ -66,8 +66,8 @@ def command(
 def _plan_lines(path: Path, plan: Plan) -> list[str]:
     """A plan for people."""
     from wholestep.graph.bytes import show_bytes
-    from wholestep.report.fit_text import plan_words
     from wholestep.report.pictures.drawing import show_ms
+    from wholestep.train.fit_text import plan_words
 
     made = dict(plan.made_for)
     main = {name: made.pop(name) for name in ("model", "batch", "seq", "precision", "device") if name in made}

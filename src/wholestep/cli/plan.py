@@ -110,7 +110,7 @@ def budget_of(memory: str | None, target: Card) -> int:
 
 def _report(fit: Fit, *, out: Path | None, svg: Path | None, json: bool, peers: list[Peer]) -> None:
     from wholestep.cli.summary import blocks_fit
-    from wholestep.report.fit_text import fit_json, fit_lines, verdict
+    from wholestep.train.fit_text import fit_json, fit_lines, verdict
 
     if json:
         typer.echo(json_text.dumps(fit_json(fit), indent=1, default=str))
@@ -156,8 +156,8 @@ def read_peers(path: Path | None, model: str) -> list[Peer]:
 
 def picture_of(fit: Fit, peers: list[Peer] | None = None) -> str:
     """The staircase of a Fit; peers only where times are comparable."""
-    from wholestep.report.fit_text import GIB, plotted, verdict
     from wholestep.report.pictures.frontier_staircase import frontier_staircase
+    from wholestep.train.fit_text import GIB, plotted, verdict
 
     times = fit.question.target.times
     knees = [(x, y, point.change) for (x, y), point in zip(plotted(fit), fit.frontier)]

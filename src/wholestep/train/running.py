@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from wholestep.train import checkpoint
 from wholestep.train.checkpoint_files import Stored, set_aside_newer
 from wholestep.train.held_out import evaluating, held_out_loss
 from wholestep.train.job import Job
+from wholestep.train.loggers import Loggers
 from wholestep.train.metrics import (
     METRICS,
     Clock,
@@ -96,10 +98,11 @@ class Run:
         display: Display,
         interrupts: Interrupts,
         compile_seconds: float,
+        loggers: Loggers,
     ) -> None:
         self.job, self.folder, self.step, self.steps, self.keep = job, folder, step, steps, keep
         self.nonfinite, self.display, self.interrupts = nonfinite, display, interrupts
-        self.compile_seconds = compile_seconds
+        self.compile_seconds, self.loggers = compile_seconds, loggers
         self.save_every = save_every or max(steps // SAVES, FEWEST_STEPS_BETWEEN_SAVES)
         self.by_clock = save_every is None
         self.held_out_every = max(steps // HELD_OUT_TIMES, 1)
@@ -114,8 +117,8 @@ class Run:
 
     # ---- the beginning ----
 
-    def begin(self, stored: Stored | None) -> None:
-        """Restore the checkpoint, if there is one, and open the files."""
+    def begin(self, stored: Stored | None, config: Mapping[str, Any]) -> None:
+        """Restore the checkpoint, if there is one, and open the files. `config`: what the run was asked for, for loggers."""
         at = 0
         if stored is not None:
             found = checkpoint.restore(
@@ -135,6 +138,7 @@ class Run:
         self.clock = Clock(before=float(rows[-1].get("seconds", 0.0)) if rows else 0.0)
         self.last_save = time.monotonic()
         self._write_facts("training")
+        self.loggers.start(config, self.folder.path, at)
         self.display.started(at=at, steps=self.steps, unit=self.job.batches.unit)
 
     def _write_facts(self, status: str, **more: Any) -> None:
@@ -196,8 +200,13 @@ class Run:
                 else:
                     self.skipped += 1
                     self._tell_skipped(one)
-            self.metrics.add(row)
-            self.display.row(row)
+            self._add(row)
+
+    def _add(self, row: dict[str, Any]) -> None:
+        """A row of metrics.jsonl, to everybody who wants it."""
+        self.metrics.add(row)
+        self.loggers.log(row)
+        self.display.row(row)
 
     def _is_the_scales(self, one: Measured) -> bool:
         """An overflow of gradients in fp16 with a finite loss: part of training there, unless it never ends."""
@@ -223,8 +232,7 @@ class Run:
         with self.clock.paused():
             loss = held_out_loss(self.step.subject, self.job.held_out)
         row = {"step": self.step.count, "held_out_loss": number(loss), "seconds": round(self.clock.seconds, 4)}
-        self.metrics.add(row)
-        self.display.row(row)
+        self._add(row)
         return number(loss)
 
     def _save_is_due(self) -> bool:
@@ -236,6 +244,7 @@ class Run:
             return
         self._note(self.watch.ready(wait=True))
         self.metrics.flush()
+        self.loggers.flush()
         with self.clock.paused():
             self.saved = checkpoint.save(
                 self.folder.checkpoints, model=self.job.model, optimizer=self.job.optimizer, scheduler=self.job.scheduler,

@@ -12,9 +12,11 @@ from typing import Any
 
 from wholestep.graph.bytes import show_bytes
 from wholestep.graph.plan import Plan
+from wholestep.plan.frontier import round_up
 from wholestep.report.pictures.drawing import show_ms
 from wholestep.report.terminal_frontier import frontier_plot
-from wholestep.train.fit import Fit, remedies
+from wholestep.train.fit import Fit
+from wholestep.train.remedies import remedies
 
 GIB = 2**30
 KINDS = (
@@ -45,7 +47,7 @@ def verdict(fit: Fit) -> str:
     whole = device.title if fit.question.target.times == "relative" else f"{device.title}, {show_bytes(budget)}"
     where = whole if budget == device.memory_bytes else f"{show_bytes(budget)} of {device.title}"
     if not fit.fits:
-        return f"{_title(fit)}: does not fit {where}; the least is {show_bytes(used)}"
+        return f"{_title(fit)}: does not fit {where}; the least is {show_bytes(round_up(used))}"
     return f"{_title(fit)}: fits {where}; takes {show_bytes(used)}, {time_of(fit, point.seconds)} per step (predicted)"
 
 
