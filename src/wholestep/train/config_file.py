@@ -101,11 +101,12 @@ def set_text(key: str, value: Any) -> str:
 
 def resolved(request: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """A request with what it resolved to: all that makes the same run again."""
-    table = {name: request[name] for name in request if name != "sets" and request[name] not in (None, False)}
-    table |= {name: settings[name] for name in request if settings.get(name) not in (None, False)}
+    table = {name: value for name, value in request.items() if name != "sets"}
+    table |= {name: settings[name] for name in request if settings.get(name) is not None}
     table |= {"backend": request.get("backend") or "inductor", "nonfinite": request.get("nonfinite") or "stop"}
     if settings.get(DIGEST) is not None:
         table[DIGEST] = settings[DIGEST]
+    table = {name: value for name, value in table.items() if value is not None and value is not False}
     values = {key: settings[key] for key in wishes.TRAINING if key in settings and key not in request}
     return {**table, "set": {**values, **(settings.get("config") or {})}}
 

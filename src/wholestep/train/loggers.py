@@ -128,7 +128,7 @@ class Wandb:
         if at and self.path.exists():
             self.state |= json.loads(self.path.read_text(encoding="utf-8"))
         self._waiting: list[tuple[int, dict[str, float]]] = []
-        mode = os.environ.get("WANDB_MODE") or (None if wandb.api.api_key else "offline")
+        mode = os.environ.get("WANDB_MODE") or (None if _has_key(wandb) else "offline")
         self.run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "wholestep"), name=folder.name, id=self.state["id"], resume="allow",
             dir=str(folder), config=dict(config), mode=mode, settings=wandb.Settings(silent=True, console="off"),
@@ -149,6 +149,14 @@ class Wandb:
     def close(self) -> None:
         self.flush()
         self.run.finish()
+
+
+def _has_key(wandb: Any) -> bool:
+    """Whether somebody has logged in; nobody is asked, and nothing is sent."""
+    try:
+        return bool(wandb.login(prompt=False, verify=False))
+    except TypeError:  # before 0.31
+        return wandb.api.api_key is not None
 
 
 LOGGERS: dict[str, tuple[Callable[[], Logger], str | None]] = {
@@ -188,7 +196,7 @@ class Loggers:
         """A row of metrics.jsonl."""
         if not self.working:
             return
-        values = {k: float(v) for k, v in row.items() if k != "step" and type(v) in (int, float) and math.isfinite(v)}
+        values = {k: v for k, v in row.items() if k != "step" and type(v) in (int, float) and math.isfinite(v)}
         self._each("log", row["step"], values)
         if time.monotonic() - self._flushed > SECONDS_BETWEEN_FLUSHES:
             self.flush()

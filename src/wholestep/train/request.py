@@ -6,11 +6,14 @@ now wins over what the run was started with.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wholestep.errors import BadOption
+from wholestep.graph.bytes import parse_bytes
+from wholestep.train import wishes
 from wholestep.train.config_file import DIGEST, read_config
 
 if TYPE_CHECKING:
@@ -31,6 +34,12 @@ KINDS: dict[str, type] = {"sets": list, "disable": list, "init": bool} | dict.fr
 """What they are in run.json; the others are texts."""
 OF_THIS_CALL = ("config", "out", "resume", "dump", "quiet", "json")
 """The rest: where the run is, and what is shown or written of it besides."""
+CHOICES = {
+    "precision": ("fp32", "bf16", "fp16"),
+    "backend": ("inductor", "interpret"),
+    "nonfinite": ("stop", "skip"),
+}
+LEAST_ONE = ("batch", "seq", "steps", "save_every")
 MADE_OF = ("sets", "data", "batch", "seq", "precision", "steps", "init")
 """Those that `make_job` takes by the same name."""
 
@@ -95,9 +104,26 @@ def completed(
     request = {name: _asked(name, given, filed if folder is None else _before(name, folder)) for name in ASKED}
     for name, other in (("memory", "plan"), ("plan", "memory")):  # what is given now replaces the other one
         request[other] = None if given.get(name) is not None else request[other]
-    if request["memory"] is not None and request["plan"] is not None:
-        raise BadOption(f"--config {config}: memory and plan", hint="a budget makes its own plan: give one of them")
+    _check(request)
     return request, digest if given.get("data") is None else None
+
+
+def _check(request: Mapping[str, Any]) -> None:
+    """Values that would be refused only after a model was built."""
+    for name, known in CHOICES.items():
+        if request[name] is not None and request[name] not in known:
+            close = difflib.get_close_matches(request[name], known, n=1)
+            hint = (f"did you mean {close[0]}? " if close else "") + f"Use {' or '.join(known)}"
+            raise BadOption(f"--{name} {request[name]!r}", hint=hint)
+    for name in LEAST_ONE:
+        if request[name] is not None and request[name] < 1:
+            raise BadOption(f"--{name.replace('_', '-')} {request[name]}", hint="use 1 or more")
+    if request["memory"] is not None and request["plan"] is not None:
+        both = f"--memory {request['memory']} together with --plan {request['plan']}"
+        raise BadOption(both, hint="a budget makes its own plan: give one of them")
+    if request["memory"] not in (None, "auto"):
+        parse_bytes(request["memory"])
+    wishes.parse(request["sets"] or ())
 
 
 def _asked(name: str, given: Mapping[str, Any], before: Mapping[str, Any]) -> Any:

@@ -135,10 +135,10 @@ class Run:
         rows = self.metrics.rows
         self.skipped_by_scale = sum(1 for row in rows if row.get("by_loss_scale"))
         self.skipped = sum(1 for row in rows if row.get("skipped")) - self.skipped_by_scale
+        self.loggers.start(config, self.folder.path, at)
         self.clock = Clock(before=float(rows[-1].get("seconds", 0.0)) if rows else 0.0)
         self.last_save = time.monotonic()
         self._write_facts("training")
-        self.loggers.start(config, self.folder.path, at)
         self.display.started(at=at, steps=self.steps, unit=self.job.batches.unit)
 
     def _write_facts(self, status: str, **more: Any) -> None:
@@ -262,7 +262,8 @@ class Run:
         held_out = sample = None
         if status == "finished":
             held_out = self._last_held_out()
-            sample = self._sample()
+            with self.clock.paused():
+                sample = self._sample()
         self.metrics.flush()
         if sample is not None:
             write_whole(self.folder.path / SAMPLE, sample.rstrip("\n") + "\n")
