@@ -27,7 +27,8 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "model": ("gpt-1m", "bert-6m"), "sets": (["dropout=0.25"], ["dropout=0.5"]), "data": ("stdlib", "shakespeare"),
     "batch": ("3", "4"), "seq": ("12", "8"), "precision": ("bf16", "fp16"), "steps": ("5", "7"), "seed": ("9", "8"),
     "init": (True, True), "backend": ("interpret", "inductor"), "disable": (["fold_casts"], ["fold_views"]),
-    "memory": ("8GiB", "9GiB"), "plan": ("a.toml", "b.toml"), "recipe": ("c.toml", "d.toml"), "nonfinite": ("skip", "stop"), "save_every": ("3", "4"),
+    "memory": ("8GiB", "9GiB"), "plan": ("a.toml", "b.toml"), "recipe": ("c.toml", "d.toml"),
+    "nonfinite": ("skip", "stop"), "save_every": ("3", "4"),
     "log": ("csv", "csv,tensorboard"),
 }  # fmt: skip
 """Two values of each, none the default."""

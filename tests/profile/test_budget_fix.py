@@ -30,7 +30,7 @@ def test_the_budget_it_names_can_be_asked_for() -> None:
     limit = int(0.85 * peak)
     text = explain_oom(graph, limit_bytes=limit)
     found = re.search(
-        r'memory="([^"]+)" \(--memory\): .* \(fits\); \d+ values are made again in the backward pass', text
+        r'memory="([^"]+)" \(--memory\): .* \(fits\); \d+ values are recomputed in the backward pass', text
     )
     assert found is not None, text
     step = compiled(memory=found[1])

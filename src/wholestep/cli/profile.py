@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from wholestep.profile.profile import Profile
 
 SYSTEMS = ("wholestep", "eager", "compile")
-SHOWN_ACTIONS = 4
+SHOWN_ACTIONS = 3
 SHOWN_ROWS = 5
 
 
@@ -77,11 +77,23 @@ def command(
     profile = profile_job(
         job, system=system, backend=backend or "inductor", steps=steps, memory=not no_memory,
         budget=memory, verified=not no_verify, passes=passes, tell=_tell,
+        command=_words(model, sets=sets, data=data, batch=batch, seq=seq, precision=precision, memory=memory, backend=backend,
+                       system=None if system == "wholestep" else system, disable=disable, seed=seed),
     )  # fmt: skip
     _tell("")
     _report(profile, page, json)
     if open_page:
         _open(page)
+
+
+def _words(model: str, **given: Any) -> list[str]:
+    """The command again, for advice to be copied from: what was given, every option with its value."""
+    words = ["wholestep", "profile", model]
+    for name, value in given.items():
+        option = f"--{name.removesuffix('s') if name == 'sets' else name}"
+        for one in value if isinstance(value, list) else [] if value is None else [value]:
+            words += [option, str(one)]
+    return words
 
 
 def _report(profile: Profile, page: Path, json: bool) -> None:
@@ -112,7 +124,7 @@ def checked_page(out: Path | None, model: str) -> Path:
 
 
 def summary_lines(profile: Profile) -> list[str]:
-    """At most 23 lines about the step."""
+    """At most 30 lines about the step."""
     from wholestep.graph.bytes import show_bytes
     from wholestep.report.page import show_count, show_percent
     from wholestep.report.pictures.drawing import show_ms
@@ -123,6 +135,10 @@ def summary_lines(profile: Profile) -> list[str]:
         f"{profile.name}: {show_ms(times['median'])} per step ({show_ms(times['lowest'])} to {show_ms(times['highest'])}, "
         f"{len(times['all'])} steps), {show_count(times['units_per_second'])} {profile.unit}/s, {how}"
     ]
+    if profile.busy is not None:
+        lines.append(f"note      {profile.busy}")
+    if profile.system == "wholestep":
+        lines.append(f"start     compiled in {show_ms(times['compile'])}, first step {show_ms(times['first'])}")
     phases = ", ".join(f"{name} {show_ms(ms)}" for name, ms in profile.phases.items() if ms > 0)
     lines.append(f"time      {phases}")
     if profile.floor_ms is not None:
@@ -141,8 +157,21 @@ def summary_lines(profile: Profile) -> list[str]:
         verdict = "equal to eager" if profile.verified["ok"] else "DIFFERS from eager"
         lines.append(f"verified  {verdict}, {len(profile.verified['rows'])} values")
     lines += _rows(profile)
-    lines += [f"{'do' if i == 0 else '':10}{a['text']}" for i, a in enumerate(profile.actions[:SHOWN_ACTIONS])]
+    lines += _actions(profile)
     return lines + [f"note      {note}" for note in profile.notes[:2]]
+
+
+def _actions(profile: Profile) -> list[str]:
+    """What to do, each with the line to copy below it."""
+    from wholestep.report.page import show_gain
+
+    found: list[str] = []
+    for action in profile.actions[:SHOWN_ACTIONS]:
+        label = "" if found else "do"
+        found.append(f"{label:10}{action['title']} ({show_gain(action, profile.step_ms['median'])})")
+        copied = action["command"] or action["python"]
+        found += [f"{'':12}{copied}"] if copied else []
+    return found
 
 
 def _rows(profile: Profile) -> list[str]:
