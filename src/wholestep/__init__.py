@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for type checkers and editors: the same names as in the tables below
     from wholestep import nn, optim, relational
     from wholestep.api import compile, schedule, verify
+    from wholestep.commands import plan, profile, train
     from wholestep.errors import WholestepError, WholestepWarning
     from wholestep.graph.plan import Plan
     from wholestep.graph.training_graph import TrainingGraph
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as in the tab
     from wholestep.schedule import recipes
     from wholestep.train import hf
     from wholestep.train.checkpoint import load, save
+    from wholestep.train.loggers import Logger
 
 __version__ = "0.1.0"
 
@@ -32,9 +34,13 @@ _PUBLIC = {
     "compile": "wholestep.api",
     "verify": "wholestep.api",
     "schedule": "wholestep.api",
+    "train": "wholestep.commands",
+    "plan": "wholestep.commands",
+    "profile": "wholestep.commands",
     "default_passes": "wholestep.passes.pipeline",
     "save": "wholestep.train.checkpoint",
     "load": "wholestep.train.checkpoint",
+    "Logger": "wholestep.train.loggers",
     "Plan": "wholestep.graph.plan",
     "Step": "wholestep.runtime.step",
     "TrainingGraph": "wholestep.graph.training_graph",
@@ -51,8 +57,8 @@ _MODULES = {
 }
 
 __all__ = [
-    "Plan", "Step", "TrainingGraph", "WholestepError", "WholestepWarning", "compile", "default_passes", "hf", "load", "nn",
-    "optim", "recipes", "relational", "save", "schedule", "verify",
+    "Logger", "Plan", "Step", "TrainingGraph", "WholestepError", "WholestepWarning", "compile", "default_passes", "hf", "load",
+    "nn", "optim", "plan", "profile", "recipes", "relational", "save", "schedule", "train", "verify",
 ]  # fmt: skip
 
 

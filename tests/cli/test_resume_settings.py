@@ -59,10 +59,10 @@ Observe = Callable[..., dict[str, Any] | str]
 def observe(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Observe:
     """What `train` is called with for these words, as JSON; the error where it is none. Nothing is compiled."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(request, "_read_plan", lambda path: path)
+    monkeypatch.setattr(request, "plan_at", lambda path: path)
     monkeypatch.setattr(request, "_check_recipe", lambda path: None)
     monkeypatch.setattr(options, "checked_recipe", lambda path: None)
-    monkeypatch.setattr(request, "_fitting", lambda plan, settings: plan)
+    monkeypatch.setattr(request, "fitting", lambda plan, settings: plan)
     seen: list[dict[str, Any]] = []
 
     def train(job: Any, *, out: Path | None, resume: bool, request: Any, compile_options: Any, **rest: Any) -> None:

@@ -91,7 +91,7 @@ def command(
         "memory": memory, "plan": None if plan is None else str(plan.absolute()), "nonfinite": nonfinite, "save_every": save_every,
         "recipe": None if recipe is None else str(recipe.absolute()), "log": log,
     }  # fmt: skip
-    from wholestep.cli.display import make_display
+    from wholestep.train.display import make_display
     from wholestep.train.request import run
 
     display = make_display(sys.stderr if json else sys.stdout, quiet=quiet)
@@ -105,7 +105,7 @@ def command(
 
 def report(outcome: Outcome, request: dict[str, Any], *, quiet: bool, json: bool) -> None:
     """The last lines; what went wrong goes to stderr."""
-    from wholestep.cli import summary
+    from wholestep.train import summary
 
     if json:
         typer.echo(summary.as_json(outcome, request))

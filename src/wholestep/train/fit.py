@@ -71,9 +71,9 @@ class LargestBatch:
     """What one row takes on the card, where that is more than there is."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Fit:
-    """The answer."""
+    """The answer. Printed it reads as `wholestep plan` does; `plan` goes to `wholestep.compile`, `to_json` to programs."""
 
     question: Question
     name: str
@@ -100,6 +100,26 @@ class Fit:
     def shown(self) -> int:
         """The point to describe: the chosen one, else the smallest."""
         return len(self.frontier) - 1 if self.chosen is None else self.chosen
+
+    def __str__(self) -> str:
+        from wholestep.train.fit_text import fit_lines
+
+        return "\n".join(fit_lines(self))
+
+    def __repr__(self) -> str:
+        from wholestep.train.fit_text import verdict
+
+        return f"<{verdict(self)}>"
+
+    def _repr_html_(self) -> str:
+        from wholestep.train.fit_text import fit_html
+
+        return fit_html(self)
+
+    def to_json(self) -> dict[str, Any]:
+        from wholestep.train.fit_text import fit_json
+
+        return fit_json(self)
 
     @property
     def lasting_bytes(self) -> int:
@@ -187,14 +207,15 @@ def captured_step(
     *,
     batch: int | None = None,
     seq: int | None = None,
+    job: DryJob | None = None,
     passes: Pipeline | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> CapturedStep:
-    """The step of the question, or of the same with another `batch` or `seq`; its card only says whether it is a GPU."""
+    """The step of the question, or with another `batch` or `seq`, or of `job`; its card only says whether it is a GPU."""
     began = time.perf_counter()
     on_gpu = question.target.is_gpu
     tell("building the model")
-    job = make_dry_job(
+    job = job or make_dry_job(
         question.model, sets=question.sets, batch=batch or question.batch, seq=seq or question.seq, precision=question.precision,
         on_gpu=on_gpu,
     )  # fmt: skip

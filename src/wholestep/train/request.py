@@ -73,7 +73,7 @@ def run(
         new_run_is_possible(out)  # before a model is built
     request, digest = completed(given, folder, config)
     loggers = [*make_loggers(request["log"]), *loggers]
-    passes, plan = _pipeline(request["disable"]), _read_plan(request["plan"])
+    passes, plan = _pipeline(request["disable"]), plan_at(request["plan"])
     _check_recipe(request["recipe"])
     from wholestep.train.loop import train
 
@@ -83,7 +83,7 @@ def run(
         raise BadOption(what, hint=f"put the old data back, or take {DIGEST} out of the file to train on what is there")
     request["model"] = request["model"] or job.name
     extra: dict[str, Any] = {} if passes is None else {"passes": passes}
-    extra |= {"plan": _fitting(plan, job.settings), "memory": request["memory"], "recipe": request["recipe"]}
+    extra |= {"plan": fitting(plan, job.settings), "memory": request["memory"], "recipe": request["recipe"]}
     tell(f"{job.name}: {num_parameters(job.model):,} parameters; data {job.batches.describe()}")
     outcome = train(
         job, out=out if out is not None or folder is None else folder.path, resume=resume,
@@ -193,7 +193,8 @@ def _pipeline(disable: Sequence[str] | None) -> Any:
     return default_pipeline().without(*disable)
 
 
-def _read_plan(path: str | None) -> Any:
+def plan_at(path: str | Path | None) -> Any:
+    """The plan in a file, read before a model is built."""
     if path is None:
         return None
     from wholestep.graph.plan_file import read_plan
@@ -201,7 +202,7 @@ def _read_plan(path: str | None) -> Any:
     return read_plan(Path(path))
 
 
-def _fitting(plan: Any, settings: Mapping[str, Any]) -> Any:
+def fitting(plan: Any, settings: Mapping[str, Any]) -> Any:
     """The same plan, when it was made for this."""
     if plan is not None:
         from wholestep.train.plan_use import check_still_holds

@@ -51,9 +51,9 @@ MOST_SCALED_IN_A_ROW = 31
 Status = Literal["finished", "interrupted", "nonfinite"]
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True, repr=False)
 class Outcome:
-    """How a run went."""
+    """How a run went. Printed it reads as the end of `wholestep train` does."""
 
     status: Status
     exit_code: int
@@ -81,6 +81,21 @@ class Outcome:
     signal: int | None = None
     trouble: str | None = None
     """What is to be told at the end, in one line."""
+
+    def __str__(self) -> str:
+        from wholestep.train.summary import outcome_lines
+
+        return "\n".join(outcome_lines(self))
+
+    def __repr__(self) -> str:
+        from wholestep.train.summary import headline
+
+        return f"<{' '.join(headline(self).split())}>"
+
+    def _repr_html_(self) -> str:
+        from wholestep.train.summary import outcome_html
+
+        return outcome_html(self)
 
 
 class Run:
