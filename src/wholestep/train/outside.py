@@ -33,7 +33,7 @@ def files(model: nn.Module, tokens: Tokens | None, images: Mapping[str, Any] | N
 def config_of(model: Any, images: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """config.json: of a model of transformers its own, with the names of the classes; of ours the fields of its configuration."""
     config = model.config
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+    if not hasattr(config, "to_diff_dict"):
         names = {} if images is None else {"class_names": list(images["classes"])}
         return {"model_type": f"wholestep-{type(model).__name__.lower()}", **dataclasses.asdict(config), **names}
     config = copy.deepcopy(config)
