@@ -67,6 +67,9 @@ Disable = Annotated[list[str] | None, typer.Option(metavar="PASS", help="Leave a
 Seed = Annotated[int | None, typer.Option(min=0, metavar="N", help="Of weights, data and dropout; 0 when not given.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs.")]
 MODEL_HELP = "A preset, hf:<model_type>, a folder, a run, or package.module:callable."
+Run = Annotated[
+    str, typer.Argument(metavar="RUN", help="The folder of a run, one of its checkpoints, or a folder of transformers.")
+]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 
 

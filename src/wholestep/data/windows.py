@@ -138,10 +138,10 @@ class TextBatches:
 
     def passages(self, whole: bool) -> Iterator[Batch]:
         """What is held out, or the whole text, once from its start to its end; the last row of fewer tokens is left out."""
-        part = self.train if whole else self.held
-        starts = torch.arange(0, len(part) - self.window + 1, self.seq * (self.window // self.seq))
-        for i, rows in enumerate(starts.split(self.rows)):
-            yield self._formed(part, rows, generator_for(self.seed, i, "passages"))
+        for part in (self.train, self.held) if whole else (self.held,):
+            starts = torch.arange(0, max(len(part) - self.window + 1, 0), self.seq * (self.window // self.seq))
+            for i, rows in enumerate(starts.split(self.rows) if len(starts) else ()):
+                yield self._formed(part, rows, generator_for(self.seed, i, "passages"))
 
     def describe(self) -> str:
         texts = f"{self.documents:,} texts, " if self.documents > 1 else ""

@@ -153,8 +153,8 @@ def _gather(
     model: Any, optimizer: Optimizer | None, scheduler: Any, step: Step | int | None, data: Any, config: Any
 ) -> tuple[dict[str, tuple[dict[str, Tensor], dict[str, str]]], dict[str, Any]]:
     """(file -> its tensors and metadata, the facts for JSON). Refusals come from here, before the disk is touched."""
-    model_tensors, aliases = _model_tensors(model)
-    files = {"model.safetensors": (model_tensors, {"format": "pt", "aliases": json.dumps(aliases)})}
+    weights, aliases = model_tensors(model)
+    files = {"model.safetensors": (weights, {"format": "pt", "aliases": json.dumps(aliases)})}
     facts: dict[str, Any] = {"torch": torch.__version__}
     if optimizer is not None:
         state = optimizer.state_dict()
@@ -197,7 +197,7 @@ def _modules(model: Any) -> dict[str, nn.Module]:
     return {prefix: getattr(module, "_orig_mod", module) for prefix, module in named.items()}
 
 
-def _model_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+def model_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors to write, and for every further name of one of them that it has."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}

@@ -69,9 +69,13 @@ def find(model: str, *, say: str | None = None) -> HFModel:
     return _found(model, config.model_type, folder, config)
 
 
+def installed() -> bool:
+    return importlib.util.find_spec("transformers") is not None
+
+
 def transformers(model: str) -> Any:
     """The package, or one line how to get it."""
-    if importlib.util.find_spec("transformers") is None:
+    if not installed():
         raise BadOption(
             f"{model} needs the package transformers, which is not installed", hint="pip install 'wholestep[hf]'"
         )
@@ -201,7 +205,7 @@ def _read(auto: Any, folder: str, config: Any) -> Any:
     import torch
 
     try:
-        with _quiet():
+        with quiet():
             model, told = auto.from_pretrained(
                 folder, config=config, local_files_only=True, use_safetensors=True, dtype=torch.float32,
                 output_loading_info=True, ignore_mismatched_sizes=True,
@@ -220,8 +224,8 @@ def _read(auto: Any, folder: str, config: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """What from_pretrained logs about missing weights is told by us, as an error."""
+def quiet() -> Iterator[None]:
+    """Without what the library logs, and its bars: what is wrong is told by us, as an error."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

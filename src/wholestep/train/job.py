@@ -131,7 +131,7 @@ def make_job(
         device: None is the GPU where there is one.
         init: a run, a checkpoint or a folder of transformers whose weights to start from, rather than drawing new ones.
     """
-    where = _device(device)
+    where = device_named(device)
     settings, family = resolve_settings(
         model,
         sets=sets,
@@ -205,7 +205,7 @@ def make_job_again(
 
     `kept`: what the run holds of itself. With a checkpoint, weights and tokenizer come from there.
     """
-    where = _device(device)
+    where = device_named(device)
     settings = dict(settings) | ({} if steps is None else {"steps": steps})
     missing = [name for name in IN_EVERY_JOB if name not in settings]
     if missing:
@@ -220,7 +220,8 @@ def make_job_again(
 # ---- resolving ----
 
 
-def _device(name: str | None) -> torch.device:
+def device_named(name: str | None) -> torch.device:
+    """The GPU where there is one, when None."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
