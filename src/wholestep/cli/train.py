@@ -18,6 +18,9 @@ def command(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=options.MODEL_HELP)] = None,
     sets: options.Sets = None,
     data: options.Data = None,
+    glob: options.Glob = None,
+    field: options.Field = None,
+    tokenizer: options.Tokenizer = None,
     steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="How many steps to train, in all.")] = None,
     batch: options.Batch = None,
     seq: options.Seq = None,
@@ -34,7 +37,12 @@ def command(
             "--out may also be one checkpoint. What is not given again is as it was.",
         ),
     ] = False,
-    init: Annotated[bool, typer.Option("--init", help="Start from the weights that lie in the folder MODEL.")] = False,
+    init: Annotated[
+        str | None,
+        typer.Option(
+            "--init", metavar="RUN", help="Start from the weights of a run, a checkpoint, or a folder of transformers."
+        ),
+    ] = None,
     nonfinite: Annotated[
         str | None,
         typer.Option(
@@ -71,6 +79,9 @@ def command(
     Examples:
       wholestep train
       wholestep train gpt-1m --data stdlib --steps 500 --set lr=0.002
+      wholestep train gpt-1m --data my_texts --glob '*.md'
+      wholestep train resnet-18 --data my_images
+      wholestep train --init runs/gpt-1m-shakespeare --data my_texts
       wholestep train hf:bert --set num_hidden_layers=2 --batch 4 --steps 20
       wholestep train my_package.training:setup --out runs/mine
       wholestep train llama-1b --memory 26GiB
@@ -86,8 +97,9 @@ def command(
     options.one_of("--nonfinite", nonfinite, ("stop", "skip"))
     options.pipeline(disable)
     given = {
-        "model": model, "sets": sets or None, "data": data, "batch": batch, "seq": seq, "precision": precision, "steps": steps,
-        "seed": seed, "init": init or None, "backend": backend, "disable": disable or None,
+        "model": model, "sets": sets or None, "data": data, "glob": glob, "field": field,
+        "tokenizer": tokenizer, "batch": batch, "seq": seq, "precision": precision, "steps": steps,
+        "seed": seed, "init": init, "backend": backend, "disable": disable or None,
         "memory": memory, "plan": None if plan is None else str(plan.absolute()), "nonfinite": nonfinite, "save_every": save_every,
         "recipe": None if recipe is None else str(recipe.absolute()), "log": log,
     }  # fmt: skip

@@ -28,7 +28,7 @@ from wholestep.train import wishes
 CONFIG = "run.toml"
 DIGEST = "data_digest"
 """Of the data that the run was trained on; not an option, only compared."""
-NAMES: dict[type, str] = {int: "a whole number", bool: "true or false", str: "a text", list: "a list of texts"}
+NAMES: dict[Any, str] = {int: "a whole number", bool: "true or false", str: "a text", list: "a list of texts"}
 HEAD = """\
 # What this run was asked for, with every default filled in. The same losses again:
 #   wholestep train --config {file}
@@ -37,7 +37,7 @@ HEAD = """\
 """
 
 
-def read_config(path: Path, kinds: Mapping[str, type], elsewhere: Sequence[str] = ()) -> dict[str, Any]:
+def read_config(path: Path, kinds: Mapping[str, Any], elsewhere: Sequence[str] = ()) -> dict[str, Any]:
     """The request in a file; a key that there is not, or a value of another kind, is one line.
 
     Args:
@@ -69,7 +69,7 @@ def read_config(path: Path, kinds: Mapping[str, type], elsewhere: Sequence[str] 
     return found
 
 
-def _checked(key: str, name: str, value: Any, path: Path, kinds: Mapping[str, type], elsewhere: Sequence[str]) -> Any:
+def _checked(key: str, name: str, value: Any, path: Path, kinds: Mapping[str, Any], elsewhere: Sequence[str]) -> Any:
     known = [other for other in kinds if other != "sets"]
     if name in elsewhere:
         raise BadOption(f"--config {path}: {key} is of one call", hint=f"give --{key} on the command line")
@@ -82,7 +82,7 @@ def _checked(key: str, name: str, value: Any, path: Path, kinds: Mapping[str, ty
     kind = kinds[name]
     texts = kind is not list or (isinstance(value, list) and all(isinstance(entry, str) for entry in value))
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)) or not texts:
-        raise BadOption(f"--config {path}: {key} = {value!r}", hint=f"give {NAMES[kind]}")
+        raise BadOption(f"--config {path}: {key} = {value!r}", hint=f"give {NAMES.get(kind, 'a text')}")
     return value
 
 

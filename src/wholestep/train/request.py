@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from wholestep.train.watch import Display
 
 ASKED = (
-    "model", "sets", "data", "batch", "seq", "precision", "steps", "seed", "init", "backend", "disable", "memory", "plan",
-    "recipe", "nonfinite", "save_every", "log",
+    "model", "sets", "data", "glob", "field", "tokenizer", "batch", "seq", "precision", "steps", "seed", "init", "backend",
+    "disable", "memory", "plan", "recipe", "nonfinite", "save_every", "log",
 )  # fmt: skip
 """Kept in run.json and taken from there by --resume, unless it is given again."""
-KINDS: dict[str, type] = {"sets": list, "disable": list, "init": bool} | dict.fromkeys(
+KINDS: dict[str, Any] = {"sets": list, "disable": list, "init": (str, bool)} | dict.fromkeys(
     ("batch", "seq", "steps", "seed", "save_every"), int
 )
 """What they are in run.json; the others are texts."""
@@ -40,7 +40,7 @@ CHOICES = {
     "nonfinite": ("stop", "skip"),
 }
 LEAST_ONE = ("batch", "seq", "steps", "save_every")
-MADE_OF = ("sets", "data", "batch", "seq", "precision", "steps", "init")
+MADE_OF = ("sets", "data", "glob", "field", "tokenizer", "batch", "seq", "precision", "steps", "init")
 """Those that `make_job` takes by the same name."""
 
 
@@ -153,11 +153,12 @@ def _merged(before: list[str] | None, now: list[str] | None) -> list[str] | None
 def _job(request: dict[str, Any], given: Mapping[str, Any], folder: RunFolder | None) -> Job:
     """What was asked, as a Job; a run that is resumed as it was is made from its own settings, whatever the defaults are now."""
     from wholestep.train.job import make_job, make_job_again
+    from wholestep.train.saved import Kept
 
     changed = [name for name in ("model", "seed", *MADE_OF) if name != "steps" and given.get(name) is not None]
     if folder is not None and not changed and folder.facts.get("settings"):
         try:
-            return make_job_again(folder.facts["settings"], steps=given.get("steps"))
+            return make_job_again(folder.facts["settings"], steps=given.get("steps"), kept=Kept.by(folder.path))
         except (KeyError, TypeError, AttributeError) as error:
             if (
                 folder.facts["settings"].get("family") is None
@@ -166,7 +167,7 @@ def _job(request: dict[str, Any], given: Mapping[str, Any], folder: RunFolder | 
             what = f"{folder.path / 'run.json'} is damaged: its settings make no job ({type(error).__name__}: {error})"
             raise BadOption(what, hint="mend it, or start a new run") from error
     arguments = {name: request[name] for name in MADE_OF}
-    arguments |= {"sets": tuple(request["sets"] or ()), "init": bool(request["init"]), "seed": request["seed"] or 0}
+    arguments |= {"sets": tuple(request["sets"] or ()), "seed": request["seed"] or 0}
     return make_job(request["model"], **arguments)
 
 
