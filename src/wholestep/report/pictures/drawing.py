@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from xml.sax.saxutils import escape, quoteattr
 
 WIDTH = 1000
-NARROW = 400
+NARROW = 372
 """The same pictures for the screen of a phone: drawn anew, so that text keeps its size."""
 CHARACTER = 6.6
 """Width of a character of 12 px text, generously."""
