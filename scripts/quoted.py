@@ -1,13 +1,13 @@
 """Run the commands that README and docs quote, and compare their output with what the pages show; `--write` rewrites the pages.
 
-In a page a fenced block `console` holds commands, each after `$ `, with what it printed below. The blocks of a page run one after the
-other in a fresh folder, with `docs` and `examples` of the repository in it. A comment above a block says how it is compared:
+In a page a fenced block `console` holds commands, each after `$ `, with what it printed below. The blocks of a page run one after
+the other in a fresh folder, with `docs` and `examples` of the repository in it. A comment above a block says how it is compared:
 
     <!-- quoted: shape, head=12, timed -->
 
 - nothing: line by line. Numbers of lines that tell durations or speeds count for nothing.
 - `shape`: only the first word of every line that has one, for output that differs between machines (losses, samples).
-- `head=N`: the page shows the first N lines and then `...`.
+- `head=N`, `tail=N`: the page shows the first or last N lines, and `...` for the others.
 - `timed`: the page shows how long each command took, as `# 12 s`.
 - `skip`: not run here; another test does.
 """
@@ -69,18 +69,26 @@ def commands_of(page: str) -> Iterator[str]:
 def comparable(output: str, how: Sequence[str]) -> list[str]:
     """What of an output has to be the same."""
     lines = [line.rstrip() for line in output.splitlines() if line.strip() and not re.match(r"# \d+ s$", line)]
-    head = next((int(word[5:]) for word in how if word.startswith("head=")), None)
-    lines = [line for line in lines if line != "..."][:head]
+    lines = cut([line for line in lines if line != "..."], how)
     if "shape" in how:
         return [line.split()[0] for line in lines if line[0].isalpha() and len(line.split()[0]) < 12]
     return [NUMBER.sub("#", line) if CLOCK.search(line) else line for line in lines]
 
 
+def cut(lines: list[str], how: Sequence[str], *, dots: Sequence[str] = ()) -> list[str]:
+    """The first or last lines, as the comment above the block says; `dots` in place of the others."""
+    for word in how:
+        name, _, count = word.partition("=")
+        if name == "head" and len(lines) > int(count):
+            return [*lines[: int(count)], *dots]
+        if name == "tail" and len(lines) > int(count):
+            return [*dots, *lines[-int(count) :]]
+    return lines
+
+
 def shown(quote: Quote, output: str, seconds: float, how: Sequence[str]) -> str:
     """The quote as the page shall show it."""
-    lines = [line.rstrip() for line in output.strip("\n").splitlines()]
-    head = next((int(word[5:]) for word in how if word.startswith("head=")), len(lines))
-    lines = lines[:head] + (["..."] if head < len(lines) else [])
+    lines = cut([line.rstrip() for line in output.strip("\n").splitlines()], how, dots=["..."])
     return "\n".join([f"$ {quote.command}", *lines, *([f"# {seconds:.0f} s"] if "timed" in how else [])]) + "\n"
 
 
