@@ -24,7 +24,25 @@ Sets = Annotated[
 ]
 Data = Annotated[
     str | None,
-    typer.Option(metavar="NAME|FILE", help="What to train on: shakespeare, stdlib, digits, pygraph, or a text file."),
+    typer.Option(
+        metavar="NAME|PATH",
+        help="shakespeare, stdlib, digits, pygraph; or a text file, a folder of texts, .jsonl, .parquet, a datasets folder, "
+        "a folder of images by class, .npy or .safetensors of tokens, package.module:callable.",
+    ),
+]
+Glob = Annotated[
+    str | None,
+    typer.Option(metavar="PATTERN", help="Which files of the folder --data, such as '*.txt'; all if not given."),
+]
+Field = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Which field of a row, or which tensor, --data is; text if not given."),
+]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(
+        metavar="bytes|bpe|DIR", help="How text becomes tokens: a BPE trained on --data, or a folder's tokenizer.json."
+    ),
 ]
 Batch = Annotated[int | None, typer.Option(min=1, metavar="B", help="Sequences (or samples) per batch.")]
 Seq = Annotated[int | None, typer.Option(min=1, metavar="S", help="Tokens per sequence.")]
@@ -48,7 +66,10 @@ Dump = Annotated[str | None, typer.Option(metavar="DIR", help="Write the graph h
 Disable = Annotated[list[str] | None, typer.Option(metavar="PASS", help="Leave a pass out, by name; again for more.")]
 Seed = Annotated[int | None, typer.Option(min=0, metavar="N", help="Of weights, data and dropout; 0 when not given.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs.")]
-MODEL_HELP = "A preset, hf:<model_type>, a folder, or package.module:callable."
+MODEL_HELP = "A preset, hf:<model_type>, a folder, a run, or package.module:callable."
+Run = Annotated[
+    str, typer.Argument(metavar="RUN", help="The folder of a run, one of its checkpoints, or a folder of transformers.")
+]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 
 

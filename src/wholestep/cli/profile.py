@@ -26,6 +26,9 @@ def command(
     model: options.Model,
     sets: options.Sets = None,
     data: options.Data = None,
+    glob: options.Glob = None,
+    field: options.Field = None,
+    tokenizer: options.Tokenizer = None,
     batch: options.Batch = None,
     seq: options.Seq = None,
     precision: options.Precision = None,
@@ -73,7 +76,18 @@ def command(
     from wholestep.profile.profile import profile_job
     from wholestep.train.job import make_job
 
-    job = make_job(model, sets=sets or (), data=data, batch=batch, seq=seq, precision=precision, seed=seed or 0)
+    job = make_job(
+        model,
+        sets=sets or (),
+        data=data,
+        glob=glob,
+        field=field,
+        tokenizer=tokenizer,
+        batch=batch,
+        seq=seq,
+        precision=precision,
+        seed=seed or 0,
+    )
     profile = profile_job(
         job, system=system, backend=backend or "inductor", steps=steps, memory=not no_memory,
         budget=memory, verified=not no_verify, passes=passes, tell=_tell,

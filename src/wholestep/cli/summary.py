@@ -77,13 +77,13 @@ def next_commands(outcome: Outcome, request: Mapping[str, Any]) -> list[str]:
     """Commands that work from here."""
     folder = shlex.quote(str(outcome.folder))
     more = "" if outcome.status == "interrupted" else f" --steps {2 * outcome.steps}"
-    return [f"wholestep train --resume --out {folder}{more}", f"wholestep explain {folder}", verify_command(request)]
+    return [f"wholestep train --resume --out {folder}{more}", f"wholestep eval {folder}", verify_command(request)]
 
 
 def verify_command(request: Mapping[str, Any]) -> str:
     """`wholestep verify` of what was trained."""
     words = ["wholestep", "verify", str(request.get("model"))]
-    for option in ("data", "batch", "seq", "precision", "memory", "plan"):
+    for option in ("data", "glob", "field", "tokenizer", "batch", "seq", "precision", "memory", "plan"):
         if request.get(option) is not None:
             words += [f"--{option}", str(request[option])]
     for text in request.get("sets") or ():

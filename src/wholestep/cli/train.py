@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from wholestep.train.running import Outcome
 
 ASKED = (
-    "model", "sets", "data", "batch", "seq", "precision", "steps", "seed", "init", "backend", "disable", "memory", "plan",
-    "recipe", "nonfinite", "save_every",
+    "model", "sets", "data", "glob", "field", "tokenizer", "batch", "seq", "precision", "steps", "seed", "init", "backend",
+    "disable", "memory", "plan", "recipe", "nonfinite", "save_every",
 )  # fmt: skip
 """Kept in run.json and taken from there by --resume, unless it is given again."""
-KINDS: dict[str, type] = {"sets": list, "disable": list, "init": bool} | dict.fromkeys(
+KINDS: dict[str, Any] = {"sets": list, "disable": list, "init": (str, bool)} | dict.fromkeys(
     ("batch", "seq", "steps", "seed", "save_every"), int
 )
 """What they are in run.json; the others are texts."""
 OF_THIS_CALL = ("out", "resume", "dump", "quiet", "json")
 """The rest: where the run is, and what is shown or written of it besides."""
-MADE_OF = ("sets", "data", "batch", "seq", "precision", "steps", "init")
+MADE_OF = ("sets", "data", "glob", "field", "tokenizer", "batch", "seq", "precision", "steps", "init")
 """Those that `make_job` takes by the same name."""
 
 
@@ -35,6 +35,9 @@ def command(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=options.MODEL_HELP)] = None,
     sets: options.Sets = None,
     data: options.Data = None,
+    glob: options.Glob = None,
+    field: options.Field = None,
+    tokenizer: options.Tokenizer = None,
     steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="How many steps to train, in all.")] = None,
     batch: options.Batch = None,
     seq: options.Seq = None,
@@ -51,7 +54,12 @@ def command(
             "--out may also be one checkpoint. What is not given again is as it was.",
         ),
     ] = False,
-    init: Annotated[bool, typer.Option("--init", help="Start from the weights that lie in the folder MODEL.")] = False,
+    init: Annotated[
+        str | None,
+        typer.Option(
+            "--init", metavar="RUN", help="Start from the weights of a run, a checkpoint, or a folder of transformers."
+        ),
+    ] = None,
     nonfinite: Annotated[
         str | None,
         typer.Option(
@@ -81,6 +89,9 @@ def command(
     Examples:
       wholestep train
       wholestep train gpt-1m --data stdlib --steps 500 --set lr=0.002
+      wholestep train gpt-1m --data my_texts --glob '*.md'
+      wholestep train resnet-18 --data my_images
+      wholestep train --init runs/gpt-1m-shakespeare --data my_texts
       wholestep train hf:bert --set num_hidden_layers=2 --batch 4 --steps 20
       wholestep train my_package.training:setup --out runs/mine
       wholestep train llama-1b --memory 26GiB
@@ -94,8 +105,9 @@ def command(
     options.one_of("--nonfinite", nonfinite, ("stop", "skip"))
     options.pipeline(disable)
     given = {
-        "model": model, "sets": sets or None, "data": data, "batch": batch, "seq": seq, "precision": precision, "steps": steps,
-        "seed": seed, "init": init or None, "backend": backend, "disable": disable or None,
+        "model": model, "sets": sets or None, "data": data, "glob": glob, "field": field,
+        "tokenizer": tokenizer, "batch": batch, "seq": seq, "precision": precision, "steps": steps,
+        "seed": seed, "init": init, "backend": backend, "disable": disable or None,
         "memory": memory, "plan": None if plan is None else str(plan.absolute()), "nonfinite": nonfinite, "save_every": save_every,
         "recipe": None if recipe is None else str(recipe.absolute()),
     }  # fmt: skip
@@ -147,11 +159,12 @@ def run(
 def _job(request: dict[str, Any], given: dict[str, Any], folder: RunFolder | None) -> Job:
     """What was asked, as a Job; a run that is resumed as it was is made from its own settings, whatever the defaults are now."""
     from wholestep.train.job import make_job, make_job_again
+    from wholestep.train.saved import Kept
 
     changed = [name for name in ("model", "seed", *MADE_OF) if name != "steps" and given.get(name) is not None]
     if folder is not None and not changed and folder.facts.get("settings"):
         try:
-            return make_job_again(folder.facts["settings"], steps=given["steps"])
+            return make_job_again(folder.facts["settings"], steps=given["steps"], kept=Kept.by(folder.path))
         except (KeyError, TypeError, AttributeError) as error:
             if (
                 folder.facts["settings"].get("family") is None
@@ -160,7 +173,7 @@ def _job(request: dict[str, Any], given: dict[str, Any], folder: RunFolder | Non
             what = f"{folder.path / 'run.json'} is damaged: its settings make no job ({type(error).__name__}: {error})"
             raise BadOption(what, hint="mend it, or start a new run") from error
     arguments = {name: request[name] for name in MADE_OF}
-    arguments |= {"sets": tuple(request["sets"] or ()), "init": bool(request["init"]), "seed": request["seed"] or 0}
+    arguments |= {"sets": tuple(request["sets"] or ()), "seed": request["seed"] or 0}
     return make_job(request["model"], **arguments)
 
 

@@ -13,6 +13,9 @@ def command(
     model: options.Model,
     sets: options.Sets = None,
     data: options.Data = None,
+    glob: options.Glob = None,
+    field: options.Field = None,
+    tokenizer: options.Tokenizer = None,
     batch: options.Batch = None,
     seq: options.Seq = None,
     steps: Annotated[int, typer.Option(min=1, metavar="K", help="How many steps to compare.")] = 5,
@@ -48,7 +51,17 @@ def command(
     from wholestep.train.job import make_job
 
     job = make_job(
-        model, sets=sets or (), data=data, batch=batch, seq=seq, precision=precision, steps=steps, seed=seed or 0
+        model,
+        sets=sets or (),
+        data=data,
+        glob=glob,
+        field=field,
+        tokenizer=tokenizer,
+        batch=batch,
+        seq=seq,
+        precision=precision,
+        steps=steps,
+        seed=seed or 0,
     )
     report = verify(
         job.model, job.loss_fn, job.optimizer, [job.batches.batch(number) for number in range(steps)], steps=steps,

@@ -63,7 +63,7 @@ def make_dry_job(
         return _own(make_job(model, sets=sets, batch=batch, seq=seq, precision=settings["precision"], device="cpu"))
     config = family.configure(_with_vocabulary(settings, family))
     with torch.device("meta"):
-        module = family.build(config, False)
+        module = family.build(config, None)
         example = _example(settings, family, config)
     optimizer = make_optimizer(settings["optimizer"], module, lr=settings["lr"], weight_decay=settings["weight_decay"])
     if family.task == "next":

@@ -7,6 +7,7 @@ numbers and the position in the data are all in it.
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Mapping
@@ -19,8 +20,9 @@ from wholestep.graph.bytes import show_bytes
 from wholestep.runtime.step import Step
 from wholestep.train.checkpoint_files import Stored, open_stored
 from wholestep.train.job import Job
-from wholestep.train.run_folder import RunFolder, first_change, new_run, open_run, refuse_changed
+from wholestep.train.run_folder import RunFolder, first_change, new_run, open_run, refuse_changed, write_whole
 from wholestep.train.running import Outcome, Run
+from wholestep.train.saved import DATA_FILES
 from wholestep.train.watch import Display, Interrupts, Silent
 
 
@@ -100,6 +102,8 @@ def _folder(
         })  # fmt: skip
         try:
             _refuse_full_disk(folder, root[1])
+            if job.data_files:  # so that a file that changes can be named
+                write_whole(folder.path / DATA_FILES, json.dumps({"files": dict(job.data_files)}, indent=0) + "\n")
         except BaseException:
             folder.discard()
             raise
@@ -135,7 +139,8 @@ def _checkpoint(folder: RunFolder, out: Path, settings: Mapping[str, Any]) -> St
 def _default_name(job: Job) -> str:
     data = job.settings.get("data")
     label = data if isinstance(data, str) else data.get("name") if isinstance(data, dict) else None
-    return f"{job.name}-{Path(label).stem if '/' in label else label}" if label else job.name
+    name = Path(job.name).name if "/" in job.name else job.name
+    return f"{name}-{Path(label).stem if '/' in label else label}" if label else name
 
 
 def _bytes_of(job: Job) -> tuple[int, int]:

@@ -239,7 +239,7 @@ class Run:
         with self.clock.paused():
             self.saved = checkpoint.save(
                 self.folder.checkpoints, model=self.job.model, optimizer=self.job.optimizer, scheduler=self.job.scheduler,
-                step=self.step, data={"batch": self.step.count}, config=self.job.settings, keep=self.keep,
+                step=self.step, data={"batch": self.step.count}, config=self.job.settings, files=self.job.files, keep=self.keep,
             )  # fmt: skip
         self.saved_at, self.last_save = self.step.count, time.monotonic()
         self.display.saved(self.saved)
