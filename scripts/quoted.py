@@ -42,16 +42,19 @@ class Quote:
 
 
 def quotes_of(body: str) -> list[Quote]:
-    """The commands of a block; a line that ends in a backslash goes on."""
+    """The commands of a block; a line that ends in a backslash goes on, `<<'END'` goes on to END."""
     found: list[list[str]] = []
-    going_on = False
+    going_on = until_end = False
     for line in body.splitlines():
-        if line.startswith("$ ") or going_on:
-            found += [] if going_on else [["", ""]]
-            found[-1][0] += ("\n" if going_on else "") + (line if going_on else line[2:])
-            going_on = line.endswith("\\")
+        if line.startswith("$ ") and not until_end:
+            found.append([line[2:], ""])
+        elif going_on or until_end:
+            found[-1][0] += f"\n{line}"
         elif found:
             found[-1][1] += line + "\n"
+            continue
+        going_on = line.endswith("\\")
+        until_end = ("<<'END'" in line or until_end) and line != "END"
     return [Quote(command, output) for command, output in found]
 
 
@@ -102,12 +105,9 @@ def run(command: str, folder: Path) -> tuple[str, float]:
             (programs / name).chmod(0o755)
         for name in ("docs", "examples"):
             (folder / name).symlink_to(ROOT / name)
-    environment = {
-        **os.environ,
-        "PATH": f"{programs}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT / "src"),
-        "COLUMNS": "120",
-    }
+    quiet = {"COLUMNS": "120", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    quiet |= {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that wait do not spin: others may use the machine
+    environment = os.environ | quiet | {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")}
     began = time.perf_counter()
     done = subprocess.run(
         ["bash", "-c", command], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
