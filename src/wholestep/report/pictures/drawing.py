@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape, quoteattr
 from wholestep.graph.counted import digits
 
 WIDTH = 1000
-NARROW = 400
+NARROW = 372
 """The same pictures for the screen of a phone: drawn anew, so that text keeps its size."""
 CHARACTER = 6.6
 """Width of a character of 12 px text, generously."""

@@ -32,8 +32,11 @@ def waterfall(entries: Sequence[tuple[str, float]], measured_ms: float, *, width
     body = []
     for value in ticks(0.0, max(measured_ms, *ends), 4 if narrow else 6):
         body.append(line(across(value), TOP, across(value), height - 24, "grid"))
-        body.append(text(across(value), height - 8, f"{value:g}", "faint", "start" if value == 0 else "middle"))
-    body.append(text(width - 4, height - 8, "ms", "faint", "end"))
+        words = f"{value:g} ms" if narrow and value else f"{value:g}"
+        body.append(
+            text(across(value), height - 8, words, "faint", "start" if value == 0 else "end" if narrow else "middle")
+        )
+    body += [] if narrow else [text(width - 4, height - 8, "ms", "faint", "end")]
     for number, ((name, ms), (start, end)) in enumerate(zip(entries, itertools.pairwise(ends))):
         share = f"{show_ms(ms)} ({ms / measured_ms:.0%})"
         kind = "floor" if name.startswith(FLOORS) else "unknown" if name == "unattributed" else "lost"
