@@ -80,5 +80,5 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing $(TORCH)"
 	@$(PIP) $(TORCH)
 	@echo "installing wholestep and its tools"
-	@$(PIP) -e '.[dev,hf,gnn]'
+	@$(PIP) -e '.[dev,hf,gnn,data]'
 	@touch $@
