@@ -3,6 +3,7 @@
     run.json        what was asked, what it resolved to, versions, device, how it went; there from the first moment
     metrics.jsonl   one row per step (train/metrics.py)
     checkpoints/    train/checkpoint.py
+    run.toml        what was asked, as resolved, for `--config` (train/config_file.py)
     explain.txt     what was captured and how it runs
     loss.svg, sample.txt   at the end
 
