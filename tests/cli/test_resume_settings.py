@@ -26,7 +26,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 VALUES: dict[str, tuple[Any, Any]] = {
     "model": ("gpt-1m", "bert-6m"), "sets": (["dropout=0.25"], ["dropout=0.5"]), "data": ("stdlib", "shakespeare"),
-    "glob": ("*.md", "*.txt"), "field": ("body", "title"), "tokenizer": ("bpe", "bytes"),
+    "glob": ("*.md", "*.txt"), "field": ("body", "title"), "tokenizer": ("bytes", "bpe"),
     "batch": ("3", "4"), "seq": ("12", "8"), "precision": ("bf16", "fp16"), "steps": ("5", "7"), "seed": ("9", "8"),
     "init": ("w", "v"), "backend": ("interpret", "inductor"), "disable": (["fold_casts"], ["fold_views"]),
     "memory": ("8GiB", "9GiB"), "plan": ("a.toml", "b.toml"), "recipe": ("c.toml", "d.toml"),
