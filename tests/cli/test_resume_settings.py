@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import typer
 from tests.cli.calls import Call
+from tests.data.own_files import texts
 
 from wholestep.cli import options
 from wholestep.cli import train as command
@@ -25,8 +26,9 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 VALUES: dict[str, tuple[Any, Any]] = {
     "model": ("gpt-1m", "bert-6m"), "sets": (["dropout=0.25"], ["dropout=0.5"]), "data": ("stdlib", "shakespeare"),
+    "glob": ("*.md", "*.txt"), "field": ("body", "title"), "tokenizer": ("bytes", "bpe"),
     "batch": ("3", "4"), "seq": ("12", "8"), "precision": ("bf16", "fp16"), "steps": ("5", "7"), "seed": ("9", "8"),
-    "init": (True, True), "backend": ("interpret", "inductor"), "disable": (["fold_casts"], ["fold_views"]),
+    "init": ("w", "v"), "backend": ("interpret", "inductor"), "disable": (["fold_casts"], ["fold_views"]),
     "memory": ("8GiB", "9GiB"), "plan": ("a.toml", "b.toml"), "recipe": ("c.toml", "d.toml"),
     "nonfinite": ("skip", "stop"), "save_every": ("3", "4"),
     "log": ("csv", "csv,tensorboard"),
@@ -103,10 +105,18 @@ def start_of(name: str, tmp_path: Path) -> dict[str, Any]:
     if name == "init":
         from transformers import GPT2Config, GPT2LMHeadModel
 
-        GPT2LMHeadModel(GPT2Config(vocab_size=260, n_positions=16, n_embd=8, n_layer=1, n_head=1)).save_pretrained(
-            tmp_path / "w"
-        )
+        for folder in VALUES["init"]:
+            model = GPT2LMHeadModel(GPT2Config(vocab_size=260, n_positions=16, n_embd=8, n_layer=1, n_head=1))
+            model.save_pretrained(tmp_path / folder)
         asked = {**asked, "model": "w", "sets": ["tokenizer=bytes"]}
+    if name == "glob":
+        texts(tmp_path / "notes")
+        asked["data"] = "notes"
+    if name == "field":
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a" * 99, "body": "b" * 99, "title": "c" * 99}) + "\n")
+        asked["data"] = "rows.jsonl"
+    if name == "tokenizer":
+        asked["sets"] = [text for text in SMALL["sets"] if "tokenizer" not in text]
     return asked
 
 
@@ -124,7 +134,7 @@ def test_an_option_survives_a_resume(name: str, observe: Observe, tmp_path: Path
     assert observe("--resume", "--out", "run") == first, "and a second one"
 
 
-@pytest.mark.parametrize("name", [name for name in request.ASKED if name != "init"])  # a flag has no other value
+@pytest.mark.parametrize("name", request.ASKED)
 def test_an_option_given_on_resume_is_taken_or_refused_by_name(name: str, observe: Observe, tmp_path: Path) -> None:
     asked, other = start_of(name, tmp_path), VALUES[name][1]
     first = observe(*words(asked), "--out", "run")
