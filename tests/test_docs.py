@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
+from tests.test_import_order import ORDER
 
 import wholestep
 from wholestep import api
@@ -70,10 +71,23 @@ def test_every_page_is_in_the_index() -> None:
     assert listed == {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
 
 
+def test_the_file_map_is_whole_and_in_the_order_of_imports() -> None:
+    page = (ROOT / "docs" / "file-map.md").read_text("utf-8")
+    listed = re.findall(r"^ {6}(\w+)(?:\.py|/) ", page, re.MULTILINE)
+    there = {
+        path.stem for path in (ROOT / "src" / "wholestep").iterdir() if not path.name.startswith(("__", "py.typed"))
+    }
+    assert set(listed) == there and listed == [name for name in ORDER if name in there]
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     page = (ROOT / "docs" / "api.md").read_text("utf-8")
     members = re.findall(r"automodule:: wholestep\.errors", page) and ["WholestepError", "WholestepWarning"]
-    named = {*re.findall(r":: wholestep\.(\w+)", page), *members, *re.findall(r":: wholestep\.schedule\.(recipes)", page)}
+    named = {
+        *re.findall(r":: wholestep\.(\w+)", page),
+        *members,
+        *re.findall(r":: wholestep\.schedule\.(recipes)", page),
+    }
     assert not set(wholestep.__all__) - named
 
 

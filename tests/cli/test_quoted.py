@@ -43,6 +43,25 @@ README_SLOW = {
     "wholestep search recipe.toml": "--measure 1",
 }
 """None: needs a GPU."""
+TUTORIAL = {
+    "wholestep train gpt-1m --data my_texts --steps 300 --out runs/mine": TINY,
+    "wholestep explain runs/mine": "",
+    'wholestep sample runs/mine --prompt "The step" --tokens 40 --seed 1': "--tokens 4",
+    'wholestep sample runs/mine --prompt "The step" --tokens 16 --temperature 0': "",
+    "wholestep eval runs/mine": "--batches 2",
+    "wholestep eval runs/mine --data my_texts/plan.md --json": "--batches 2",
+    "wholestep export runs/mine my_gpt": "",
+}
+TUTORIAL_SLOW = {
+    "wholestep train gpt-1m --data rows.parquet --steps 60 --out runs/rows --quiet": TINY,
+    'wholestep sample runs/rows --prompt "The step" --tokens 20 --seed 1': "--tokens 4",
+    "wholestep eval runs/rows": "--batches 2",
+    "wholestep export runs/rows my_rows": "",
+    "wholestep train resnet-18 --data my_images --set width=16 --set image_size=32 --set stem=large "
+    "--steps 60 --out runs/digits --quiet": "--steps 2 --batch 4 --backend interpret",
+    "wholestep eval runs/digits": "--batches 2",
+    "wholestep export runs/digits my_resnet": "",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +81,19 @@ def run_all(call: Call, table: dict[str, str | None]) -> None:
             assert done.code == 0, f"{command} {small}: {done.err[-2000:]}"
 
 
+def follow(call: Call, table: dict[str, str], page: str, folder: Path, *, among: set[str]) -> str:
+    """The console blocks of a page one after the other, small; what the last command that is not ours printed."""
+    printed = ""
+    for command in quoted.commands_of(page):
+        plain = " ".join(command.replace("\\\n", " ").split())
+        if plain in table:
+            done = call(*shlex.split(f"{plain} {table[plain]}")[1:])
+            assert done.code == 0, f"{command}: {done.err[-2000:]}"
+        elif not command.startswith("wholestep ") and any(word in command for word in among):
+            printed, _ = quoted.run(command, folder)
+    return printed
+
+
 def listed(page: str) -> list[str]:
     """The commands of wholestep on a page; what comes behind a pipe belongs to the shell."""
     found = [command.partition(" |")[0].replace("\\\n", " ") for command in quoted.commands_of(page)]
@@ -79,6 +111,27 @@ def test_the_quick_commands_of_the_readme(call: Call) -> None:
 @pytest.mark.slow
 def test_the_other_commands_of_the_readme(call: Call) -> None:
     run_all(call, README_SLOW)
+
+
+def test_every_command_of_the_tutorial_is_run() -> None:
+    go_on = {"wholestep train --init runs/mine --data other_texts", "wholestep profile runs/mine"}
+    assert set(listed("docs/tutorial.md")) - go_on == set(TUTORIAL | TUTORIAL_SLOW)
+
+
+def test_the_tutorial_from_own_text_to_transformers(call: Call, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    printed = follow(call, TUTORIAL, "docs/tutorial.md", tmp_path, among={"mkdir my_texts", "AutoTokenizer"})
+    written, _, imported = printed.rpartition("wholestep was imported: ")
+    assert imported.strip() == "False"
+    again = call("sample", "runs/mine", "--prompt", "The step", "--tokens", "16", "--temperature", "0")
+    assert len(written.split()) > 2 and again.out.strip() == written.strip(), "the same text from the same logits"
+
+
+@pytest.mark.slow
+def test_the_rest_of_the_tutorial(call: Call, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    rest = {"mkdir my_texts", "pyarrow", "PIL", "AutoModelForImageClassification"}
+    assert "resnet" in follow(call, TUTORIAL_SLOW, "docs/tutorial.md", tmp_path, among=rest)
 
 
 @pytest.mark.slow
