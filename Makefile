@@ -87,5 +87,5 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing $(TORCH)"
 	@$(PIP) $(TORCH)
 	@echo "installing wholestep and its tools"
-	@$(PIP) -e '.[dev,hf,gnn,docs]'
+	@$(PIP) -e '.[dev,hf,gnn,data,docs]'
 	@touch $@

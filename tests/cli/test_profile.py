@@ -14,6 +14,7 @@ from wholestep.cli import failure
 from wholestep.cost import this_device
 from wholestep.profile import profile as profiling
 from wholestep.profile.measure import timing
+from wholestep.train import job as job_module
 
 MODEL = "own_training:setup"
 DEEP = """
@@ -116,7 +117,7 @@ def test_memory_that_runs_out_before_anything_is_captured(call: Call, monkeypatc
             "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: not enough memory: you tried to allocate"
         )
 
-    monkeypatch.setattr("wholestep.train.job.make_job", full)
+    monkeypatch.setattr(job_module, "make_job", full)
     done = call("profile", MODEL)
     assert (
         done.code == 1

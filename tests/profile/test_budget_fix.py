@@ -12,6 +12,7 @@ from tests.passes.test_recompute import Small, batches, loss_fn
 import wholestep
 from wholestep.graph.bytes import parse_bytes
 from wholestep.lower.footprint.predict import predict_profile
+from wholestep.profile.memory import budget_fix as budget_fix_module
 from wholestep.profile.memory.budget_fix import asked_for, budget_fix
 from wholestep.profile.memory.oom import explain_oom, ranked_fixes
 
@@ -60,7 +61,7 @@ def test_advice_does_not_fail_in_its_turn(monkeypatch: pytest.MonkeyPatch) -> No
     def full(*args: Any, **options: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("wholestep.profile.memory.budget_fix.frontier", full)
+    monkeypatch.setattr(budget_fix_module, "frontier", full)
     graph = compiled().graph
     assert "recompute cheap activations" in explain_oom(graph)
     fixes = ranked_fixes(predict_profile(graph))

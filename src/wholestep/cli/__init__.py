@@ -12,7 +12,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -30,6 +30,7 @@ from wholestep.cli import (
     search,
     show,
     train,
+    usage,
     verify,
 )
 from wholestep.errors import WholestepError, WholestepWarning
@@ -79,8 +80,20 @@ app.command("compare", short_help="what moved between two results of bench, or t
 app.command("doctor", short_help="what this machine has and lacks")(_stoppable(doctor.command))
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        from wholestep import __version__
+
+        typer.echo(f"wholestep {__version__}")
+        raise typer.Exit(0)
+
+
 @app.callback()
-def root() -> None:
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """A holistic compiler for training PyTorch models.
 
     \b
@@ -122,8 +135,9 @@ def main() -> None:
             sys.exit(1)
         if not hasattr(error, "format_message"):  # not one of the argument parser's own
             sys.exit(_fail(failure.one_line(error)))
-        if error.format_message():  # without arguments it has printed the help already
-            _fail(" ".join(error.format_message().split()))
+        text = usage.explained(error)
+        if text:  # without arguments the parser has printed the help already
+            _fail(text)
         sys.exit(2)
     sys.exit(code if isinstance(code, int) else 0)
 

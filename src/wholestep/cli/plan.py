@@ -109,8 +109,8 @@ def budget_of(memory: str | None, target: Card) -> int:
 
 
 def _report(fit: Fit, *, out: Path | None, svg: Path | None, json: bool, peers: list[Peer]) -> None:
-    from wholestep.cli.summary import blocks_fit
-    from wholestep.report.fit_text import fit_json, fit_lines, verdict
+    from wholestep.train.fit_text import fit_json, fit_lines, fit_picture, verdict
+    from wholestep.train.summary import blocks_fit
 
     if json:
         typer.echo(json_text.dumps(fit_json(fit), indent=1, default=str))
@@ -125,7 +125,7 @@ def _report(fit: Fit, *, out: Path | None, svg: Path | None, json: bool, peers: 
     elif out is not None:
         told.append(f"nothing to {out}: no plan fits")
     if svg is not None:
-        svg.write_text(picture_of(fit, peers), encoding="utf-8")
+        svg.write_text(fit_picture(fit, peers), encoding="utf-8")
         told.append(f"{svg}: time against memory")
     for text in told:
         typer.echo(f"wholestep: written {text}" if json else f"written   {text}", err=json)
@@ -152,21 +152,6 @@ def read_peers(path: Path | None, model: str) -> list[Peer]:
             f"--peers {path}: {' '.join(said.split())}", hint="give JSON: [{name, gib, ms}, ...]"
         ) from error
     return list(found.values())
-
-
-def picture_of(fit: Fit, peers: list[Peer] | None = None) -> str:
-    """The staircase of a Fit; peers only where times are comparable."""
-    from wholestep.report.fit_text import GIB, plotted, verdict
-    from wholestep.report.pictures.frontier_staircase import frontier_staircase
-
-    times = fit.question.target.times
-    knees = [(x, y, point.change) for (x, y), point in zip(plotted(fit), fit.frontier)]
-    name, _, answer = verdict(fit).partition(": ")
-    subtitle = answer + (" (not calibrated)" if times == "not calibrated" and "not calibrated" not in answer else "")
-    return frontier_staircase(
-        knees, title=name, subtitle=subtitle, unit="x" if times == "relative" else "ms",
-        budget=fit.question.budget_bytes / GIB, chosen=fit.chosen, peers=() if times == "relative" else peers or (),
-    )  # fmt: skip
 
 
 def check_writable(option: str, path: Path | None) -> None:

@@ -14,6 +14,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +22,11 @@ import torch
 from wholestep import api
 from wholestep.capture.batch import split_batch
 from wholestep.capture.subject import Subject, make_subject
-from wholestep.cost import Device, Fp32Units, NodeCost, fp32_units_here, node_costs, roofline, this_device, utilisation
-from wholestep.cost.measure import measure_device
+from wholestep.cost.devices import Device
+from wholestep.cost.measure import measure_device, this_device
+from wholestep.cost.node_costs import NodeCost, node_costs
+from wholestep.cost.roofline import Fp32Units, fp32_units_here, roofline
+from wholestep.cost.utilisation import utilisation
 from wholestep.errors import BadOption, WholestepError
 from wholestep.graph.bytes import show_bytes
 from wholestep.graph.training_graph import TrainingGraph
@@ -30,7 +34,7 @@ from wholestep.lower.footprint.blocks import MemoryProfile
 from wholestep.lower.footprint.predict import predict_profile
 from wholestep.lower.footprint.regions import predict_compiled
 from wholestep.lower.footprint.scratch import measure_scratch
-from wholestep.profile import actions
+from wholestep.profile import actions, text
 from wholestep.profile.measure import calls as watching
 from wholestep.profile.measure import kernels, rows
 from wholestep.profile.measure.calls import TimedCall
@@ -39,6 +43,7 @@ from wholestep.profile.measure.timing import BUSY, Timing, time_steps, wait
 from wholestep.profile.measure.work import sum_of
 from wholestep.profile.memory.budget_fix import Fix, budget_fix
 from wholestep.profile.memory.profile import memory_profile
+from wholestep.report.page import write_report
 from wholestep.runtime.eager import eager_step
 from wholestep.runtime.step import Step
 from wholestep.runtime.variant import Variant
@@ -55,9 +60,9 @@ VERIFY_UP_TO = 2.0
 """Seconds of a step beyond which it is not verified unasked: the float64 reference takes many times as long."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Profile:
-    """One training step, measured. Milliseconds and bytes are per step."""
+    """One training step, measured. Milliseconds and bytes are per step. Printed it reads as `wholestep profile` does."""
 
     name: str
     command: tuple[str, ...]
@@ -93,6 +98,19 @@ class Profile:
     actions: tuple[dict[str, Any], ...]
     environment: dict[str, Any]
     notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(text.summary_lines(self))
+
+    def __repr__(self) -> str:
+        return f"<{text.summary_lines(self)[0]}>"
+
+    def _repr_html_(self) -> str:
+        return text.framed_page(self)
+
+    def write(self, path: str | Path) -> Path:
+        """Write the page, and beside it the numbers as JSON, whose path is returned."""
+        return write_report(self.to_json(), Path(path))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; NaN and infinity become None."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from wholestep.graph.bytes import show_bytes
+from wholestep.graph.counted import digits
 from wholestep.report.module_tree import module_rows
 from wholestep.report.pictures.drawing import NARROW, WIDTH, show_ms
 from wholestep.report.pictures.memory_area import memory_area
@@ -104,9 +105,9 @@ def show_count(value: float | None) -> str:
     if value is None:
         return "-"
     for letter, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= size:
-            return f"{value / size:.3g} {letter}"
-    return f"{value:.3g}"
+        if abs(value) >= 0.9995 * size:
+            return f"{digits(value / size)} {letter}"
+    return digits(value)
 
 
 def show_percent(share: float | None) -> str:

@@ -99,9 +99,9 @@ def _own_batches(trained: Trained, data: str | None) -> Iterable[Any]:
 def _settings(trained: Trained, given: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the run, with other data and sizes."""
     asked = {name: value for name, value in given.items() if value is not None}
-    if asked.get("data") is not None:
-        # As train would: is it data for this model, and is there any? The sizes of the run come from its own settings.
+    if asked:  # as train would look at it: is it data for this model, can it read so many tokens?
         resolve_settings(str(trained.path), where=trained.device, **asked)
+    if asked.get("data") is not None:
         asked |= {"data_digest": None} | {name: given[name] for name in _DATA}
         if _same(asked["data"], trained.settings.get("data")):
             asked |= {name: trained.settings.get(name) for name in _DATA if given[name] is None}

@@ -41,6 +41,7 @@ from wholestep.train.presets import (
     PRESETS,
     TEXT_DEFAULTS,
     Preset,
+    refuse_unknown,
 )
 from wholestep.train.saved import IN_EVERY_JOB, Kept, Saved, find_saved, weights_at
 from wholestep.train.schedule import make_scheduler
@@ -50,7 +51,6 @@ OWN_STEPS = 100
 """Steps of a run over the user's own function, when nothing is said."""
 GRAPHS = ("runs over one whole graph at every step", "--set files=N changes its size")
 """Why there is nothing to cut, and what there is instead."""
-_FORMS = "a preset, hf:<model_type>, a folder with a config.json, a run, or package.module:callable"
 _NO_TEXT = "ids"
 """The tokenizer of data that holds ids already."""
 
@@ -245,15 +245,8 @@ def _located(name: str) -> tuple[str | None, Preset | None, Saved | None]:
         return saved.family, None if saved.family is None else saved.row, saved
     if os.path.isdir(path):
         return os.path.abspath(path), None, None
-    if ":" in name:
-        return None, None, None
-    if os.sep in name or name.startswith((".", "~")):
-        raise BadOption(f"MODEL {name!r}: there is no such folder", hint=f"name {_FORMS}")
-    close = difflib.get_close_matches(name, PRESETS, n=1)
-    presets = ", ".join(PRESETS)
-    if close:
-        raise BadOption(f"MODEL {name!r} is not a preset", hint=f"did you mean {close[0]}? (presets: {presets})")
-    raise BadOption(f"MODEL {name!r} is none of: {_FORMS}", hint=f"presets: {presets}")
+    refuse_unknown(name)
+    return None, None, None
 
 
 def _settings(

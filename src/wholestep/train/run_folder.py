@@ -3,6 +3,7 @@
     run.json        what was asked, what it resolved to, versions, device, how it went; there from the first moment
     metrics.jsonl   one row per step (train/metrics.py)
     checkpoints/    train/checkpoint.py
+    run.toml        what was asked, as resolved, for `--config` (train/config_file.py)
     explain.txt     what was captured and how it runs
     loss.svg, sample.txt   at the end
 
@@ -244,6 +245,8 @@ def newest_run(model: str | None, data: str | None) -> RunFolder:
 MAY_GROW = ("steps",)
 NOT_COMPARED = ("device",)
 """A run may go on elsewhere, though not bit for bit."""
+FOLLOW = ("data_digest", "tokenizer_digest", "config.vocab_size", "config.num_labels", "config.classes", "images.classes")
+"""Decided by data and tokenizer, which are named rather than these."""
 
 
 def refuse_changed(stored: Any, now: Any, where: Path) -> None:
@@ -267,6 +270,7 @@ def first_change(stored: Any, now: Any) -> tuple[str, str, str, str] | None:
             changed.remove(name)
     if not changed:
         return None
+    changed.sort(key=lambda name: name in FOLLOW)
     more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
     return changed[0], _shown(before, changed[0]), _shown(after, changed[0]), more
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from wholestep.cost import this_device
+from wholestep.cost.measure import this_device
 from wholestep.errors import WholestepError
 from wholestep.graph.bytes import show_bytes
 from wholestep.graph.training_graph import TrainingGraph, tensors_in

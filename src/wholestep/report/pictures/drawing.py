@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from xml.sax.saxutils import escape, quoteattr
 
+from wholestep.graph.counted import digits
+
 WIDTH = 1000
 NARROW = 372
 """The same pictures for the screen of a phone: drawn anew, so that text keeps its size."""
@@ -99,18 +101,18 @@ def legend_height(entries: Iterable[tuple[str, str]], x: float, *, width: float 
 
 def show_ms(ms: float) -> str:
     """`1.25 s`, `12.3 ms`, `45 µs`."""
-    if abs(ms) >= 1000:
-        return f"{ms / 1000:.3g} s"
-    if abs(ms) >= 0.1:
-        return f"{ms:.3g} ms"
+    if abs(ms) >= 999.5:
+        return f"{digits(ms / 1000)} s"
+    if abs(ms) >= 0.0995:
+        return f"{digits(ms)} ms"
     if abs(ms) < 1e-6:  # no clock tells a nanosecond from nothing: what is left of a sum
         return "0 ms"
-    return f"{1000 * ms:.2g} µs"
+    return f"{digits(1000 * ms, 2)} µs"
 
 
 def show_rate(per_second: float, unit: str) -> str:
     """`1.2 TFLOP/s`."""
     for letter, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(per_second) >= size:
-            return f"{per_second / size:.3g} {letter}{unit}/s"
-    return f"{per_second:.3g} {unit}/s"
+        if abs(per_second) >= 0.9995 * size:
+            return f"{digits(per_second / size)} {letter}{unit}/s"
+    return f"{digits(per_second)} {unit}/s"
