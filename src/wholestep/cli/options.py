@@ -82,10 +82,20 @@ def one_of(option: str, value: str | None, known: Sequence[str]) -> None:
         )
 
 
+def checked_model(model: str | None) -> None:
+    """MODEL, before torch is loaded; whether a type, a function or a folder is one is looked at later."""
+    from wholestep.train.presets import refuse_unknown
+
+    if model is not None:
+        refuse_unknown(model)
+
+
 def checked_recipe(path: str | Path | None) -> str | None:
     """The recipe's file, found to be one before a model is built; what it says is held against the model later."""
     if path is None:
         return None
+    if not Path(path).is_file():
+        raise BadOption(f"--recipe {path}: there is no such file", hint="see docs/schedule.md for how to write one")
     from wholestep.schedule.recipe_file import read_recipe
 
     read_recipe(Path(path))

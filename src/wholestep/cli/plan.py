@@ -66,17 +66,19 @@ def command(
       wholestep plan gpt-10m --recipe recipe.toml --out plan.toml
       wholestep plan hf:llama --set num_hidden_layers=8 --batch 4 --seq 1024 --json
     """
+    options.checked_model(model)
     options.checked(precision=precision)
     if gpus > 1:
         raise NotBuiltYet(f"--gpus {gpus}: plans for several cards are not part of this version", hint="use --gpus 1")
     for option, path in (("--out", out), ("--svg", svg)):
         check_writable(option, path)
     measured = read_peers(peers, model)
-    passes = options.pipeline(disable)
     from wholestep.cost.target import find_target
 
     target = find_target(device)
     budget = budget_of(memory, target)
+    recipe_file = options.checked_recipe(recipe)
+    passes = options.pipeline(disable)
     from wholestep.train.fit import Question, will_it_fit
 
     question = Question(
@@ -87,7 +89,7 @@ def command(
         precision=precision,
         target=target,
         budget_bytes=budget,
-        recipe=options.checked_recipe(recipe),
+        recipe=recipe_file,
     )
     fit = will_it_fit(question, passes=passes, check_batch=check_batch, tell=tell_passing)
     tell_passing("")

@@ -40,6 +40,7 @@ def command(
       wholestep show gpt-1m --batch 4 --stage planned --memory 40MiB
       wholestep show my_package.training:setup --stage lowered
     """
+    options.checked_model(model)
     options.one_of("--stage", stage, STAGES)
     options.checked(precision=precision)
     options.checked_memory(memory, plan)

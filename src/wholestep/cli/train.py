@@ -91,6 +91,7 @@ def command(
       wholestep train --config runs/gpt-1m-shakespeare/run.toml --out runs/again
       wholestep train --resume --steps 2000
     """
+    options.checked_model(model)
     options.checked_recipe(recipe)
     options.checked(precision=precision, backend=backend)
     options.checked_memory(memory, plan)

@@ -12,13 +12,13 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from wholestep.disk import cache_folder, read_bytes, write_atomically
 from wholestep.errors import BadOption
+
+if TYPE_CHECKING:  # its names are read before torch is loaded
+    from torch import Tensor
 
 KINDS = ("bytes", "bpe")
 RESERVED = ("<pad>", "<start>", "<end>", "<mask>")
@@ -88,6 +88,8 @@ class Bytes:
         return Pieces("bytes", made).files()
 
     def encode(self, text: bytes) -> Tensor:
+        import torch
+
         if not text:
             return torch.zeros(0, dtype=torch.int64)
         return torch.frombuffer(bytearray(text), dtype=torch.uint8).long() + self.reserved
@@ -125,6 +127,8 @@ class Pieces:
         }
 
     def encode(self, text: bytes) -> Tensor:
+        import torch
+
         words = text.decode("utf-8", errors="replace")
         return torch.tensor(self.tokenizer.encode(words, add_special_tokens=False).ids, dtype=torch.int64)
 
@@ -150,6 +154,8 @@ class Numbers:
         return {}
 
     def encode(self, text: bytes) -> Tensor:
+        import torch
+
         try:
             return torch.tensor([int(word) for word in text.split()], dtype=torch.int64)
         except ValueError:

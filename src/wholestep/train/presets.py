@@ -15,6 +15,9 @@ from wholestep.errors import BadOption
 
 FORMS = "a preset, hf:<model_type>, a folder with a config.json, a run, or package.module:callable"
 
+OPTIMIZERS = ("adamw", "sgd")
+SCHEDULES = ("sqrt", "cosine", "constant")
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:

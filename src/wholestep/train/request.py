@@ -63,16 +63,17 @@ def run(
         loggers: besides those that `given["log"]` names.
         tell: is told what was made.
     """
-    from wholestep.capture.preflight import refuse_world
     from wholestep.train.loggers import make_loggers
     from wholestep.train.run_folder import new_run_is_possible
 
-    refuse_world()  # before each of them makes a folder
     folder = _run_to_resume(given, out, config) if resume else None
     if folder is None and out is not None:
         new_run_is_possible(out)  # before a model is built
     request, digest = completed(given, folder, config)
     loggers = [*make_loggers(request["log"]), *loggers]
+    from wholestep.capture.preflight import refuse_world
+
+    refuse_world()  # before each of them makes a folder
     passes, plan = _pipeline(request["disable"]), plan_at(request["plan"])
     _check_recipe(request["recipe"])
     from wholestep.train.loop import train
