@@ -110,7 +110,12 @@ def run(command: str, folder: Path) -> tuple[str, float]:
             (folder / name).symlink_to(ROOT / name)
     quiet = {"COLUMNS": "120", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
     quiet |= {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that wait do not spin: others may use the machine
-    environment = os.environ | quiet | {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")}
+    fresh = {
+        name: str(folder / ".cache") for name in ("WHOLESTEP_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+    }  # as in a new clone
+    environment = (
+        os.environ | quiet | fresh | {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")}
+    )
     began = time.perf_counter()
     done = subprocess.run(
         ["bash", "-c", command], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
