@@ -13,6 +13,9 @@ def command(
     model: options.Model,
     sets: options.Sets = None,
     data: options.Data = None,
+    glob: options.Glob = None,
+    field: options.Field = None,
+    tokenizer: options.Tokenizer = None,
     batch: options.Batch = None,
     seq: options.Seq = None,
     steps: Annotated[int, typer.Option(min=1, metavar="K", help="How many steps to compare.")] = 5,
@@ -42,6 +45,7 @@ def command(
       wholestep verify hf:llama --recipe shards.toml --mesh tp=2 --steps 2
       wholestep verify my_package.training:setup --backend interpret --json
     """
+    options.checked_model(model)
     options.checked(precision=precision, backend=backend)
     options.checked_memory(memory, plan)
     planned, chosen = options.read_plan(plan), options.checked_recipe(recipe)
@@ -51,7 +55,17 @@ def command(
     from wholestep.train.job import make_job
 
     job = make_job(
-        model, sets=sets or (), data=data, batch=batch, seq=seq, precision=precision, steps=steps, seed=seed or 0
+        model,
+        sets=sets or (),
+        data=data,
+        glob=glob,
+        field=field,
+        tokenizer=tokenizer,
+        batch=batch,
+        seq=seq,
+        precision=precision,
+        steps=steps,
+        seed=seed or 0,
     )
     report = verify(
         job.model, job.loss_fn, job.optimizer, [job.batches.batch(number) for number in range(steps)], steps=steps,

@@ -62,7 +62,7 @@ class Lockstep:
         self.cuts = [self._cut(entry, node) for entry, node in zip(graph.inputs, placeholders, strict=True)]
         cut_of, owners = graph.ranks.cuts, {node: name for name, node in graph.gradients.items()}
         returned = [entry for entry in graph.outputs if entry.kind is not OutputKind.UPDATE]
-        self.names: list[str | None] = [entry.name for entry in returned] + [owners.get(name) for name in watch]
+        self.names: list[str | None] = [*(entry.name for entry in returned), *(owners.get(name) for name in watch)]
         """Of results: outputs, then gradients that are watched, by parameter; None for other values."""
         self.layouts: list[Any] = [
             _layout(cut_of.get(entry.name)) if entry.kind is OutputKind.GRADIENT else None for entry in returned

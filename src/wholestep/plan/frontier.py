@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
-from wholestep.cost import Device
+from wholestep.cost.devices import Device
 from wholestep.errors import BudgetTooSmall
 from wholestep.graph.bytes import show_bytes
 from wholestep.graph.copies import copy_graph
@@ -71,6 +71,7 @@ def frontier(
     targets: int = TARGETS,
     near: int | None = None,
     exact: bool = True,
+    timed: bool = True,
 ) -> list[Point]:
     """The plans worth having, from the fastest to the leanest. The graph is left as it is.
 
@@ -78,8 +79,9 @@ def frontier(
         targets: how many sizes are looked at between the two.
         near: a peak that somebody asked for: plans about it are looked at more finely.
         exact: carry every plan out and look at it event by event; else the planner's own sums have to do.
+        timed: whether the device's speed is known, so that reasons may name milliseconds.
     """
-    study = Study(graph, device, apply)
+    study = Study(graph, device, apply, timed=timed)
     points = [study.kept]
     points += [
         study.carried_out(one) if exact else study.summed_up(one) for one in _decisions(study, targets, near, few=exact)
@@ -101,8 +103,8 @@ def leanest(graph: TrainingGraph, device: Device, apply: Apply) -> Point:
 class Study:
     """One step on one device: the memory and the time of its plans."""
 
-    def __init__(self, graph: TrainingGraph, device: Device, apply: Apply) -> None:
-        self.graph, self.apply, self.clock = graph, apply, Clock(device)
+    def __init__(self, graph: TrainingGraph, device: Device, apply: Apply, *, timed: bool = True) -> None:
+        self.graph, self.apply, self.clock, self.timed = graph, apply, Clock(device), timed
         self.workspace = WORKSPACE if device.link_bandwidth else 0  # a CPU's libraries hold none
         planned = apply(copy_graph(graph), Plan())
         whole = timeline(planned, workspace=self.workspace)
@@ -144,7 +146,7 @@ class Study:
         return Point(plan, peak, seconds, self.carried_out(decision).breakdown if decision is self.least else {}, "")
 
     def _plan(self, decision: Decision) -> Plan:
-        return Plan(recompute=decision.again, reasons=_reasons(decision, self.problem))
+        return Plan(recompute=decision.again, reasons=_reasons(decision, self.problem, self.timed))
 
     def _point(self, line: Timeline, plan: Plan) -> Point:
         seconds = self.clock.step(line.works, line.sizes)
@@ -199,8 +201,7 @@ def _told(point: Point, before: Point | None, problem: Problem) -> Point:
             point, change="everything kept" if not point.plan.recompute else _names(point, problem, ())
         )
     more = _names(point, problem, before.plan.recompute)
-    saved, slower = before.peak_bytes - point.peak_bytes, 1e3 * (point.seconds - before.seconds)
-    return dataclasses.replace(point, change=f"{more}: -{show_bytes(saved)}, +{slower:.1f} ms")
+    return dataclasses.replace(point, change=f"{more}: -{show_bytes(before.peak_bytes - point.peak_bytes)}")
 
 
 def _names(point: Point, problem: Problem, before: Sequence[str]) -> str:
@@ -217,7 +218,7 @@ def short(key: str) -> str:
     return f"{path.rpartition('*.')[2] or path} {name}".strip()
 
 
-def _reasons(decision: Decision, problem: Problem) -> dict[str, str]:
+def _reasons(decision: Decision, problem: Problem, timed: bool) -> dict[str, str]:
     """Why each value is made again, for those that the backward pass reads."""
     found: dict[str, str] = {}
     for key in decision.again:
@@ -226,7 +227,8 @@ def _reasons(decision: Decision, problem: Problem) -> dict[str, str]:
             continue
         unit = problem.units[value.unit]
         sources = ", ".join(sorted(short(s) for s in value.made_from)[:3]) or "parameters and the batch"
-        found[key] = f"frees {show_bytes(value.bytes)}; made again from {sources} in {1e3 * unit.seconds:.2f} ms"
+        cost = f" in {1e3 * unit.seconds:.2f} ms" if timed else ""
+        found[key] = f"frees {show_bytes(value.bytes)}; made again from {sources}{cost}"
     return found
 
 

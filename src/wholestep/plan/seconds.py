@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.cost import Device, bound, cost_of
+from wholestep.cost.devices import Device
+from wholestep.cost.node_costs import cost_of
+from wholestep.cost.roofline import bound
 from wholestep.plan.fusion import Work
 
 SHARE_OF_PEAK = {"matmul": 0.75, "attention": 0.25, "convolution": 0.5}

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from wholestep.capture.ladder import COMPILED, EAGER
+from wholestep.graph.counted import counted
 from wholestep.graph.keys import operator_name
 from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
@@ -75,12 +76,12 @@ def explain(step: Step) -> str:
     graph = step.graph
     if graph is not None:
         phases = Counter(phase_of(node) for node in graph.operations())
-        counted = ", ".join(f"{phases[p]} {p}" for p in ("forward", "backward", "update") if phases[p])
+        by_phase = ", ".join(f"{phases[p]} {p}" for p in ("forward", "backward", "update") if phases[p])
         roles = Counter(entry.role for entry in graph.inputs)
         listed = ", ".join(f"{roles[r]} {r.value}" for r in Role if roles[r])
         done = "captured and planned" if step.plan is not None and step.plan.budget_bytes else "captured"
         lines.append(
-            f"graph      {sum(phases.values())} operations ({counted}), {done} in {step.seconds['capture']:.1f} s"
+            f"graph      {sum(phases.values())} operations ({by_phase}), {done} in {step.seconds['capture']:.1f} s"
         )
         lines.append(f"inputs     {listed}")
         if graph.ranks.several:
@@ -111,5 +112,6 @@ def explain(step: Step) -> str:
         lines.append("repeats    not to the last bit for certain: what is not captured whole runs as PyTorch runs it")
     lines += [f"fell       {fall}" for fall in step.falls]
     lines += told_in_notes(step.notes)
-    lines.append(f"so far     {step.captures} captures, {step.compilations} compilations, {step.count} steps")
+    counts = ((step.captures, "capture"), (step.compilations, "compilation"), (step.count, "step"))
+    lines.append(f"so far     {', '.join(counted(number, thing) for number, thing in counts)}")
     return "\n".join(lines)
