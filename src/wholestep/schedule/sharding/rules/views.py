@@ -54,7 +54,9 @@ def _sizes(p: Program, call: Called, shape: Sequence[int], cut: Cut) -> tuple[An
     given = call.args[1:] if call.name in ("view", "reshape") else ()
     if len(given) == 1 and isinstance(given[0], tuple | list):
         given = tuple(given[0])
-    if len(given) == 1 and isinstance(given[0], Value) and isinstance(given[0].example, tuple):  # sizes of another value
+    if (
+        len(given) == 1 and isinstance(given[0], Value) and isinstance(given[0].example, tuple)
+    ):  # sizes of another value
         given = tuple(p.emit(operator.getitem, given[0], dim, layout=WHOLE) for dim in range(len(shape)))
     if len(given) != len(shape) and call.varies:
         p.refuse_cut(f"{call.name} to sizes that vary", call.first)
