@@ -1,4 +1,4 @@
-"""Six models through the front end's graph, in float64: loss and gradients of 2 and 4 ranks against the graph itself."""
+"""Six models through the front end's graph, in float64: loss and gradients of 2 and 4 ranks against the captured graph."""
 
 from __future__ import annotations
 
