@@ -60,10 +60,8 @@ def examine() -> Iterator[tuple[str, str]]:
     said = compat.untested_version()
     if said is not None:
         yield "torch", said
-    yield (
-        "cpu",
-        f"{counted(os.cpu_count() or 1, 'core')}, {counted(torch.get_num_threads(), 'thread')}, {torch.backends.cpu.get_cpu_capability()}",
-    )
+    cores, threads = counted(os.cpu_count() or 1, "core"), counted(torch.get_num_threads(), "thread")
+    yield "cpu", f"{cores}, {threads}, {torch.backends.cpu.get_cpu_capability()}"
     yield "memory", _memory()
     yield "gpu", _gpu()
     compiler = next(
