@@ -95,7 +95,7 @@ def checked_recipe(path: str | Path | None) -> str | None:
     if path is None:
         return None
     if not Path(path).is_file():
-        raise BadOption(f"--recipe {path}: there is no such file", hint="see docs/schedule.md for how to write one")
+        raise BadOption(f"there is no recipe {path}", hint="write one with: wholestep.schedule(model).save(FILE)")
     from wholestep.schedule.recipe_file import read_recipe
 
     read_recipe(Path(path))
