@@ -10,7 +10,7 @@ from typing import Any
 
 from wholestep.graph.counted import counted
 
-KINDS = ("random", "loss", "aux", "gradient", "buffer", "parameter", "state")
+KINDS = ("ranks", "random", "loss", "aux", "gradient", "buffer", "parameter", "state")
 SHOWN_ROWS = 8
 
 
