@@ -31,6 +31,8 @@ BLOCK = re.compile(r"(?:<!-- quoted: (?P<how>[^>]*) -->\n)?```console\n(?P<body>
 CLOCK = re.compile(r"\d\s?s\b|\d:\d\d\b|/s\b|\d\s?ms\b.*measured|^answered")
 NUMBER = re.compile(r"\d[\d,.]*")
 LONGEST = 1800
+HOME = "/home/me"
+"""What pages show in place of the folder that commands run in."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +93,8 @@ def cut(lines: list[str], how: Sequence[str], *, dots: Sequence[str] = ()) -> li
 
 def shown(quote: Quote, output: str, seconds: float, how: Sequence[str]) -> str:
     """The quote as the page shall show it."""
-    lines = cut([line.rstrip() for line in output.strip("\n").splitlines()], how, dots=["..."])
+    squeezed = re.sub(r"\n\s*\n\s*\n+", "\n\n", output.strip("\n"))
+    lines = cut([line.rstrip() for line in squeezed.splitlines()], how, dots=["..."])
     return "\n".join([f"$ {quote.command}", *lines, *([f"# {seconds:.0f} s"] if "timed" in how else [])]) + "\n"
 
 
@@ -107,15 +110,20 @@ def run(command: str, folder: Path) -> tuple[str, float]:
             (folder / name).symlink_to(ROOT / name)
     quiet = {"COLUMNS": "120", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
     quiet |= {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that wait do not spin: others may use the machine
-    environment = os.environ | quiet | {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")}
+    fresh = {
+        name: str(folder / ".cache") for name in ("WHOLESTEP_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+    }  # as in a new clone
+    environment = (
+        os.environ | quiet | fresh | {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")}
+    )
     began = time.perf_counter()
     done = subprocess.run(
         ["bash", "-c", command], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         check=False, timeout=LONGEST,
     )  # fmt: skip
-    if done.returncode not in (0, 1):
+    if done.returncode:
         raise SystemExit(f"{command}: exit code {done.returncode}\n{done.stdout[-3000:]}")
-    return done.stdout, time.perf_counter() - began
+    return done.stdout.replace(str(folder), HOME), time.perf_counter() - began
 
 
 def check_page(page: str, *, write: bool) -> list[str]:

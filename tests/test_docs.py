@@ -10,9 +10,10 @@ import types
 from pathlib import Path
 
 import pytest
+from tests.test_import_order import ORDER
 
 import wholestep
-from wholestep import api
+from wholestep import api, commands
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -28,19 +29,24 @@ def test_the_step_by_step_page_is_what_the_stages_print() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::wholestep.WholestepWarning")
-@pytest.mark.parametrize("page", ["README.md", "docs/own-loop.md", "docs/fell-back.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/own-loop.md", "docs/fell-back.md", pytest.param("docs/runs.md", marks=pytest.mark.slow)]
+)
 def test_examples_for_users_run(
-    page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
     """The Python of a page, one block after the other, as a user copies it; interpreted, which starts at once."""
     monkeypatch.setattr(api, "compile", functools.partial(api.compile, backend="interpret"))
+    monkeypatch.setattr(commands, "train", functools.partial(commands.train, backend="interpret"))
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
     module = types.ModuleType("of_a_page")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for block in blocks:
         exec(compile(block, page, "exec"), module.__dict__)
     printed = capsys.readouterr().out
-    assert blocks and ("rung       eager" if "fell-back" in page else "rung       whole step") in printed
+    shown = {"docs/fell-back.md": "rung       eager", "docs/runs.md": "fits"}.get(page, "rung       whole step")
+    assert blocks and shown in printed
 
 
 def anchors(path: Path) -> set[str]:
@@ -68,6 +74,15 @@ def test_every_page_is_in_the_index() -> None:
     trees = "\n".join(re.findall(r"```\{toctree\}\n(.*?)```", index, re.DOTALL))
     listed = {line for line in trees.splitlines() if line and not line.startswith(":")}
     assert listed == {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+
+
+def test_the_file_map_is_whole_and_in_the_order_of_imports() -> None:
+    page = (ROOT / "docs" / "file-map.md").read_text("utf-8")
+    listed = re.findall(r"^ {6}(\w+)(?:\.py|/) ", page, re.MULTILINE)
+    there = {
+        path.stem for path in (ROOT / "src" / "wholestep").iterdir() if not path.name.startswith(("__", "py.typed"))
+    }
+    assert set(listed) == there and listed == [name for name in ORDER if name in there]
 
 
 def test_every_public_name_is_in_the_reference() -> None:

@@ -11,7 +11,7 @@ import torch
 from tests.cli.calls import Call, program
 
 from wholestep.cli import failure
-from wholestep.cost import this_device
+from wholestep.cost.measure import this_device
 from wholestep.profile import profile as profiling
 from wholestep.profile.measure import timing
 from wholestep.train import job as job_module

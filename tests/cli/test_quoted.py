@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 from scripts import quoted
 from tests.cli.calls import Call
 
-from wholestep.cost import this_device
+from wholestep.cost.measure import this_device
 from wholestep.profile import profile as profiling
 from wholestep.profile.measure import timing
 
@@ -23,15 +24,20 @@ batch = [2, 4]
 """
 README = {
     "wholestep train": TINY,
-    "wholestep profile gpt-1m": TINY + " --no-verify --no-memory",
     "wholestep train --resume --steps 2400": "--steps 3",
+    'wholestep sample runs/gpt-1m-shakespeare --prompt "To be"': "--tokens 4",
     "wholestep explain runs/gpt-1m-shakespeare": "",
-    "wholestep verify gpt-1m --steps 2": TINY + " --steps 1",
     "wholestep show gpt-1m": TINY.replace("--steps 2 ", "").replace("--backend interpret ", ""),
     "wholestep doctor": "",
 }
 """Command -> what goes behind it: of an option that is given twice the last one counts."""
 README_SLOW = {
+    "wholestep profile gpt-1m": TINY + " --no-verify --no-memory",
+    "wholestep eval runs/gpt-1m-shakespeare": "--batches 2",
+    "wholestep export runs/gpt-1m-shakespeare my_gpt": "",
+    "wholestep verify gpt-1m --steps 2": TINY + " --steps 1",
+    "wholestep train gpt-1m --data my_texts": TINY,
+    "wholestep train --init runs/gpt-1m-shakespeare --data my_texts": "--steps 2 --backend interpret --out runs/fine",
     "wholestep train gpt-1m --data stdlib": TINY,
     "wholestep train resnet-18 --set width=16 --set image_size=16": "--steps 2 --batch 4 --backend interpret",
     "wholestep train hf:llama --set hidden_size=128 --set intermediate_size=256 --set num_hidden_layers=2 "
@@ -43,12 +49,33 @@ README_SLOW = {
     "wholestep search recipe.toml": "--measure 1",
 }
 """None: needs a GPU."""
+TUTORIAL = {
+    "wholestep train gpt-1m --data my_texts --steps 300 --out runs/mine": TINY,
+    "wholestep explain runs/mine": "",
+    'wholestep sample runs/mine --prompt "The step" --tokens 40 --seed 1': "--tokens 4",
+    'wholestep sample runs/mine --prompt "The step" --tokens 16 --temperature 0': "",
+    "wholestep eval runs/mine": "--batches 2",
+    "wholestep eval runs/mine --data my_texts/plan.md --json": "--batches 2",
+    "wholestep export runs/mine my_gpt": "",
+}
+TUTORIAL_SLOW = {
+    "wholestep train gpt-1m --data rows.parquet --steps 60 --out runs/rows --quiet": TINY,
+    'wholestep sample runs/rows --prompt "The step" --tokens 20 --seed 1': "--tokens 4",
+    "wholestep eval runs/rows": "--batches 2",
+    "wholestep export runs/rows my_rows": "",
+    "wholestep train resnet-18 --data my_images --set width=16 --set image_size=32 --set stem=large "
+    "--steps 60 --out runs/digits --quiet": "--steps 2 --batch 4 --backend interpret",
+    "wholestep eval runs/digits": "--batches 2",
+    "wholestep export runs/digits my_resnet": "",
+}
 
 
 @pytest.fixture(autouse=True)
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.toml").write_text(RECIPE)
+    (tmp_path / "my_texts").mkdir()
+    (tmp_path / "my_texts" / "one.txt").write_text("To be, or not to be, that is the question. " * 400)
     monkeypatch.setattr(timing, "LEAST_WARM_UP", 2)
     monkeypatch.setattr(timing, "MOST_WARM_UP", 3)
     monkeypatch.setattr(profiling, "measure_device", lambda kind, fresh: this_device(kind))
@@ -60,6 +87,19 @@ def run_all(call: Call, table: dict[str, str | None]) -> None:
         if small is not None:
             done = call(*shlex.split(f"{command} {small}")[1:])
             assert done.code == 0, f"{command} {small}: {done.err[-2000:]}"
+
+
+def follow(call: Call, table: dict[str, str], page: str, folder: Path, *, among: set[str]) -> str:
+    """The console blocks of a page one after the other, small; what the last command that is not ours printed."""
+    printed = ""
+    for command in quoted.commands_of(page):
+        plain = " ".join(command.replace("\\\n", " ").split())
+        if plain in table:
+            done = call(*shlex.split(f"{plain} {table[plain]}")[1:])
+            assert done.code == 0, f"{command}: {done.err[-2000:]}"
+        elif not command.startswith("wholestep ") and any(word in command for word in among):
+            printed, _ = quoted.run(command, folder)
+    return printed
 
 
 def listed(page: str) -> list[str]:
@@ -78,7 +118,30 @@ def test_the_quick_commands_of_the_readme(call: Call) -> None:
 
 @pytest.mark.slow
 def test_the_other_commands_of_the_readme(call: Call) -> None:
-    run_all(call, README_SLOW)
+    run_all(call, README | README_SLOW)
+
+
+def test_every_command_of_the_tutorial_is_run() -> None:
+    go_on = {"wholestep train --init runs/mine --data other_texts", "wholestep profile runs/mine"}
+    assert set(listed("docs/tutorial.md")) - go_on == set(TUTORIAL | TUTORIAL_SLOW)
+
+
+def test_the_tutorial_from_own_text_to_transformers(call: Call, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    shutil.rmtree(tmp_path / "my_texts")  # the page makes its own
+    printed = follow(call, TUTORIAL, "docs/tutorial.md", tmp_path, among={"mkdir my_texts", "AutoTokenizer"})
+    written, _, imported = printed.rpartition("wholestep was imported: ")
+    assert imported.strip() == "False"
+    again = call("sample", "runs/mine", "--prompt", "The step", "--tokens", "16", "--temperature", "0")
+    assert len(written.strip()) > 10 and again.out.strip() == written.strip(), "the same text from the same logits"
+
+
+@pytest.mark.slow
+def test_the_rest_of_the_tutorial(call: Call, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    shutil.rmtree(tmp_path / "my_texts")
+    rest = {"mkdir my_texts", "pyarrow", "PIL", "AutoModelForImageClassification"}
+    assert "resnet" in follow(call, TUTORIAL_SLOW, "docs/tutorial.md", tmp_path, among=rest)
 
 
 @pytest.mark.slow

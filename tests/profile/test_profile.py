@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import wholestep
-from wholestep.cost import this_device
+from wholestep.cost.measure import this_device
 from wholestep.errors import BadOption
 from wholestep.lower import inductor
 from wholestep.lower import measured as choice

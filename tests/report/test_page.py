@@ -13,6 +13,11 @@ from tests.report.profile_data import NASTY, action, profile
 from wholestep.report.module_tree import module_rows
 from wholestep.report.page import cards_of, pictures_of, render_page, show_count, show_gain, show_percent, write_report
 
+CUT_OFF = """Array.from(document.querySelectorAll('svg text')).filter(t => {
+  const box = t.getBoundingClientRect(), around = t.ownerSVGElement.getBoundingClientRect();
+  return box.width > 0 && (box.left < around.left - 1 || box.right > around.right + 1);
+})"""
+"""Words that a picture does not show whole."""
 needs_browser = pytest.mark.skipif(browser.PROGRAM is None, reason="no chromium here")
 
 
@@ -116,6 +121,7 @@ def test_on_a_phone(tmp_path: Path, dark: bool) -> None:
         page.open(tmp_path / "report.html", width=400, dark=dark)
         assert page.run("document.documentElement.scrollWidth <= innerWidth")
         assert page.run(f"Math.min(...{letters})") >= 9.0
+        assert page.run(f"{CUT_OFF}.map(t => t.textContent)") == []
         assert not page.errors
 
 

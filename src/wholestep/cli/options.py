@@ -12,6 +12,7 @@ import typer
 from wholestep.errors import BadOption
 
 if TYPE_CHECKING:
+    from wholestep.graph.mesh import Mesh
     from wholestep.graph.plan import Plan
     from wholestep.passes.pipeline import Pipeline
 
@@ -57,6 +58,9 @@ PlanFile = Annotated[
 ]
 RecipeFile = Annotated[
     Path | None, typer.Option("--recipe", metavar="FILE", help="How the model runs, verb by verb, as a file.")
+]
+MeshText = Annotated[
+    str | None, typer.Option("--mesh", metavar="tp=N", help="Ranks that run the step; a recipe says what is cut.")
 ]
 Backend = Annotated[
     str | None,
@@ -137,7 +141,7 @@ def checked(*, precision: str | None = None, backend: str | None = None) -> None
 
 def checked_memory(memory: str | None, plan: Path | None = None) -> None:
     """A budget is read before a model is built for it; a plan has been made for one already."""
-    from wholestep.graph.bytes import parse_bytes
+    from wholestep.graph.bytes import parse_budget
 
     if memory is None:
         return
@@ -146,7 +150,7 @@ def checked_memory(memory: str | None, plan: Path | None = None) -> None:
             f"--memory {memory} together with --plan {plan}", hint="a budget makes its own plan: give one of them"
         )
     if memory != "auto":
-        parse_bytes(memory)
+        parse_budget(memory)
     elif not _has_gpu():
         raise BadOption(
             "--memory auto: there is no GPU here", hint="name an amount, such as --memory 8GiB, or leave it out"
@@ -157,6 +161,15 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def read_mesh(text: str | None) -> Mesh | None:
+    """The mesh of `--mesh tp=4`."""
+    if text is None:
+        return None
+    from wholestep.graph.mesh import Mesh
+
+    return Mesh.read(text)
 
 
 def read_plan(path: str | Path | None) -> Plan | None:

@@ -37,7 +37,7 @@ class _Plot:
 
 def _plot(width: float) -> _Plot:
     if drawing.is_narrow(width):
-        return _Plot(width, 78, width - 8, 300 - BOTTOM, 4, 326, width - 34)
+        return _Plot(width, 88, width - 16, 300 - BOTTOM, 4, 326, width - 34)
     return _Plot(width, LEFT, width - SIDE, HEIGHT - BOTTOM, width - SIDE + 20, TOP + 24, SIDE - 50)
 
 
