@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 WORTH = 0.03
 """Of the step or the peak: less is not worth a line."""
 Action = dict[str, Any]
-_VERIFIED_BY = ("--set", "--data", "--batch", "--seq", "--precision", "--memory", "--backend", "--disable", "--seed")
+_VERIFIED_BY = (
+    "--set", "--data", "--glob", "--field", "--tokenizer", "--batch", "--seq", "--precision", "--memory", "--backend",
+    "--disable", "--seed",
+)  # fmt: skip
 """Options of `wholestep profile` that `wholestep verify` has too."""
 
 

@@ -245,7 +245,14 @@ def newest_run(model: str | None, data: str | None) -> RunFolder:
 MAY_GROW = ("steps",)
 NOT_COMPARED = ("device",)
 """A run may go on elsewhere, though not bit for bit."""
-FOLLOW = ("data_digest", "tokenizer_digest", "config.vocab_size", "config.num_labels", "config.classes", "images.classes")
+FOLLOW = (
+    "data_digest",
+    "tokenizer_digest",
+    "config.vocab_size",
+    "config.num_labels",
+    "config.classes",
+    "images.classes",
+)
 """Decided by data and tokenizer, which are named rather than these."""
 
 
