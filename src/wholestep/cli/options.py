@@ -110,7 +110,7 @@ def checked(*, precision: str | None = None, backend: str | None = None) -> None
 
 def checked_memory(memory: str | None, plan: Path | None = None) -> None:
     """A budget is read before a model is built for it; a plan has been made for one already."""
-    from wholestep.graph.bytes import parse_bytes
+    from wholestep.graph.bytes import parse_budget
 
     if memory is None:
         return
@@ -119,7 +119,7 @@ def checked_memory(memory: str | None, plan: Path | None = None) -> None:
             f"--memory {memory} together with --plan {plan}", hint="a budget makes its own plan: give one of them"
         )
     if memory != "auto":
-        parse_bytes(memory)
+        parse_budget(memory)
     elif not _has_gpu():
         raise BadOption(
             "--memory auto: there is no GPU here", hint="name an amount, such as --memory 8GiB, or leave it out"

@@ -99,11 +99,11 @@ def command(
 
 def budget_of(memory: str | None, target: Card) -> int:
     """The budget in bytes of the card: at most what it has."""
-    from wholestep.graph.bytes import parse_bytes, show_bytes
+    from wholestep.graph.bytes import parse_budget, show_bytes
 
     if memory is None or memory == "auto":
         return target.device.memory_bytes
-    budget = parse_bytes(memory)
+    budget = parse_budget(memory)
     if budget > target.device.memory_bytes:
         has = f"{target.device.title} has {show_bytes(target.device.memory_bytes)}"
         raise BadOption(f"--memory {memory}: {has}", hint="leave --memory out for all of it, or name a larger --device")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wholestep.errors import BadOption
-from wholestep.graph.bytes import parse_bytes
+from wholestep.graph.bytes import parse_budget
 from wholestep.train import wishes
 from wholestep.train.config_file import DIGEST, read_config
 
@@ -123,7 +123,7 @@ def _check(request: Mapping[str, Any]) -> None:
         both = f"--memory {request['memory']} together with --plan {request['plan']}"
         raise BadOption(both, hint="a budget makes its own plan: give one of them")
     if request["memory"] not in (None, "auto"):
-        parse_bytes(request["memory"])
+        parse_budget(request["memory"])
     wishes.parse(request["sets"] or ())
 
 

@@ -128,7 +128,11 @@ def new_run(out: Path | None, name: str, facts: Mapping[str, Any]) -> RunFolder:
 
 
 def new_run_is_possible(out: Path) -> None:
-    """An error when `out` holds something already."""
+    """An error when `out` holds something already, or lies below a file."""
+    for above in out.parents:
+        if above.exists() and not above.is_dir():
+            hint = "name another folder with --out"
+            raise BadOption(f"a run cannot be written to {out}: {above} is not a folder", hint=hint)
     if (out / FACTS).exists():
         raise BadOption(
             f"{out} already holds a run", hint="add --resume to go on with it, or name another folder with --out"
