@@ -110,7 +110,8 @@ def _memory(profile: Profile, budget: Fix | None) -> list[Action]:
     others = [fix for fix in ranked_fixes(memory) if not fix.name.startswith("recompute")]
     found = []
     for fix in [*([budget] if budget is not None else []), *others][:3]:
-        title = f"Lower the peak from {show_bytes(memory.peak_bytes)} to {show_bytes(fix.peak_bytes)}"
+        fall = f"from {show_bytes(memory.peak_bytes)} to {show_bytes(fix.peak_bytes)}"
+        title = f"{fix.name.removesuffix(' (--memory)')}: the peak falls {fall}"
         because = _saved(memory) if fix is budget else ""
         then = {"unit": "bytes", "now": memory.peak_bytes, "then": fix.peak_bytes}
         gain = 1 - fix.peak_bytes / memory.peak_bytes
