@@ -41,6 +41,7 @@ _PUBLIC = {
     "save": "wholestep.train.checkpoint",
     "load": "wholestep.train.checkpoint",
     "Logger": "wholestep.train.loggers",
+    "Mesh": "wholestep.graph.mesh",
     "Plan": "wholestep.graph.plan",
     "Step": "wholestep.runtime.step",
     "TrainingGraph": "wholestep.graph.training_graph",
@@ -57,8 +58,8 @@ _MODULES = {
 }
 
 __all__ = [
-    "Logger", "Plan", "Step", "TrainingGraph", "WholestepError", "WholestepWarning", "compile", "default_passes", "hf", "load",
-    "nn", "optim", "plan", "profile", "recipes", "relational", "save", "schedule", "train", "verify",
+    "Logger", "Mesh", "Plan", "Step", "TrainingGraph", "WholestepError", "WholestepWarning", "compile", "default_passes", "hf",
+    "load", "nn", "optim", "plan", "profile", "recipes", "relational", "save", "schedule", "train", "verify",
 ]  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import typer
 from wholestep.errors import BadOption
 
 if TYPE_CHECKING:
+    from wholestep.graph.mesh import Mesh
     from wholestep.graph.plan import Plan
     from wholestep.passes.pipeline import Pipeline
 
@@ -57,6 +58,9 @@ PlanFile = Annotated[
 ]
 RecipeFile = Annotated[
     Path | None, typer.Option("--recipe", metavar="FILE", help="How the model runs, verb by verb, as a file.")
+]
+MeshText = Annotated[
+    str | None, typer.Option("--mesh", metavar="tp=N", help="Ranks that run the step; a recipe says what is cut.")
 ]
 Backend = Annotated[
     str | None,
@@ -130,6 +134,15 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def read_mesh(text: str | None) -> Mesh | None:
+    """The mesh of `--mesh tp=4`."""
+    if text is None:
+        return None
+    from wholestep.graph.mesh import Mesh
+
+    return Mesh.read(text)
 
 
 def read_plan(path: str | Path | None) -> Plan | None:

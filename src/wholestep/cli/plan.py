@@ -39,6 +39,7 @@ def command(
     ] = None,
     precision: options.Precision = None,
     recipe: options.RecipeFile = None,
+    mesh: options.MeshText = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan here, as TOML.")] = None,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time against memory here.")] = None,
     peers: Annotated[
@@ -64,12 +65,14 @@ def command(
       wholestep plan bert-large --batch 64 --device rtx4090 --out plan.toml
       wholestep plan gpt2-medium --device 24GiB --svg frontier.svg
       wholestep plan gpt-10m --recipe recipe.toml --out plan.toml
+      wholestep plan llama-1b --recipe shards.toml --mesh tp=4
       wholestep plan hf:llama --set num_hidden_layers=8 --batch 4 --seq 1024 --json
     """
     options.checked_model(model)
     options.checked(precision=precision)
     if gpus > 1:
         raise NotBuiltYet(f"--gpus {gpus}: plans for several cards are not part of this version", hint="use --gpus 1")
+    ranks = options.read_mesh(mesh)
     for option, path in (("--out", out), ("--svg", svg)):
         check_writable(option, path)
     measured = read_peers(peers, model)
@@ -90,6 +93,7 @@ def command(
         target=target,
         budget_bytes=budget,
         recipe=recipe_file,
+        mesh=ranks,
     )
     fit = will_it_fit(question, passes=passes, check_batch=check_batch, tell=tell_passing)
     tell_passing("")

@@ -24,7 +24,12 @@ aten = torch.ops.aten
 
 
 def lower_interpret(graph: TrainingGraph, *, watch: Sequence[str] = ()) -> Runner:
-    """A Runner that calls one operator per node; `watch` names nodes whose values are returned after the outputs."""
+    """A Runner that calls one operator per node; `watch` names nodes whose values are returned after the outputs. The graph of
+    several ranks runs on all of them, side by side."""
+    if graph.ranks.several:
+        from wholestep.lower.lockstep import lower_lockstep  # which calls what is defined here
+
+        return lower_lockstep(graph, watch=watch)
     started = time.perf_counter()
     imperative = write_state_in_place(graph, watch)
     statements = [statement_of(node) for node in imperative.graph.nodes if node.op == "call_function"]

@@ -12,7 +12,7 @@ from wholestep.graph.keys import operator_name
 from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Role, TrainingGraph, module_of, phase_of
-from wholestep.ops.record import is_unordered
+from wholestep.ops.record import is_unordered, record_of
 from wholestep.ops.tuner import Choice
 from wholestep.passes.precision_audit import summary
 
@@ -63,6 +63,13 @@ def chosen(choices: Iterable[Choice]) -> str:
     return "; ".join(listed[:MOST_KERNELS]) + more
 
 
+def _ranks(graph: TrainingGraph) -> str:
+    """Who runs the step, what is divided, what is sent."""
+    calls = Counter(operator_name(n) for n in graph.operations() if record_of(n).on_link is not None)
+    sent = ", ".join(f"{count} {name}" for name, count in calls.items())
+    return f"{graph.ranks.mesh} side by side, {len(graph.ranks.cuts)} parameters cut; {sent or 'nothing is sent'}"
+
+
 def explain(step: Step) -> str:
     """One fact per line: rung, graph, inputs, lowering, falls, notes."""
     lines = [f"rung       {step.rung}"]
@@ -77,6 +84,8 @@ def explain(step: Step) -> str:
             f"graph      {sum(phases.values())} operations ({by_phase}), {done} in {step.seconds['capture']:.1f} s"
         )
         lines.append(f"inputs     {listed}")
+        if graph.ranks.several:
+            lines.append(f"ranks      {_ranks(graph)}")
         if step.options.recipe is not None:
             recipe = step.options.recipe
             lines.append(f"recipe     {len(recipe)} lines of {recipe.source}")

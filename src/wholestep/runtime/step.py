@@ -19,7 +19,7 @@ from wholestep.capture.front import Front, LossGraph
 from wholestep.capture.ladder import WHOLE, Fall
 from wholestep.capture.modes import is_user_file
 from wholestep.capture.preflight import notes_on
-from wholestep.errors import CaptureRefused, WholestepError, WholestepWarning
+from wholestep.errors import CaptureRefused, UnsupportedModel, WholestepError, WholestepWarning
 from wholestep.graph.counted import counted
 from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
@@ -116,6 +116,7 @@ class Step:
 
     def _below(self, run: OneStep, refused: CaptureRefused) -> Any:
         """This step on a lower rung; what ran of it already is kept."""
+        self._refuse_below(refused)
         if isinstance(refused, TooManyShapes):
             self._note(Note("rung", f"{refused} run in eager PyTorch"))
             return run.in_torch(LowerRung(self.subject, self._note, compiled=False))
@@ -132,6 +133,12 @@ class Step:
             self._fall(refused)
         assert self._lower is not None
         return run.in_torch(self._lower)
+
+    def _refuse_below(self, refused: CaptureRefused) -> None:
+        """Several ranks have no lower rung."""
+        if self.subject.ranks.several:
+            text = f"{self.subject.ranks.mesh} needs the whole step, which was not captured: {refused.reason}"
+            raise UnsupportedModel(text, where=refused.where, hint="leave mesh out") from refused
 
     def _without_assumption(self, run: OneStep, refused: AssumptionFailed) -> Any:
         """This step in eager PyTorch, which mostly raises; where it does not, again and again, all following ones too."""
@@ -170,6 +177,7 @@ class Step:
         except CaptureRefused as refused:
             if self._lower is None and self.front.specialise(refused):
                 return self.prepare(batch)
+            self._refuse_below(refused)
             if refused.curable:
                 self._eager_first = True
                 ahead = "not captured yet; one step in eager PyTorch comes first, then it is tried again"

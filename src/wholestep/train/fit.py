@@ -19,6 +19,7 @@ from wholestep.compiler import compiler_for
 from wholestep.cost.devices import Device
 from wholestep.cost.target import Card
 from wholestep.errors import BadOption
+from wholestep.graph.mesh import Mesh
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.options import Options
@@ -56,6 +57,8 @@ class Question:
     """Of the card."""
     recipe: Any = None
     """A Recipe, or the file of one: what it says is part of every plan."""
+    mesh: Mesh | None = None
+    """The ranks that run the step; memory and times are those of one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +228,7 @@ def captured_step(
         raise BadOption(f"{device.title} has no units for {precision}", hint=f"use --precision fp32; it has {has}")
     built = time.perf_counter()
     tell(f"capturing the step{f' at batch {batch}' if batch else ''}, without data")
-    options = Options(passes=passes, recipe=question.recipe, **job.compile_options)
+    options = Options(passes=passes, recipe=question.recipe, mesh=question.mesh, **job.compile_options)
     with compat.no_collection():
         compiler = compiler_for(
             job.model, job.loss_fn, job.optimizer, options, job.example, dry="cuda" if on_gpu else "cpu"

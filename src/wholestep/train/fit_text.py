@@ -67,7 +67,9 @@ def _title(fit: Fit) -> str:
     sizes = f"batch {settings['batch']}" if settings.get("batch") else ""
     sizes += f" x {settings['seq']}" if settings.get("seq") else ""
     parts = f" in {settings['accumulate']} parts" if settings.get("accumulate", 1) > 1 else ""
-    return ", ".join(part for part in (fit.name, sizes + parts, settings["precision"]) if part)
+    mesh = fit.question.mesh
+    ranks = f"each of {mesh.num_ranks} ranks ({mesh})" if mesh is not None and mesh.num_ranks > 1 else ""
+    return ", ".join(part for part in (fit.name, sizes + parts, settings["precision"], ranks) if part)
 
 
 def _times(fit: Fit) -> str:
