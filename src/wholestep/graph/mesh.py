@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from wholestep.errors import BadOption
+
+if TYPE_CHECKING:  # a plan's file is read before torch is loaded
+    import torch
 
 AXES = ("dp", "tp", "pp")
 LAYOUT = "layout"
@@ -105,6 +106,8 @@ class Cut:
 
     def own(self, whole: torch.Tensor, rank: int, parts: int) -> torch.Tensor:
         """What one rank has, in memory of its own."""
+        import torch
+
         views = self.views(whole, rank, parts)
         return views[0].clone() if len(views) == 1 else torch.cat(views, self.dim)
 
