@@ -14,6 +14,7 @@ from wholestep.errors import BadOption
 if TYPE_CHECKING:
     from wholestep.graph.plan import Plan
     from wholestep.passes.pipeline import Pipeline
+    from wholestep.plan.moves import Room
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 BACKENDS = ("inductor", "interpret")
@@ -33,6 +34,14 @@ Precision = Annotated[
 ]
 Memory = Annotated[
     str | None, typer.Option(metavar="BYTES|auto", help="A budget of the card, such as 12GiB; auto is what is free.")
+]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(metavar="BYTES", help="Host memory in which values and optimizer state may wait, such as 64GiB."),
+]
+OffloadPath = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="DIR", help="A folder for what host memory does not hold; again for several disks."),
 ]
 PlanFile = Annotated[
     Path | None, typer.Option("--plan", metavar="FILE", help="A plan that `wholestep plan --out FILE` wrote.")
@@ -93,6 +102,16 @@ def checked_memory(memory: str | None, plan: Path | None = None) -> None:
         raise BadOption(
             "--memory auto: there is no GPU here", hint="name an amount, such as --memory 8GiB, or leave it out"
         )
+
+
+def room_of(host_memory: str | None, offload_path: Sequence[Path] | None) -> Room | None:
+    """Where values may wait; a plan may be for a machine with more memory than this one."""
+    from wholestep.graph.bytes import parse_bytes
+    from wholestep.plan.moves import Room
+
+    if host_memory is None and not offload_path:
+        return None
+    return Room(0 if host_memory is None else parse_bytes(host_memory), files=bool(offload_path))
 
 
 def _has_gpu() -> bool:

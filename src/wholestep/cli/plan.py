@@ -37,6 +37,8 @@ def command(
     memory: Annotated[
         str | None, typer.Option(metavar="BYTES", help="A budget such as 40GiB; the whole card when not given.")
     ] = None,
+    host_memory: options.HostMemory = None,
+    offload_path: options.OffloadPath = None,
     precision: options.Precision = None,
     recipe: options.RecipeFile = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan here, as TOML.")] = None,
@@ -61,6 +63,7 @@ def command(
     \b
     Examples:
       wholestep plan llama-1b --batch 8 --seq 2048 --device h200 --memory 26GiB
+      wholestep plan llama-1b --batch 8 --seq 2048 --device h200 --memory 16GiB --host-memory 64GiB
       wholestep plan bert-large --batch 64 --device rtx4090 --out plan.toml
       wholestep plan gpt2-medium --device 24GiB --svg frontier.svg
       wholestep plan gpt-10m --recipe recipe.toml --out plan.toml
@@ -88,6 +91,7 @@ def command(
         target=target,
         budget_bytes=budget,
         recipe=options.checked_recipe(recipe),
+        room=options.room_of(host_memory, offload_path),
     )
     fit = will_it_fit(question, passes=passes, check_batch=check_batch, tell=tell_passing)
     tell_passing("")

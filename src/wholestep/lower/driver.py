@@ -121,7 +121,9 @@ def build_driver(
     if consume:
         lines.append("    inputs.clear()")
     lines.append("    _ = None")
-    cuts = {len(statements) // share for share in CUTS} if len(statements) >= MIN_CALLS and not consume else set()
+    # an event of one recording cannot be waited for in the next
+    may_cut = len(statements) >= MIN_CALLS and not consume and not any(statement.is_ordered for statement in statements)
+    cuts = {len(statements) // share for share in CUTS} if may_cut else set()
     for index, statement in enumerate(statements):
         if index in cuts and index:
             lines.append(f"    {scope.constant(_cut, 'cut')}()")

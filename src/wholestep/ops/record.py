@@ -85,6 +85,8 @@ class Operator:
     gives those that it announces; it gives others, or picks elements by their place in memory. Not said: it wants its own."""
     compiled: bool = True
     """Whether a compiler may see it."""
+    on_host: bool = False
+    """Whether its result lies in the host's memory: it takes none of the card, whatever device its tensor names."""
     guards: bool = False
     """Whether it ends a step in which a fact does not hold, and has to run before whatever rests on that fact."""
     decomposition: Callable[..., Any] | None = None

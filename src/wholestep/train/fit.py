@@ -25,6 +25,7 @@ from wholestep.options import Options
 from wholestep.passes.pipeline import Pipeline
 from wholestep.plan.budget import state_bytes
 from wholestep.plan.frontier import TARGETS, Point, card_bytes, frontier, leanest, peak_for_card
+from wholestep.plan.moves import Room
 from wholestep.plan.rebatch import rebatched
 from wholestep.train.dry_job import DryJob, make_dry_job
 from wholestep.train.plan_use import made_for
@@ -54,6 +55,8 @@ class Question:
     """Of the card."""
     recipe: Any = None
     """A Recipe, or the file of one: what it says is part of every plan."""
+    room: Room | None = None
+    """Where values and optimizer state may wait outside of the card."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +213,9 @@ def _planned(question: Question, step: CapturedStep) -> _Planned:
     targets = min(max(TARGETS * LARGE // nodes, LEAST_TARGETS), TARGETS)
     allowed = peak_for_card(question.budget_bytes) if question.target.is_gpu else question.budget_bytes
     near = allowed - state_bytes(step.captured.update)
-    points = plans_of(step.captured.graph, question.target.device, step.passes, targets=targets, near=near)
+    points = plans_of(
+        step.captured.graph, question.target.device, step.passes, targets=targets, near=near, room=question.room
+    )
     points = [_settled(point, step) for point in points]
     if step.captured.update is not None:
         points = _with_state(points, step.captured.update)
@@ -226,10 +231,11 @@ def _settled(point: Point, step: CapturedStep) -> Point:
 
 
 def plans_of(
-    graph: TrainingGraph, device: Device, passes: Pipeline, *, targets: int = TARGETS, near: int | None = None
-) -> list[Point]:
+    graph: TrainingGraph, device: Device, passes: Pipeline, *, targets: int = TARGETS, near: int | None = None,
+    room: Room | None = None,
+) -> list[Point]:  # fmt: skip
     """The plans worth having, from the fastest to the leanest."""
-    return frontier(graph, device, passes.carry_out, targets=targets, near=near)
+    return frontier(graph, device, passes.carry_out, targets=targets, near=near, room=room)
 
 
 def on_the_card(peak_bytes: int, target: Card) -> int:
@@ -267,7 +273,8 @@ def _largest(
 
     def least(wanted: int) -> int:
         tell(f"planning batch {wanted * parts}")
-        point = leanest(rebatched(step.captured.graph, wanted / rows), question.target.device, step.passes.carry_out)
+        graph = rebatched(step.captured.graph, wanted / rows)
+        point = leanest(graph, question.target.device, step.passes.carry_out, question.room)
         return on_the_card(point.peak_bytes + state, question.target)
 
     found, known, certain = largest_fitting(least, {rows: min(planned.cards)}, question.budget_bytes)
