@@ -33,7 +33,10 @@ def all_away(graph: TrainingGraph, *, state: bool = True, half_recomputed: bool 
         keys = [k for k in keys if k not in again]
     has_state = any(entry.role is Role.STATE for entry in graph.inputs)
     return Plan(
-        host=tuple(keys[::2]), file=tuple(keys[1::2]), recompute=tuple(again), state={"*": "host"} if state and has_state else {}
+        host=tuple(keys[::2]),
+        file=tuple(keys[1::2]),
+        recompute=tuple(again),
+        state={"*": "host"} if state and has_state else {},
     )
 
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 ASKED = (
     "model", "sets", "data", "batch", "seq", "precision", "steps", "seed", "init", "backend", "disable", "memory", "plan",
-    "recipe", "nonfinite", "save_every",
+    "host_memory", "offload_path", "recipe", "nonfinite", "save_every",
 )  # fmt: skip
 """Kept in run.json and taken from there by --resume, unless it is given again."""
-KINDS: dict[str, type] = {"sets": list, "disable": list, "init": bool} | dict.fromkeys(
+KINDS: dict[str, type] = {"sets": list, "disable": list, "offload_path": list, "init": bool} | dict.fromkeys(
     ("batch", "seq", "steps", "seed", "save_every"), int
 )
 """What they are in run.json; the others are texts."""
@@ -63,6 +63,8 @@ def command(
         typer.Option(min=1, metavar="N", help="Steps between checkpoints; about ten over a run when not given."),
     ] = None,
     memory: options.Memory = None,
+    host_memory: options.HostMemory = None,
+    offload_path: options.OffloadPath = None,
     plan: options.PlanFile = None,
     recipe: options.RecipeFile = None,
     backend: options.Backend = None,
@@ -84,6 +86,7 @@ def command(
       wholestep train hf:bert --set num_hidden_layers=2 --batch 4 --steps 20
       wholestep train my_package.training:setup --out runs/mine
       wholestep train llama-1b --memory 26GiB
+      wholestep train llama-1b --memory 16GiB --host-memory 64GiB
       wholestep train llama-1b --plan plan.toml
       wholestep train gpt-1m --recipe recipe.toml
       wholestep train --resume --steps 2000
@@ -97,7 +100,8 @@ def command(
         "model": model, "sets": sets or None, "data": data, "batch": batch, "seq": seq, "precision": precision, "steps": steps,
         "seed": seed, "init": init or None, "backend": backend, "disable": disable or None,
         "memory": memory, "plan": None if plan is None else str(plan.absolute()), "nonfinite": nonfinite, "save_every": save_every,
-        "recipe": None if recipe is None else str(recipe.absolute()),
+        "recipe": None if recipe is None else str(recipe.absolute()), "host_memory": host_memory,
+        "offload_path": [str(path.absolute()) for path in offload_path] if offload_path else None,
     }  # fmt: skip
     outcome, request = run(given, out=out, resume=resume, dump=dump, quiet=quiet, to_stderr=json)
     report(outcome, request, quiet=quiet, json=json)
@@ -133,6 +137,8 @@ def run(
         "plan": options.fitting_plan(plan, job.settings),
         "memory": request["memory"],
         "recipe": request["recipe"],
+        "host_memory": request["host_memory"],
+        "offload_path": request["offload_path"],
     }
     if not quiet:
         display.say(f"{job.name}: {_parameters(job.model):,} parameters; data {job.batches.describe()}")

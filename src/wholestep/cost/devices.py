@@ -67,7 +67,7 @@ class Device:
 PCIE = {3: 16.0, 4: 32.0, 5: 64.0}
 """GB/s of 16 lanes in one direction, as data sheets round it; transfers reach about 85 % (55 of 64 measured on an H200)."""
 SHARE_OF_LINK, SHARE_OF_BOTH = 0.85, 0.73
-"""What copies reach of a link, and of that in each direction when both are busy: what an H200 gave; other cards are taken to be alike."""
+"""What copies reach of a link, and of that each way when both are busy: measured on an H200, taken for other cards too."""
 MEASURED_LINKS = {"h200": (55e9, 40e9)}
 """Card -> bytes per second one way, and each way when both are busy: 1 GiB copies of pinned memory."""
 NO = None

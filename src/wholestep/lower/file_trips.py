@@ -1,8 +1,9 @@
 """Values on their way to files and back: threads write and read what a few slabs of host memory hold.
 
-In: a FileStore and tensors. A trip is one value: `send` copies it to a slab and begins to write, `sent` lets go of it, `fetch` takes memory
-for it and begins to read, `fetched` has it. A slab that is not free yet is waited for, so a slow disk costs time, never memory. An error
-of the disk is raised by the next call that waits: before a value is used, and before the step updates anything with it.
+In: a FileStore and tensors. A trip is one value: `send` copies it to a slab and begins to write, `sent` lets go of it, `fetch`
+takes memory for it and begins to read, `fetched` has it. A slab that is not free yet is waited for, so a slow disk costs time,
+never memory. An error of the disk is raised by the next call that waits: before a value is used, and before the step updates
+anything with it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class FileTrips:
         self.free: queue.SimpleQueue[torch.Tensor] | None = None
         self.lock = threading.Lock()
         self.writers = ThreadPoolExecutor(SLABS, thread_name_prefix="wholestep-out")
-        self.readers = ThreadPoolExecutor(SLABS, thread_name_prefix="wholestep-in")  # readers wait for writers, so apart
+        self.readers = ThreadPoolExecutor(
+            SLABS, thread_name_prefix="wholestep-in"
+        )  # readers wait for writers, so apart
         self.streams: dict[str, Any] = {}
 
     def trip(self, like: torch.Tensor) -> FileTrip:

@@ -171,7 +171,9 @@ def _analyse(training: TrainingGraph, order: list[fx.Node], returned: list[Any],
                 twins[node] = table[node.target]
                 renamed.update(names)
     sent = _sent(updates)
-    renamed |= {value: target for target, value in updates.items() if value.target is _OUT_DONE and value.args[1] in sent}
+    renamed |= {
+        value: target for target, value in updates.items() if value.target is _OUT_DONE and value.args[1] in sent
+    }
     # After its update a renamed result lives in the placeholder, which is not written again in this step.
     copies = [(target, value) for target, value in updates.items() if renamed.get(value) is not target]
     snapshots = {
@@ -189,7 +191,9 @@ _OUT_DONE, _IN_DONE = torch.ops.ws.out_done.default, torch.ops.ws.in_done.defaul
 
 def _sent(updates: dict[fx.Node, Any]) -> dict[fx.Node, fx.Node]:
     """Copies of new state that end on the host, where the old one lies: what was read of that has come in before."""
-    done = {value: target for target, value in updates.items() if isinstance(value, fx.Node) and value.target is _OUT_DONE}
+    done = {
+        value: target for target, value in updates.items() if isinstance(value, fx.Node) and value.target is _OUT_DONE
+    }
     return {value.args[1]: target for value, target in done.items() if lies_on_host(target)}  # type: ignore[misc]
 
 
@@ -227,7 +231,9 @@ def _in_place_names(
     Every list argument but the gradients is written, and the results are those lists one after the other.
     """
     written, read = _written_and_read(node)
-    if not all(isinstance(entry, fx.Node) and (entry.op == "placeholder" or _is_fresh(entry, node)) for entry in written):
+    if not all(
+        isinstance(entry, fx.Node) and (entry.op == "placeholder" or _is_fresh(entry, node)) for entry in written
+    ):
         return None
     if len(set(written)) != len(written):
         return None

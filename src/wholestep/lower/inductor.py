@@ -107,9 +107,7 @@ def _statements(pieces: list[Piece], compiled: dict[str, Compiled], transfers: T
             continue
         transfers.passed()
         function = compiled[piece.signature].function
-        found.append(
-            Statement(function, piece.reads, {}, piece.defines, unpack=True, boxed=True, comment=piece.title)
-        )
+        found.append(Statement(function, piece.reads, {}, piece.defines, unpack=True, boxed=True, comment=piece.title))
     return found
 
 

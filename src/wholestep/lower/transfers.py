@@ -5,9 +5,9 @@
     copy_in(h)       main: y = memory, leave `made`     in: after `made` and `out`, y <- slot, leave `in`
     in_done(y)       main: after `in`
 
-Memory of the card is taken and freed on the main stream only, and there only after a wait, so the allocator need not know of the other
-streams: a slow link costs time, never memory. Slots of the host are fixed here, one per value. What goes to files is written and
-read by threads, through a few slabs of host memory; a step that does so is not recorded.
+Memory of the card is taken and freed on the main stream only, and there only after a wait, so the allocator need not know of the
+other streams: a slow link costs time, never memory. Slots of the host are fixed here, one per value. What goes to files is
+written and read by threads, through a few slabs of host memory; a step that does so is not recorded.
 """
 
 from __future__ import annotations
@@ -60,7 +60,12 @@ class Transfers:
         if not any(self.moved_bytes.values()):
             return {}
         files = 0 if self.files is None else self.files.store.bytes
-        return {"moved_bytes": dict(self.moved_bytes), "host_bytes": self.arena.bytes, "file_bytes": files, "transfers": self}
+        return {
+            "moved_bytes": dict(self.moved_bytes),
+            "host_bytes": self.arena.bytes,
+            "file_bytes": files,
+            "transfers": self,
+        }
 
     def _marked(self, name: str) -> list[Statement]:
         """Leave an event on the main stream, unless one stands here already."""
@@ -94,7 +99,10 @@ class Transfers:
         self.left[target] = f"{node.name}.out"  # type: ignore[index]
         marks = self._marked(node.name)
         event = self.left[target]  # type: ignore[index]
-        return [*marks, Statement(copy_out_into, (x, target), {}, (), stream=OUT, after=(str(self.mark),), leaves=event)]
+        return [
+            *marks,
+            Statement(copy_out_into, (x, target), {}, (), stream=OUT, after=(str(self.mark),), leaves=event),
+        ]
 
     def _out_done(self, node: fx.Node) -> list[Statement]:
         h: Any = node.args[1]

@@ -5,10 +5,10 @@
     y = copy_in(h)       memory for it is taken on the card, and the copy begins to come back
     y = in_done(y)       it is back: whoever reads it reads this
 
-In and out: one tensor; y has the bits and strides of x. Functional, so where these nodes stand is the schedule: whoever counts what is
-alive counts it as it is. What `copy_out` gives lies on the host, which its record says (`on_host`): in a dry capture every tensor is
-said to lie on a CPU. No compiler sees them. The plain operators below copy at once, and are the reference; on a GPU the driver
-lays the copies beside the computation (lower/transfers.py).
+In and out: one tensor; y has the bits and strides of x. Functional, so where these nodes stand is the schedule: whoever counts
+what is alive counts it as it is. What `copy_out` gives lies on the host, which its record says (`on_host`): in a dry capture
+every tensor is said to lie on a CPU. No compiler sees them. The plain operators below copy at once, and are the reference; on a
+GPU the driver lays the copies beside the computation (lower/transfers.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Values of the forward pass wait for the backward pass in the host's memory or in files, as the Plan says.
 
-In: a graph and the keys of values that leave the card. Out: the graph with copies at the places of `trips.py`; every reader after the
-forward pass, what `recompute` makes there included, gets what came back. Views that they read of it are made from it. The nodes are
-called by the driver, between regions, so equal layers still compile once though some of them have copies and others have none.
-Copies are copies: every bit stays the same.
+In: a graph and the keys of values that leave the card. Out: the graph with copies at the places of `trips.py`; every reader after
+the forward pass, what `recompute` makes there included, gets what came back. Views that they read of it are made from it. The
+nodes are called by the driver, between regions, so equal layers still compile once though some of them have copies and others
+have none. Copies are copies: every bit stays the same.
 """
 
 from __future__ import annotations
@@ -34,12 +34,15 @@ def offload(graph: TrainingGraph, plan: Plan) -> TrainingGraph:
     if not chosen:
         return graph
     trips = Trips(graph)
-    _refuse_impossible(plan, chosen, trips)
+    if not plan.recompute:  # which may leave a value without readers
+        _refuse_impossible(chosen, trips)
     made = [(value, tier, trip) for value, (_, tier) in chosen.items() if (trip := trips.of(value)) is not None]
     for value, tier, trip in made:
         _move(graph.graph, value, tier, trip)
     if len(made) < len(chosen):
-        graph.notes.append(f"{len(chosen) - len(made)} of {len(chosen)} values stay: they are asked back before they are gone")
+        graph.notes.append(
+            f"{len(chosen) - len(made)} of {len(chosen)} values stay: they are asked back before they are gone"
+        )
     sweep(graph)
     return graph
 
@@ -61,7 +64,7 @@ def chosen_values(graph: TrainingGraph, plan: Plan) -> dict[fx.Node, tuple[str, 
     return found
 
 
-def _refuse_impossible(plan: Plan, chosen: dict[fx.Node, tuple[str, str]], trips: Trips) -> None:
+def _refuse_impossible(chosen: dict[fx.Node, tuple[str, str]], trips: Trips) -> None:
     """A value that can never leave is an error, one that has no time to is left where it is."""
     why = {value: trips.why_not(value) for value in chosen}
     for entry, tier in dict.fromkeys(chosen.values()):

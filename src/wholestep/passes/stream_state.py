@@ -1,12 +1,13 @@
 """Optimizer state lies in the host's memory and comes to the card for its update alone, as the Plan says.
 
-In: a graph whose updates stand where `update_early` left them, and patterns of parameters. Out: updates of a few hundred MiB of state
-each; what they replace is copied in before them and out behind them:
+In: a graph whose updates stand where `update_early` left them, and patterns of parameters. Out: updates of a few hundred MiB of
+state each; what they replace is copied in before them and out behind them:
 
     y = copy_in(state) ... | y = in_done(y); new = adamw(..., y); h = copy_out(new) ... | h = out_done(new, h)
 
-While one part is updated, the next comes in and the one before goes out, so two parts are on the card at a time. The state that is an
-input lies on the host from step to step, and `optimizer.state` stays its owner. The same operators on the same values: every bit stays.
+While one part is updated, the next come in and those before go out; a few parts are on the card at a time. What stays on the card
+is updated last, while copies go out. State that is an input lies on the host from step to step, and `optimizer.state` stays its
+owner. The same operators on the same values: every bit stays.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from wholestep.passes.pipeline import compiler_pass
 from wholestep.passes.update_early import Part, is_separable, split_update, update_list, written_lists
 
 ws = torch.ops.ws
-MOST_BYTES = 256 << 20
-"""Of state per update: 6 ms of a link of 40 GB/s, long beside what a copy costs to start; two of them are on the card at a time."""
+MOST_BYTES = 128 << 20
+"""Of state per update: 3 ms of a link of 40 GB/s, long beside what a copy costs to start."""
+AT_ONCE, LEAVING = 4, 2
+"""Parts on the card at a time, and how many of them may be on the way out while the next is updated; the others come in."""
 
 
 @compiler_pass(numerics="bitwise", for_updates=True)
@@ -43,6 +46,8 @@ def stream_state(graph: TrainingGraph, plan: Plan) -> TrainingGraph:
     stations = part_borders(graph.graph.nodes)
     updates = [node for node in graph.operations() if node.target in IN_PLACE]
     streamed = [part for update in updates for part in _cut(graph, update, away)]
+    if not streamed:
+        return graph
     _stream(graph, streamed, away, stations)
     graph.graph.lint()
     graph.module.recompile()
@@ -66,12 +71,16 @@ def refuse_unknown_parameters(patterns: Mapping[str, str], names: Mapping[str, o
             known = sorted({layer_pattern(name) for name in names} | set(names))
             near = difflib.get_close_matches(pattern, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"such as {known[0]}"
-            raise BadOption(f"the plan places the state of {pattern!r}, and no parameter with state has that name", hint=hint)
+            raise BadOption(
+                f"the plan places the state of {pattern!r}, and no parameter with state has that name", hint=hint
+            )
 
 
 def place_of(name: str, patterns: Mapping[str, str]) -> str:
     """`card` or `host`, by the last pattern that matches."""
-    return next((place for pattern, place in reversed(patterns.items()) if fnmatch.fnmatchcase(name, pattern)), "card")
+    return next(
+        (place for pattern, place in reversed(list(patterns.items())) if fnmatch.fnmatchcase(name, pattern)), "card"
+    )
 
 
 def _cut(graph: TrainingGraph, update: fx.Node, away: set[fx.Node]) -> list[fx.Node]:
@@ -83,7 +92,9 @@ def _cut(graph: TrainingGraph, update: fx.Node, away: set[fx.Node]) -> list[fx.N
         return []
     if not is_separable(update, count):
         name = str(update.target).removeprefix("ws.").partition(".")[0]
-        raise BadOption(f"state on the host with {name}, which updates its parameters together", hint="leave `state` out")
+        raise BadOption(
+            f"state on the host with {name}, which updates its parameters together", hint="leave `state` out"
+        )
     parts: list[list[int]] = []
     held = 0
     for i in moved:
@@ -94,27 +105,34 @@ def _cut(graph: TrainingGraph, update: fx.Node, away: set[fx.Node]) -> list[fx.N
         parts[-1].append(i)
         held += size
     stays = [i for i in range(count) if i not in set(moved)]
-    groups = [*([stays] if stays else []), *parts]
+    groups = [*parts, *([stays] if stays else [])]
     made = split_update(graph.graph, update, [Part(tuple(group), update) for group in groups])
-    return made[len(groups) - len(parts) :]
+    return made[: len(parts)]
 
 
 def _stream(graph: TrainingGraph, updates: Sequence[fx.Node], away: set[fx.Node], stations: Sequence[fx.Node]) -> None:
-    position = {node: index for index, node in enumerate(graph.graph.nodes)}
-    stations = [node for node in stations if node in position]  # an update that was cut may have been one
-    places = [position[node] for node in stations]
-    going: list[tuple[fx.Node, fx.Node]] = []
-    """(new state, its copy on the way out) of the update before."""
+    """Before an update: an earlier part has left, a later one begins to come, its own is there."""
+    states = [[entry for entries in written_lists(u)[1:] for entry in entries if entry in away] for u in updates]
+    coming: dict[fx.Node, fx.Node] = {}
+    going: list[list[tuple[fx.Node, fx.Node]]] = []
+    """(new state, its copy on the way out) of every update so far."""
     final: dict[fx.Node, fx.Node] = {}
+
+    def come(part: int, before: fx.Node) -> None:
+        device = next(t.device for entry in update_list(updates[part], "params") for t in tensors_in(entry.meta["val"]))
+        for entry in states[part]:
+            coming[entry] = copy_node(graph.graph, before, ws.copy_in.default, (entry, device), "update")
+
+    for part in range(min(AT_ONCE, len(updates))):
+        come(part, _ahead(graph, updates, stations))
     for index, update in enumerate(updates):
-        start = _start(update, updates[index - 1] if index else None, stations, places, position)
-        states = [entry for entries in written_lists(update)[1:] for entry in entries if entry in away]
-        device = next(t.device for entry in update_list(update, "params") for t in tensors_in(entry.meta["val"]))
-        back = [copy_node(graph.graph, start, ws.copy_in.default, (entry, device), "update") for entry in states]
-        final |= _done(graph.graph, going, before=update)
+        if index >= LEAVING:
+            final |= _done(graph.graph, going[index - LEAVING], before=update)
+            if index - LEAVING + AT_ONCE < len(updates):
+                come(index - LEAVING + AT_ONCE, update)
         here = {
-            state: copy_node(graph.graph, update, ws.in_done.default, (copy,), "update")
-            for state, copy in zip(states, back, strict=True)
+            entry: copy_node(graph.graph, update, ws.in_done.default, (coming[entry],), "update")
+            for entry in states[index]
         }
         news = _results(update, here)
         update.args = fx.map_arg(update.args, lambda entry, here=here: here.get(entry, entry))
@@ -122,22 +140,22 @@ def _stream(graph: TrainingGraph, updates: Sequence[fx.Node], away: set[fx.Node]
         after = update.next
         while after.target is operator.getitem:
             after = after.next
-        going = [(new, copy_node(graph.graph, after, ws.copy_out.default, (new,), "update")) for new in news]
-    final |= _done(graph.graph, going, before=graph.output_node)
+        going.append([(new, copy_node(graph.graph, after, ws.copy_out.default, (new,), "update")) for new in news])
+    for left in going[max(0, len(updates) - LEAVING) :]:
+        final |= _done(graph.graph, left, before=graph.output_node)
     _return(graph, final)
-    for state in away:  # what is said of a tensor on the host
+    for state in away:
         state.meta["val"] = said_to_be_on(state.meta["val"], torch.device("cpu"))
-        for user in state.users:
-            assert user.target is ws.copy_in.default
 
 
-def _start(
-    update: fx.Node, before: fx.Node | None, stations: Sequence[fx.Node], places: Sequence[int], position: Mapping[fx.Node, int]
-) -> fx.Node:  # fmt: skip
-    """Where its state begins to come: a station ahead, and not before the part before it is about to be updated."""
-    index = bisect.bisect_right(places, position[update]) - 2
-    ahead = stations[index] if index >= 0 else update
-    return before if before is not None and position[before] > position[ahead] else ahead
+def _ahead(graph: TrainingGraph, updates: Sequence[fx.Node], stations: Sequence[fx.Node]) -> fx.Node:
+    """Where the first parts begin to come: a station before the first update, two where all updates stand at the end."""
+    position = {node: index for index, node in enumerate(graph.graph.nodes)}
+    known = [node for node in stations if node in position]  # an update that was cut may have been one
+    places = [position[node] for node in known]
+    first, last = (bisect.bisect_right(places, position[update]) - 1 for update in (updates[0], updates[-1]))
+    ahead = first - (2 if first == last else 1)
+    return known[ahead] if ahead >= 0 else updates[0]
 
 
 def _results(update: fx.Node, states: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
@@ -159,4 +177,3 @@ def _return(graph: TrainingGraph, final: Mapping[fx.Node, fx.Node]) -> None:
         for entry, value in zip(graph.outputs, graph.output_values, strict=True)
     ]
     graph.output_node.args = (tuple(values),)
-

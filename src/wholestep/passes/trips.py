@@ -1,8 +1,8 @@
 """Where copies between card and host may stand: a TrainingGraph in, the four places of every value that could go and come back out.
 
-Copies stand between regions, so that equal layers stay equal and compile once: at the borders of parts (`graph/layers.py`). In a model
-without layers, where there is nothing to keep equal, they stand behind every matrix product, attention and convolution. From such a
-station to the next a copy has its time:
+Copies stand between regions, so that equal layers stay equal and compile once: at the borders of parts (`graph/layers.py`). In a
+model without layers, where there is nothing to keep equal, they stand behind every matrix product, attention and convolution.
+From such a station to the next a copy has its time:
 
     forward   ... x is made | copy_out ... | out_done, x is freed ...     not before the last reader of the forward pass
     backward  ... copy_in, y is made ... | in_done | the first reader ... the last reader, y is freed

@@ -222,7 +222,9 @@ def _names(point: Point, problem: Problem, before: Plan) -> str:
     """The largest values that are newly made again or moved, in words."""
     plan = point.plan
     again = [problem.values[key] for key in plan.recompute if key not in before.recompute and problem.values[key].near]
-    away = [problem.values[split_key(key)[0]] for key in (*plan.host, *plan.file) if key not in (*before.host, *before.file)]
+    away = [
+        problem.values[split_key(key)[0]] for key in (*plan.host, *plan.file) if key not in (*before.host, *before.file)
+    ]
     told = [f"{word} {_few(new)}" for word, new in (("make again", again), ("move", away)) if new]
     state = [pattern for pattern in plan.state if pattern not in before.state]
     told += [f"state of {len(state)} kinds of parameters on the host"] if state else []

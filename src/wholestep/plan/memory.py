@@ -1,16 +1,16 @@
 """The memory planner: which saved values to keep, which to make again and which to move, least time for a number of bytes.
 
-In: a Problem and a target in bytes. Out: the keys of the values to make again, and what leaves the card. One binary variable per value (kept), two per
-operation (made again near, made again far); equal layers share them, so a model of any depth has a few hundred. Solved
-exactly by HiGHS.
+In: a Problem and a target in bytes. Out: the keys of the values to make again, and what leaves the card. One binary variable per
+value (kept), two per operation (made again near, made again far); equal layers share them, so a model of any depth has a few
+hundred. Solved exactly by HiGHS.
 
     keep(v) + again(maker(v)) >= 1                   for every value v the backward pass reads
     keep(s) + again(maker(s)) >= again(w)            for every operand s of an operation w
     rest + sum keep bytes + sum again bytes <= target    in every stretch of the backward pass
     minimise  sum again seconds + sum keep seconds to write and read
 
-Where there is room outside of the card (`moves.py`), a share of the layers of a value that is kept may wait there, one binary variable per
-share, and optimizer state may lie there:
+Where there is room outside of the card (`moves.py`), a share of the layers of a value that is kept may wait there, one binary
+variable per share, and optimizer state may lie there:
 
     keep(v) >= away(v, first share) >= away(v, second share) ...
     rest + sum keep bytes + sum again bytes - sum away bytes freed <= target

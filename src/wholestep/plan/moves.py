@@ -1,9 +1,10 @@
-"""What could leave the card: a TrainingGraph, its Timeline and a clock in; moves with the bytes they free, and the windows of the link out.
+"""What could leave the card: a TrainingGraph, its Timeline and a clock in; moves with the bytes they free, and the windows of the
+link out.
 
-A move takes one value of some of the equal layers, the first ones first, or the optimizer state of parameters of one name, to the host. It
-frees bytes in the stretches of `problem.py` in which the value is gone (by the places of `passes/trips.py`, so that the planner counts what
-the pass does), and puts bytes on the link. The forward pass and the rest are cut into windows: what begins to leave, or to come
-back, in a window should be moved in its seconds; what is more makes the step wait.
+A move takes one value of some of the equal layers, the first ones first, or the optimizer state of parameters of one name, to the
+host. It frees bytes in the stretches of `problem.py` in which the value is gone (by the places of `passes/trips.py`, so that the
+planner counts what the pass does), and puts bytes on the link. The forward pass and the rest are cut into windows: what begins to
+leave, or to come back, in a window should be moved in its seconds; what is more makes the step wait.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from wholestep.graph.layers import layer_pattern, layers_of
 from wholestep.graph.liveness import tensor_bytes
 from wholestep.graph.training_graph import Role, TrainingGraph, phase_of
 from wholestep.ops import IN_PLACE
-from wholestep.passes.stream_state import MOST_BYTES
+from wholestep.passes.stream_state import AT_ONCE, MOST_BYTES
 from wholestep.passes.trips import Trip, Trips
 from wholestep.plan.peak import Timeline
 from wholestep.plan.seconds import Clock
@@ -31,7 +32,7 @@ SHARES = 4
 """Into which the equal layers are cut: a quarter, a half, three quarters or all of them leave."""
 WORTH_MOVING = 2e-3
 """Values smaller than this share of what waits for the backward pass, all layers together, do not leave."""
-STATE_IN_FLIGHT = 2 * MOST_BYTES
+STATE_IN_FLIGHT = AT_ONCE * MOST_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,7 +77,9 @@ class Moves:
     room: Room
 
 
-def make_moves(graph: TrainingGraph, line: Timeline, clock: Clock, stretches: Mapping[fx.Node, int], room: Room) -> Moves:
+def make_moves(
+    graph: TrainingGraph, line: Timeline, clock: Clock, stretches: Mapping[fx.Node, int], room: Room
+) -> Moves:
     """What could leave this step on the clock's device."""
     return _Builder(graph, line, clock, stretches).build(room)
 
@@ -127,7 +130,9 @@ class _Builder:
             if trip is not None:
                 trips[key][ranks[key][layers.get(node)]].append((node, trip))
         waits = sum(
-            size for s, size in self.line.sizes.items() if phase_of(self.line.works[self.line.last[s]].node) != "forward"
+            size
+            for s, size in self.line.sizes.items()
+            if phase_of(self.line.works[self.line.last[s]].node) != "forward"
         )
         found: list[Move] = []
         for key, by_rank in trips.items():
@@ -165,20 +170,35 @@ class _Builder:
         move.back[self._window(trip.back, forward=False)] += size
 
     def _states(self) -> list[Move]:
-        """Optimizer state by the names of parameters, the numbers of their layers left out."""
+        """Optimizer state by the names of parameters, a share of the layers at a time."""
         if not any(node.target in IN_PLACE for node in self.graph.operations()):
             return []
-        found: dict[str, Move] = {}
+        found: dict[str, dict[str, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
         for entry, node in zip(self.graph.inputs, self.graph.placeholders, strict=True):
-            if entry.role is not Role.STATE or not node.meta["val"].dim() or len(node.users) != 1:
-                continue
-            pattern = layer_pattern(entry.name.rpartition("/")[0])
-            move = found.setdefault(pattern, Move(pattern, None))
-            size = tensor_bytes(node.meta["val"])
-            move.host_bytes += size
-            window = self._window(next(iter(node.users)), forward=False)
-            move.out[window] += size
-            move.back[window] += size
-            for stretch in range(self.end_of_forward + 1):
+            if entry.role is Role.STATE and node.meta["val"].dim() and len(node.users) == 1:
+                parameter = entry.name.rpartition("/")[0]
+                found[layer_pattern(parameter)][parameter].append(node)
+        moves: list[Move] = []
+        for pattern, parameters in found.items():
+            names = list(parameters)
+            shares = min(SHARES, len(names))
+            for share in range(shares):
+                mine = names[len(names) * share // shares : len(names) * (share + 1) // shares]
+                moves.append(Move(pattern if shares == 1 else ",".join(mine), None))
+                for name in mine:
+                    self._add_state(moves[-1], parameters[name])
+        return [move for move in moves if move.host_bytes >= MOST_BYTES / 4]
+
+    def _add_state(self, move: Move, states: Sequence[fx.Node]) -> None:
+        """What is updated in one piece is on the card as a whole then, so it frees nothing there if it is more than the parts that
+        are in flight anyway."""
+        size = sum(tensor_bytes(node.meta["val"]) for node in states)
+        move.host_bytes += size
+        update = next(iter(states[0].users))
+        window = self._window(update, forward=False)
+        move.out[window] += size
+        move.back[window] += size
+        at = min(bisect.bisect_left(self.starts, self.position[update]), len(self.numbers) - 1)
+        for stretch in range(self.end_of_forward + 1):
+            if size <= STATE_IN_FLIGHT or stretch != self.numbers[at]:
                 move.freed[stretch] += size
-        return list(found.values())

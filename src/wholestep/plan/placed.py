@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from wholestep.graph.bytes import show_bytes
+from wholestep.graph.layers import layer_pattern
 from wholestep.plan.moves import Move, Moves
 
 
@@ -14,11 +15,11 @@ def chosen_moves(moves: Moves | None, away: Sequence[int]) -> list[Move]:
 
 
 def placed(moves: Moves | None, away: Sequence[int]) -> dict[str, Any]:
-    """`host`, `file` and `state` of a plan. Values fill the host's memory in the order of the forward pass; what is left goes to files."""
+    """`host`, `file` and `state` of a plan. Values fill the host's memory in forward order; what is left goes to files."""
     chosen = chosen_moves(moves, away)
     if moves is None or not chosen:
         return {}
-    state = {move.name: "host" for move in chosen if move.value is None}
+    state = {name: "host" for name in _patterns(moves, chosen)}
     left = moves.room.host_bytes - sum(move.host_bytes for move in chosen if move.value is None)
     host, file = [], []
     for shares in _by_value(chosen).values():
@@ -52,10 +53,31 @@ def reasons_to_move(moves: Moves | None, away: Sequence[int]) -> dict[str, str]:
         size = sum(move.host_bytes for move in shares)
         text = f"moves {show_bytes(size)} each way; the link hides {show_bytes(hides['out'])} out, {show_bytes(hides['back'])} in"
         found[shares[-1].name] = text
-    for move in chosen:
+    for name, size in _patterns(moves, chosen).items():
+        found[name] = (
+            f"state of {show_bytes(size)} lies on the host; the backward pass hides {show_bytes(hides['back'])}"
+        )
+    return found
+
+
+def _patterns(moves: Moves, chosen: Sequence[Move]) -> dict[str, int]:
+    """Parameters whose state lies on the host -> its bytes; one pattern where all of its parameters are chosen."""
+    shares: dict[str, list[Move]] = {}
+    for move in moves.moves:
         if move.value is None:
-            size = show_bytes(move.host_bytes)
-            found[move.name] = f"state of {size} lies on the host; the backward pass hides {show_bytes(hides['back'])}"
+            shares.setdefault(layer_pattern(move.name.partition(",")[0]), []).append(move)
+    found: dict[str, int] = {}
+    for pattern, parts in shares.items():
+        mine = [move for move in parts if move in chosen]
+        if len(mine) == len(parts):
+            found[pattern] = sum(move.host_bytes for move in mine)
+        else:
+            found |= {
+                name: move.host_bytes // len(names)
+                for move in mine
+                for names in [move.name.split(",")]
+                for name in names
+            }
     return found
 
 

@@ -76,7 +76,9 @@ def _register(memory: torch.Tensor) -> None:
     code = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(code) != 0:
         hint = "give a smaller host_memory=, or allow the process to lock more memory (ulimit -l)"
-        raise NotEnoughMemory(f"CUDA does not pin {show_bytes(memory.numel())} of host memory (error {int(code)})", hint=hint)
+        raise NotEnoughMemory(
+            f"CUDA does not pin {show_bytes(memory.numel())} of host memory (error {int(code)})", hint=hint
+        )
     weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, memory.data_ptr())
 
 

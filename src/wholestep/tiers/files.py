@@ -1,9 +1,9 @@
 """Files beyond the host's memory: slots in, bytes written and read by requests in flight.
 
 A store has one file in every folder it is given, striped by slot. Files are opened for direct I/O, past the page cache (which would
-fill the host's memory with what was to leave it), and unlinked at once: whatever ends the process, nothing is left behind. Every request
-either did all of its bytes or raises `TierFailed` with the path and the error's number in whoever waits for it: no value is ever
-made up. With `checksums` a value is compared with what was written.
+fill the host's memory with what was to leave it), and unlinked at once: whatever ends the process, nothing is left behind. Every
+request either did all of its bytes or raises `TierFailed` with the path and the error's number in whoever waits for it: no value
+is ever made up. With `checksums` a value is compared with what was written.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ WAIT_SECONDS = 120.0
 class FileStore:
     """Slots in files of one or several folders."""
 
-    def __init__(self, folders: Sequence[str | Path], *, checksums: bool = False, wait_seconds: float = WAIT_SECONDS) -> None:
+    def __init__(
+        self, folders: Sequence[str | Path], *, checksums: bool = False, wait_seconds: float = WAIT_SECONDS
+    ) -> None:
         self.paths: list[str] = []
         self.handles: list[int] = []
         self.ends = [0] * len(folders)
@@ -63,7 +65,9 @@ class FileStore:
         """Begin to write page-aligned bytes."""
         if self.sums is not None:
             self.sums[slot] = zlib.crc32(memory.numpy())
-        return [self.pool.submit(self._all_of, os.pwrite, slot[0], part, offset) for part, offset in _parts(slot, memory)]
+        return [
+            self.pool.submit(self._all_of, os.pwrite, slot[0], part, offset) for part, offset in _parts(slot, memory)
+        ]
 
     def read(self, slot: tuple[int, int], memory: torch.Tensor) -> list[concurrent.futures.Future[None]]:
         """Begin to read as many bytes as the memory has."""
@@ -150,7 +154,7 @@ def aligned(num_bytes: int) -> torch.Tensor:
 
 
 def memory_of(memory: torch.Tensor) -> memoryview:
-    """The bytes of a tensor, to read from and write to. Without numpy: that would hold on to nothing else either, but refuse bf16."""
+    """The bytes of a tensor, to read from and to write to; the caller keeps the tensor."""
     assert memory.dtype == torch.uint8
     return memoryview((ctypes.c_char * memory.numel()).from_address(memory.data_ptr())).cast("B")
 
