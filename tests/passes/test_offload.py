@@ -158,7 +158,9 @@ AS_OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", AS_OPTIONS, ids=str)
-def test_values_and_state_with_other_options(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_values_and_state_with_other_options(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Tied weights, several groups, updates behind every layer, half of the values recomputed from what comes back."""
     monkeypatch.setattr("wholestep.passes.stream_state.MOST_BYTES", 3000)
 

@@ -1,4 +1,4 @@
-"""What leaves the card, as the planner decides it: never more of the card, never in vain, and what it counts is what the pass does."""
+"""What leaves the card, as the planner decides it: never in vain, and what it counts is what the pass does."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_bad_rooms_are_one_line(tmp_path: Any) -> None:
         refuse_room(Options(offload_path=tmp_path / "nowhere"), card)
     with pytest.raises(BadOption, match="host_memory='1GiB' together with plan"):
         Options(host_memory="1GiB", plan=Plan())
-    with pytest.raises(BadOption, match="moves values to files.*offload_path"):
+    with pytest.raises(BadOption, match=r"moves values to files.*offload_path"):
         Options(plan=Plan(file=("a/b",)))
     assert room_of(Options()) is None and room_of(Options(host_memory="2GiB")) == Room(2 << 30)
     with pytest.warns(UserWarning, match="host_memory= moves nothing on a CPU"):

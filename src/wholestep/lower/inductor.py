@@ -23,6 +23,7 @@ from wholestep.lower.interpret import constants_of
 from wholestep.lower.keep_roundings import keep_roundings
 from wholestep.lower.lift_numbers import lift_numbers
 from wholestep.lower.overlap import one_wait_for_all
+from wholestep.lower.races import refuse_races
 from wholestep.lower.regions import Piece, Region, split_regions
 from wholestep.lower.runner import Runner
 from wholestep.lower.streams import streams_for
@@ -46,9 +47,12 @@ def lower_inductor(
     compiled = compile_together(regions, progress)
     device = device_of(imperative.graph)
     transfers = Transfers(device, store)
+    statements = _statements(pieces, compiled, transfers)
+    if transfers.facts():
+        refuse_races(statements, imperative.results)
     driver = build_driver(
         imperative.placeholders,
-        _statements(pieces, compiled, transfers),
+        statements,
         imperative.results,
         constants_of(imperative.graph, imperative.owner),
         streams=streams_for(device),

@@ -16,6 +16,7 @@ from torch import fx
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.lower.driver import build_driver
 from wholestep.lower.in_place import write_state_in_place
+from wholestep.lower.races import refuse_races
 from wholestep.lower.runner import Runner
 from wholestep.lower.streams import streams_for
 from wholestep.lower.transfers import Transfers, device_of
@@ -31,6 +32,8 @@ def lower_interpret(graph: TrainingGraph, *, watch: Sequence[str] = (), store: F
     transfers = Transfers(device, store)
     calls = [node for node in imperative.graph.nodes if node.op == "call_function"]
     statements = [statement for node in calls for statement in transfers.statements(node)]
+    if transfers.facts():
+        refuse_races(statements, imperative.results)
     driver = build_driver(
         imperative.placeholders, statements, imperative.results, constants_of(imperative.graph, imperative.owner),
         streams=streams_for(device),

@@ -12,6 +12,7 @@ written and read by threads, through a few slabs of host memory; a step that doe
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -81,14 +82,7 @@ class Transfers:
         if len(node.args) > 1 and node.args[1] == "file" and self.files is not None:
             trip = self.trips[node] = self.files.trip(like)
             return [Statement(trip.send, (x,), {}, (node,), comment="to a file")]
-        slot = self.arena.reserve(like.nbytes)
-        arena = self.arena
-
-        def send(x: torch.Tensor) -> torch.Tensor:
-            h = arena.tensor(slot, x)
-            h.copy_(x, non_blocking=True)
-            return h
-
+        send = Send(self.arena, self.arena.reserve(like.nbytes))
         self.left[node] = f"{node.name}.out"
         marks = self._marked(node.name)
         return [*marks, Statement(send, (x,), {}, (node,), stream=OUT, after=(str(self.mark),), leaves=self.left[node])]
@@ -138,6 +132,19 @@ _HANDLERS: dict[Any, Any] = {
 }  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Send:
+    """Copies a value to its slot."""
+
+    arena: Arena
+    slot: tuple[int, int]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.arena.tensor(self.slot, x)
+        h.copy_(x, non_blocking=True)
+        return h
+
+
 def device_of(graph: fx.Graph) -> torch.device:
     """Where a step computes: the first input that is on a GPU says so."""
     devices = [t.device for node in graph.nodes if node.op == "placeholder" for t in tensors_in(node.meta.get("val"))]
@@ -158,3 +165,13 @@ def _second(x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
 
 def _fill(y: torch.Tensor, h: torch.Tensor) -> None:
     y.copy_(h, non_blocking=True)
+
+
+WRITTEN: dict[Any, int] = {_fill: 0, copy_out_into: 1}
+"""Function -> the argument that it writes to."""
+
+
+def passes_on(statement: Statement) -> fx.Node | None:
+    """The argument that a statement returns as it is."""
+    index = {_first: 0, _second: 1}.get(statement.function)  # type: ignore[call-overload]
+    return None if index is None else statement.args[index]
