@@ -18,6 +18,7 @@ _PUBLIC = {
     "compile": "wholestep.api",
     "verify": "wholestep.api",
     "schedule": "wholestep.api",
+    "offload": "wholestep.runtime.offload",
     "default_passes": "wholestep.passes.pipeline",
     "save": "wholestep.train.checkpoint",
     "load": "wholestep.train.checkpoint",
@@ -36,8 +37,8 @@ _MODULES = {
 }
 
 __all__ = [
-    "Plan", "Step", "TrainingGraph", "WholestepError", "WholestepWarning", "compile", "default_passes", "load", "save", "schedule",
-    "verify",
+    "Plan", "Step", "TrainingGraph", "WholestepError", "WholestepWarning", "compile", "default_passes", "load", "offload", "save",
+    "schedule", "verify",
 ]  # fmt: skip
 
 

@@ -31,9 +31,16 @@ def refuse_room(options: Options, device: torch.device) -> None:
         name = "host_memory" if options.host_memory is not None else "offload_path"
         warnings.warn(f"{name}= moves nothing on a CPU, whose memory is the host's", WholestepWarning, stacklevel=4)
     if options.host_memory is not None:
-        wanted, has = parse_bytes(options.host_memory), psutil.virtual_memory().total
-        if wanted > MOST_PINNED * has:
-            hint = f"give at most {show_bytes(int(MOST_PINNED * has))}: the rest is for the system and for what is not pinned"
-            raise BadOption(f"host_memory={options.host_memory!r}: this machine has {show_bytes(has)}", hint=hint)
+        refuse_amount("host_memory", options.host_memory, parse_bytes(options.host_memory))
     for folder in options.folders:
         os.close(open_direct(folder)[1])
+
+
+def refuse_amount(name: str, written: str | int, wanted: int) -> None:
+    """More host memory than may be pinned is an error."""
+    has = psutil.virtual_memory().total
+    if wanted > MOST_PINNED * has:
+        hint = (
+            f"give at most {show_bytes(int(MOST_PINNED * has))}: the rest is for the system and for what is not pinned"
+        )
+        raise BadOption(f"{name}={written!r}: this machine has {show_bytes(has)}", hint=hint)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import ctypes
 import errno
 import os
 import tempfile
@@ -154,9 +153,8 @@ def aligned(num_bytes: int) -> torch.Tensor:
 
 
 def memory_of(memory: torch.Tensor) -> memoryview:
-    """The bytes of a tensor, to read from and to write to; the caller keeps the tensor."""
-    assert memory.dtype == torch.uint8
-    return memoryview((ctypes.c_char * memory.numel()).from_address(memory.data_ptr())).cast("B")
+    """The bytes of a tensor, to read from and to write to; the tensor lives as long as they do."""
+    return memoryview(memory.numpy())
 
 
 def _pread(handle: int, memory: memoryview, offset: int) -> int:
