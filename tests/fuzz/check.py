@@ -35,8 +35,9 @@ from wholestep.errors import CaptureRefused
 from wholestep.graph.check import check as check_graph
 from wholestep.graph.copies import copy_graph
 from wholestep.graph.keys import value_keys
+from wholestep.graph.layers import without_calls
 from wholestep.graph.plan import Plan
-from wholestep.graph.training_graph import Input, OutputKind, Role, Target, TrainingGraph
+from wholestep.graph.training_graph import Input, OutputKind, Role, Target, TrainingGraph, module_of, phase_of
 from wholestep.lower import lower_interpret
 from wholestep.ops.tuned import calls_that_ask
 from wholestep.passes.pipeline import TABLE, Pass, Pipeline, compiler_pass
@@ -279,6 +280,10 @@ def passes_for(case: Case) -> dict[str, Pass]:
     found["take_kernels"] = _as(
         "take_kernels", lambda graph: named(graph, drawn_kernels(graph, case.plan_seed)), "rounding"
     )  # type: ignore[call-arg]
+    marked = found["mark_regions"]
+    found["mark_regions"] = _as(
+        "mark_regions", lambda graph: marked(graph, drawn_regions(graph, case.plan_seed)), "rounding"
+    )  # type: ignore[call-arg]
     found["share_scatters"] = functools.partial(found["share_scatters"], least_shared=1)
     for name in ("fold_constants", "bound_counts", "share_scatters"):
         numerics = "rounding" if name == "share_scatters" else "bitwise"
@@ -317,6 +322,13 @@ def drawn_plan(graph: TrainingGraph, seed: int) -> Plan:
     share = source.choice((0.2, 0.5, 1.0))
     keys = sorted(set(value_keys(graph).values()))
     return Plan(recompute=tuple(key for key in keys if source.random() < share))
+
+
+def drawn_regions(graph: TrainingGraph, seed: int) -> Plan:
+    """Some modules, inside of each other or not, that are regions of their own."""
+    source = random.Random(seed)
+    modules = {without_calls(module_of(node) or "") for node in graph.operations() if phase_of(node) != "update"}
+    return Plan(fuse=tuple(path for path in sorted(modules - {""}) if source.random() < 0.5))
 
 
 def drawn_kernels(graph: TrainingGraph, seed: int) -> Plan:

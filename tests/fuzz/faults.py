@@ -1,4 +1,4 @@
-"""Seventeen faults, one in every pass, planted while the fuzzer looks: does it find them, and after how many graphs?
+"""Eighteen faults, one in every pass, planted while the fuzzer looks: does it find them, and after how many graphs?
 
 A fault is a small patch of the pass's own file, of the kind that reviews miss. `planted` puts it there and takes it away again.
 """
@@ -117,6 +117,13 @@ def _lose_an_update(graph: TrainingGraph) -> None:
         values = list(graph.output_values)
         values[at[-1]] = graph.placeholders[graph.outputs[at[-1]].target or 0]
         graph.output_node.args = (tuple(values),)
+
+
+def _lose_biases(graph: TrainingGraph) -> None:
+    """Nothing is added to a product in a region of its own."""
+    for node in graph.operations():
+        if node.target is aten.addmm.default and "region" in node.meta["custom"]:
+            node.kwargs = {**node.kwargs, "beta": 0}
 
 
 def _draw_anew(graph: TrainingGraph) -> None:
@@ -246,6 +253,7 @@ FAULTS = (
     Fault("share_scatters", "all rows go by the first row's index", _after("share_scatters", _shift_scatters)),
     Fault("share_bias", "all windows are masked as the first", _after("share_bias", _first_window_for_all)),
     Fault("take_kernels", "an attention that names its kernel is causal", _after("take_kernels", _hide_the_future)),
+    Fault("mark_regions", "a product that is fused loses its bias", _after("mark_regions", _lose_biases)),
     Fault("recompute", "what is recomputed drops others", _after("recompute", _draw_anew)),
     Fault("update_early", "a weight of the first layer stays stale", _after("update_early", _leave_weights_stale)),
 )  # fmt: skip

@@ -129,7 +129,9 @@ def _described(layer: Layer, before: Layer | None) -> list[Any] | None:
     if before is not None:
         place[before.out] = "before"
     for read in [n for node in layer.nodes for n in node.all_input_nodes if n not in place]:
-        if before is not None and _example(read).requires_grad:
+        if not isinstance(_example(read), torch.Tensor):
+            return None  # a size that varies, or another number
+        if before is not None and _takes_gradient(read):
             return None
         place[read] = ("shared", read.name)
 

@@ -29,15 +29,15 @@ from torch._dynamo.variables import (
     TupleVariable,
     UnspecializedNNModuleVariable,
 )
-from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._guards import Guard, Source
 
 from wholestep import compat
 from wholestep.capture.front.assumed import assuming
 from wholestep.capture.front.identities import looked
+from wholestep.capture.front.layer_effects import effects_of, surroundings
 from wholestep.capture.front.layer_guards import (
-    Identity,
     Pairs,
     Unlike,
     constant,
@@ -138,7 +138,7 @@ def _call(plain: Callable[..., Any]) -> Callable[..., Any]:
             return trace()
         known = _known_of(tx)
         try:
-            made = Call(self.value, unwrapped(self.source), list(_leaves([args, kwargs])), _around(tx))
+            made = Call(self.value, unwrapped(self.source), list(_leaves([args, kwargs])), surroundings(tx))
         except Unlike:
             return trace()
         alike = known.layers[type(self.value)]
@@ -158,9 +158,9 @@ def _record(tx: Any, known: Known, call: Call, trace: Callable[[], Any]) -> Any:
     graph = tx.output.graph
     last = next(iter(reversed(graph.nodes)), None)
     versions, facts = _versions(graph, call), [_fact(_example(t)) for t in call.tensors]
-    effects, calls, looks = _effects(tx), dict(tx.num_calls), looked.times
+    effects, calls, looks = effects_of(tx), dict(tx.num_calls), looked.times
     result = trace()
-    if effects != _effects(tx) or looks != looked.times or _written(versions) or call.around != _around(tx):
+    if effects != effects_of(tx) or looks != looked.times or _written(versions) or call.around != surroundings(tx):
         return result
     nodes = list(_after(graph, last))
     given = ((node, _source_of(node)) for node in graph.find_nodes(op="placeholder"))
@@ -226,54 +226,6 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(item)
     else:
         raise Unlike
-
-
-def _around(tx: Any) -> tuple:
-    cast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")]
-    if getattr(getattr(tx, "symbolic_torch_function_state", None), "mode_stack", ()):
-        raise Unlike  # a mode has its say in every operation
-    flags = (torch.is_grad_enabled(), torch.get_default_dtype(), torch._C._get_cudnn_enabled())
-    more = (torch.is_inference_mode_enabled(), torch.get_deterministic_debug_mode())
-    return (*flags, *more, cast, list(tx.nn_module_stack.items()), _changed_objects(tx))
-
-
-def _effects(tx: Any) -> tuple:
-    """What a layer may do besides computing: hooks, random numbers of Python's, lines that are written, sparse matrices."""
-    effects, written = tx.output.side_effects, tx.output.root_tx.debug_locals
-    counted = (effects.tensor_hooks, effects.save_for_backward, tx.output.random_calls, tx.output.nn_modules, written)
-    return (*map(len, counted), len(assuming.sparse))
-
-
-def _changed_objects(tx: Any) -> list[Any]:
-    """Objects that were there before the call and have been changed so far, with what they hold; equal while nothing else is."""
-    effects = tx.output.side_effects
-    items = {id(item): item for item in (*effects.id_to_variable.values(), *effects.store_attr_mutations)}
-    seen: set[int] = set()
-    return [_held(item, effects, seen) for item in items.values() if _was_changed(item, effects)]
-
-
-def _was_changed(item: Any, effects: Any) -> bool:
-    if item.mutation_type is None or isinstance(item, TensorVariable):
-        return item in effects.store_attr_mutations
-    return not isinstance(item.mutation_type, AttributeMutationNew | ValueMutationNew) and effects.is_modified(item)
-
-
-def _held(value: Any, effects: Any, seen: set[int]) -> Any:
-    """A variable of Dynamo's: itself, and all that it holds, which may be something else later."""
-    if isinstance(value, LazyVariableTracker) and value.is_realized():
-        value = value.realize()
-    if isinstance(value, ConstantVariable):
-        return (type(value.value), value.value)
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_held(v, effects, seen) for v in value]
-    if isinstance(value, dict):
-        return [_held(v, effects, seen) for entry in value.items() for v in entry]
-    if not isinstance(value, VariableTracker) or id(value) in seen:
-        return Identity(value)
-    seen.add(id(value))
-    attributes = effects.store_attr_mutations.get(value, {})
-    inner = [v for name, v in vars(value).items() if name not in ("source", "mutation_type")]
-    return (Identity(value), list(attributes), _held([*attributes.values(), *inner], effects, seen))
 
 
 def _versions(graph: fx.Graph, call: Call) -> dict[fx.Node, int]:
