@@ -155,6 +155,8 @@ class Compiler:
         plan = self.plan(made)
         layout = {**plan.layout, **layouts_of(made.graph)}
         made.plan = plan if layout == plan.layout else dataclasses.replace(plan, layout=layout)
+        if plan.file and not self.options.folders:
+            raise BadOption(f"{plan.file[0]} is to wait in a file", hint="name a folder for it: offload_path=...")
         self.apply(made, made.plan)
 
     def plan_for(self, captured: Capture) -> tuple[Plan, list[Note]]:

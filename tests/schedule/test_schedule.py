@@ -239,7 +239,7 @@ def test_what_eager_pytorch_cannot_do_is_not_built() -> None:
     assert all(type(m) is type(n) for m, n in zip(model.modules(), Net().modules()))
 
 
-UNBUILT = {"shard": ("weight", 0), "sync": ("all_reduce",), "fork_rng": (), "pipeline_cut": (), "offload": ("values",)}
+UNBUILT = {"shard": ("weight", 0), "sync": ("all_reduce",), "fork_rng": (), "pipeline_cut": ()}
 
 
 @pytest.mark.parametrize("verb", UNBUILT)

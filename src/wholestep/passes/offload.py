@@ -41,7 +41,7 @@ def offload(graph: TrainingGraph, plan: Plan) -> TrainingGraph:
         _move(graph.graph, value, tier, trip)
     if len(made) < len(chosen):
         graph.notes.append(
-            f"{len(chosen) - len(made)} of {len(chosen)} values stay: they are asked back before they are gone"
+            f"{len(chosen) - len(made)} of {len(chosen)} values stay: they are asked back before they are gone, or returned"
         )
     sweep(graph)
     return graph

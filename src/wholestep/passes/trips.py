@@ -66,8 +66,9 @@ class Trips:
                     self.readers.setdefault(base, []).append((node, entry))
 
     def of(self, value: fx.Node) -> Trip | None:
-        """The trip of a value; None where it would turn round at once, nobody asks it back, or it cannot leave."""
-        if self.why_not(value) is not None:
+        """The trip of a value; None where it stays: it would turn round at once, the step returns it, or there are gaps in it."""
+        found = value.meta.get("val")
+        if self.why_not(value) is not None or value in self.returned or not is_static(found) or not is_dense(found):
             return None
         readers = self.readers[value]
         forward = [self.position[reader] for reader, _ in readers if phase_of(reader) == "forward"]
@@ -82,16 +83,12 @@ class Trips:
         return Trip(where[first], where[gone], where[back], where[asked], tuple(backward))
 
     def why_not(self, value: fx.Node) -> str | None:
-        """Why a value cannot leave whatever the stations are, or None."""
+        """Why it makes no sense to ask for a value, or None."""
         found = value.meta.get("val")
         if not isinstance(found, torch.Tensor):
             return "is no single tensor: name one of its results, such as .0"
         if base_of(value) is not value:
             return "is a view: name the value that it looks at"
-        if not is_static(found) or not is_dense(found):
-            return "has sizes or strides that are not fixed, or gaps in memory"
-        if value in self.returned:
-            return "is returned by the step"
         if not any(phase_of(reader) != "forward" for reader, _ in self.readers.get(value, ())):
             return "is not read by the backward pass"
         return None
