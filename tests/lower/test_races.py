@@ -47,8 +47,7 @@ def lowered(plan: Plan) -> tuple[Any, list[Statement]]:
 
 @functools.cache
 def moving() -> tuple[Any, list[Statement]]:
-    plan = all_away(prepared())
-    return lowered(Plan(host=(*plan.host, *plan.file), state={"*": "host"}))
+    return lowered(all_away(prepared()))
 
 
 def inputs_for(graph: TrainingGraph) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ def movable(graph: TrainingGraph) -> list[str]:
 
 
 def all_away(graph: TrainingGraph, *, state: bool = True, half_recomputed: bool = False) -> Plan:
-    """Every value that can, on the host and in files by turns, and all state; or half of them recomputed from the rest."""
+    """Every value that can, and all state; or half of the values recomputed from the rest."""
     keys = movable(graph)
     again: list[str] = []
     if half_recomputed:
@@ -33,8 +33,7 @@ def all_away(graph: TrainingGraph, *, state: bool = True, half_recomputed: bool 
         keys = [k for k in keys if k not in again]
     has_state = any(entry.role is Role.STATE for entry in graph.inputs)
     return Plan(
-        host=tuple(keys[::2]),
-        file=tuple(keys[1::2]),
+        host=tuple(keys),
         recompute=tuple(again),
         state={"*": "host"} if state and has_state else {},
     )
@@ -68,5 +67,5 @@ class Away(ForSpeed):
     def plan(self, prepared: object) -> Plan:
         graph = prepared.graph  # type: ignore[attr-defined]
         plan = all_away(graph, half_recomputed=self.half_recomputed)
-        Away.moved += len(plan.host) + len(plan.file) + len(plan.state)
+        Away.moved += len(plan.host) + len(plan.state)
         return plan

@@ -118,7 +118,8 @@ class _Checker:
         return clock
 
     def _use(self, index: int, statement: Statement, clock: Clock) -> None:
-        written = {self.blocks[node] for node in (*written_by(statement), *_made(statement))}
+        new = [node for node in statement.results if self.blocks[node] is node or isinstance(statement.function, Send)]
+        written = {self.blocks[node] for node in (*written_by(statement), *new)}
         read = {self.blocks[node] for node in nodes_in((statement.args, statement.kwargs))}
         for block in read | written:
             before = self.uses.setdefault(block, [])
@@ -158,11 +159,6 @@ class _Checker:
         statement = self.statements[index]
         made = ", ".join(node.name for node in statement.results) or getattr(statement.function, "__name__", "a call")
         return f"statement {index} ({made}, stream {statement.stream or 'main'})"
-
-
-def _made(statement: Statement) -> tuple[fx.Node, ...]:
-    """Results that are memory of their own."""
-    return () if passes_on(statement) is not None else statement.results
 
 
 def _name(block: Block) -> str:
