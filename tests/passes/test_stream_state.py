@@ -109,3 +109,23 @@ def test_the_micro_steps_of_an_accumulating_step_have_no_state() -> None:
     losses, state = train(Plan(state={"blocks.*": "host"}))
     kept_losses, kept = train(Plan())
     assert losses == kept_losses and equal(state, kept)
+
+
+def test_a_step_by_hand_on_state_of_the_host_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    plan = Plan(state={"blocks.*": "host"})
+    step = wholestep.compile(
+        model, next_token, optimizer, id_batches(1)[0], plan=plan, backend="interpret", check="off"
+    )
+    step(id_batches(1)[0])
+    saved = optimizer.state_dict()
+    optimizer.step()  # on a CPU host and device are the same memory
+    monkeypatch.setattr("wholestep.runtime.binding._apart", lambda parameter, state: True)
+    with pytest.raises(wholestep.WholestepError, match=r"step\(\) by hand while optimizer state lies on the host"):
+        optimizer.step()
+    assert optimizer.state_dict()["state"].keys() == saved["state"].keys()
+    monkeypatch.undo()
+    optimizer.load_state_dict(saved)
+    assert torch.isfinite(step(id_batches(1)[0]))

@@ -136,7 +136,7 @@ class Binding:
         self._make_states(optimizer)
         for plan, members in self.members.items():
             self._bind_group(optimizer, plan, {n: self.subject.parameters[n] for n in members})
-        guard_by_hand(optimizer, self.on_host)
+        guard_state(optimizer, self.on_host)
         self.state_tables = list(optimizer.state.values())
         self._count_steps()
 
@@ -276,29 +276,36 @@ class Binding:
                 optimizers.mark_stepped(self.subject.optimizer, [self.subject.parameters[n] for n in members])
 
 
-_BY_HAND = "_wholestep_by_hand"
-"""On an optimizer: the hook that refuses `step()` while state lies on the host."""
+_HOOKS = "_wholestep_hooks"
+"""On an optimizer whose state lies on the host: what refuses `step()` by hand, and what makes `state_dict()` wait."""
 
 
-def guard_by_hand(optimizer: Optimizer, on_host: set[str]) -> None:
-    """`optimizer.step()` cannot update a parameter of the card by state of the host: one line instead of torch's error."""
-    before = getattr(optimizer, _BY_HAND, None)
+def guard_state(optimizer: Optimizer, on_host: set[str]) -> None:
+    """State on the host is written by copies that the host does not wait for, so whoever asks for it has to; and
+    `optimizer.step()` cannot update a parameter of the card by state of the host: one line instead of torch's error."""
+    before = getattr(optimizer, _HOOKS, None)
     if before is not None:
-        before.remove()
-        delattr(optimizer, _BY_HAND)
+        for hook in before:
+            hook.remove()
+        delattr(optimizer, _HOOKS)
     if not on_host:
         return
 
     def refuse(owner: Optimizer, args: Any, kwargs: Any) -> None:
-        if any(p.is_cuda and not t.is_cuda for p, s in owner.state.items() for k, t in s.items() if _is_state(k, t)):
+        if any(_apart(p, t) for p, state in owner.state.items() for k, t in state.items() if k != "step"):
             hint = "call the Step, which brings it to the card, or compile without host_memory= and state in the plan"
             raise WholestepError("optimizer.step() by hand while optimizer state lies on the host", hint=hint)
 
-    setattr(optimizer, _BY_HAND, optimizer.register_step_pre_hook(refuse))
+    def wait(owner: Optimizer) -> None:
+        if any(p.is_cuda for p in owner.state):
+            torch.cuda.synchronize()
+
+    setattr(optimizer, _HOOKS, (optimizer.register_step_pre_hook(refuse), optimizer.register_state_dict_pre_hook(wait)))
 
 
-def _is_state(key: str, value: Any) -> bool:
-    return key != "step" and isinstance(value, torch.Tensor) and value.dim() > 0
+def _apart(parameter: torch.Tensor, state: Any) -> bool:
+    """Whether a state lies on the host and its parameter does not; numbers without dimensions may."""
+    return isinstance(state, torch.Tensor) and state.dim() > 0 and parameter.is_cuda and not state.is_cuda
 
 
 _KNOWN = "_wholestep_count"
