@@ -100,7 +100,8 @@ def planted(number: int) -> tuple[list[Statement], str]:
     if kind == "shared":
         sends = [i for i, s in enumerate(statements) if isinstance(s.function, Send)]
         first, second = sorted(source.sample(sends, 2))
-        function = Send(statements[first].function.arena, statements[first].function.slot)  # type: ignore[attr-defined]
+        sent: Any = statements[second].function
+        function = Send(sent.arena, statements[first].function.slot, sent.like)  # type: ignore[attr-defined]
         statements[second] = dataclasses.replace(statements[second], function=function)
         return statements, f"{second} shares the slot of {first}"
     wanted = {

@@ -38,7 +38,7 @@ class FileTrips:
 
     def trip(self, like: torch.Tensor) -> FileTrip:
         self.slab_bytes = max(self.slab_bytes, padded(like.nbytes))
-        return FileTrip(self, self.store.reserve(like.nbytes), like.nbytes)
+        return FileTrip(self, self.store.reserve(like.nbytes), like)
 
     def slab(self) -> torch.Tensor:
         """One that nobody uses."""
@@ -68,14 +68,14 @@ class FileTrips:
 class FileTrip:
     """One value, at every step."""
 
-    def __init__(self, trips: FileTrips, slot: tuple[int, int], num_bytes: int) -> None:
-        self.trips, self.slot, self.num_bytes = trips, slot, num_bytes
+    def __init__(self, trips: FileTrips, slot: tuple[int, int], like: torch.Tensor) -> None:
+        self.trips, self.slot, self.num_bytes = trips, slot, like.nbytes
+        self.shape, self.stride, self.dtype = like.shape, like.stride(), like.dtype  # as the trace says, whatever comes
         self.copied: Any = None
         self.written: Future[None] | None = None
         self.read: Future[Any] | None = None
 
     def send(self, x: torch.Tensor) -> torch.Tensor:
-        self.shape, self.stride, self.dtype = x.shape, x.stride(), x.dtype
         slab = self.trips.slab()
         held = viewed(slab, 0, self.shape, self.stride, self.dtype)
         self.copied = self.trips.copy(held, x, "out")

@@ -172,7 +172,9 @@ def _analyse(training: TrainingGraph, order: list[fx.Node], returned: list[Any],
                 renamed.update(names)
     sent = _sent(updates)
     renamed |= {
-        value: target for target, value in updates.items() if value.target is _OUT_DONE and value.args[1] in sent
+        value: target
+        for target, value in updates.items()
+        if record_of(value).trip == "out_done" and value.args[1] in sent
     }
     # After its update a renamed result lives in the placeholder, which is not written again in this step.
     copies = [(target, value) for target, value in updates.items() if renamed.get(value) is not target]
@@ -186,13 +188,12 @@ def _analyse(training: TrainingGraph, order: list[fx.Node], returned: list[Any],
     return _Writes(twins, renamed, snapshots, copies, sent)
 
 
-_OUT_DONE, _IN_DONE = torch.ops.ws.out_done.default, torch.ops.ws.in_done.default
-
-
 def _sent(updates: dict[fx.Node, Any]) -> dict[fx.Node, fx.Node]:
     """Copies of new state that end on the host, where the old one lies: what was read of that has come in before."""
     done = {
-        value: target for target, value in updates.items() if isinstance(value, fx.Node) and value.target is _OUT_DONE
+        value: target
+        for target, value in updates.items()
+        if isinstance(value, fx.Node) and record_of(value).trip == "out_done"
     }
     return {value.args[1]: target for value, target in done.items() if lies_on_host(target)}  # type: ignore[misc]
 
@@ -255,7 +256,7 @@ def _in_place_names(
 
 def _is_fresh(value: fx.Node, update: fx.Node) -> bool:
     """State that came from the host for this update alone: nobody else has it."""
-    return value.target is _IN_DONE and set(value.users) == {update} and set(value.args[0].users) == {value}  # type: ignore[union-attr]
+    return record_of(value).trip == "in_done" and set(value.users) == {update} and set(value.args[0].users) == {value}  # type: ignore[union-attr]
 
 
 def _written_and_read(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -296,7 +297,7 @@ def _emit(
         elif node in writes.sent:
             _call(graph, copy_out_into, (new[node.args[0]], new[writes.sent[node]]), node, None)  # type: ignore[index]
             new[node] = new[writes.sent[node]]
-        elif node.target is _OUT_DONE and node.args[1] in writes.sent:
+        elif record_of(node).trip == "out_done" and node.args[1] in writes.sent:
             new[node] = copy_node(graph, node, new)
         elif node in writes.renamed:
             new[node] = new[writes.renamed[node]]

@@ -50,6 +50,7 @@ def lower_inductor(
     statements = _statements(pieces, compiled, transfers)
     if transfers.facts():
         refuse_races(statements, imperative.results)
+        transfers.ready()
     driver = build_driver(
         imperative.placeholders,
         statements,

@@ -34,6 +34,7 @@ def lower_interpret(graph: TrainingGraph, *, watch: Sequence[str] = (), store: F
     statements = [statement for node in calls for statement in transfers.statements(node)]
     if transfers.facts():
         refuse_races(statements, imperative.results)
+        transfers.ready()
     driver = build_driver(
         imperative.placeholders, statements, imperative.results, constants_of(imperative.graph, imperative.owner),
         streams=streams_for(device),

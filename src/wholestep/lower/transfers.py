@@ -23,10 +23,10 @@ from wholestep.lower.driver import Statement
 from wholestep.lower.file_trips import FileTrip, FileTrips
 from wholestep.lower.statements import statement_of
 from wholestep.ops.offload import copy_out_into, laid_like
+from wholestep.ops.record import record_of
 from wholestep.tiers.arena import Arena
 from wholestep.tiers.files import FileStore
 
-ws = torch.ops.ws
 OUT, IN = "out", "in"
 """Names of the streams."""
 
@@ -46,7 +46,9 @@ class Transfers:
 
     def statements(self, node: fx.Node, *, exactly: bool = False) -> list[Statement]:
         """The calls that a node stands for."""
-        handle = _HANDLERS.get(node.target)  # type: ignore[arg-type]
+        if node.target is copy_out_into:
+            return self._copy_out_into(node)
+        handle = _HANDLERS.get(record_of(node).trip)
         if handle is None:
             self.mark = None
             return [statement_of(node, exactly=exactly)]
@@ -55,6 +57,11 @@ class Transfers:
     def passed(self) -> None:
         """A region was called: what was marked before it does not hold behind it."""
         self.mark = None
+
+    def ready(self) -> None:
+        """Take the memory of the host where that has to be pinned: not while a step is recorded."""
+        if self.arena.pinned and self.arena.bytes:
+            self.arena.open()
 
     def facts(self) -> dict[str, Any]:
         """For reports; nothing where nothing moves."""
@@ -82,7 +89,7 @@ class Transfers:
         if len(node.args) > 1 and node.args[1] == "file" and self.files is not None:
             trip = self.trips[node] = self.files.trip(like)
             return [Statement(trip.send, (x,), {}, (node,), comment="to a file")]
-        send = Send(self.arena, self.arena.reserve(like.nbytes))
+        send = Send(self.arena, self.arena.reserve(like.nbytes), like)
         self.left[node] = f"{node.name}.out"
         marks = self._marked(node.name)
         return [*marks, Statement(send, (x,), {}, (node,), stream=OUT, after=(str(self.mark),), leaves=self.left[node])]
@@ -126,21 +133,21 @@ class Transfers:
         return [Statement(_first, (y,), {}, (node,), after=(self.left[y],))]
 
 
-_HANDLERS: dict[Any, Any] = {
-    ws.copy_out.default: Transfers._copy_out, ws.out_done.default: Transfers._out_done, ws.copy_in.default: Transfers._copy_in,
-    ws.in_done.default: Transfers._in_done, copy_out_into: Transfers._copy_out_into,
+_HANDLERS: dict[str, Any] = {
+    "copy_out": Transfers._copy_out, "out_done": Transfers._out_done, "copy_in": Transfers._copy_in, "in_done": Transfers._in_done,
 }  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Send:
-    """Copies a value to its slot."""
+    """Copies a value to its slot, laid out as the trace says: what comes back is read by code that was compiled for that."""
 
     arena: Arena
     slot: tuple[int, int]
+    like: torch.Tensor
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.arena.tensor(self.slot, x)
+        h = self.arena.tensor(self.slot, self.like)
         h.copy_(x, non_blocking=True)
         return h
 

@@ -82,18 +82,18 @@ def _tensors() -> list[Tensor]:
 
 
 record(
-    "ws::copy_out", reference=copy_out, cases=lambda: [(x,) for x in _tensors()], kind="movement", flops=lambda call: 0,
-    compiled=False, on_host=True,
+    "ws::copy_out", trip="copy_out", reference=copy_out, cases=lambda: [(x,) for x in _tensors()], kind="movement",
+    flops=lambda call: 0, compiled=False, on_host=True,
 )  # fmt: skip
 record(
-    "ws::out_done", reference=out_done, cases=lambda: [(x, x.clone()) for x in _tensors()], kind="movement",
+    "ws::out_done", trip="out_done", reference=out_done, cases=lambda: [(x, x.clone()) for x in _tensors()], kind="movement",
     flops=lambda call: 0, unread=("x", "h"), writes=False, compiled=False, on_host=True,
 )  # fmt: skip
 record(
-    "ws::copy_in", reference=copy_in, cases=lambda: [(x, torch.device("cpu")) for x in _tensors()], kind="movement",
+    "ws::copy_in", trip="copy_in", reference=copy_in, cases=lambda: [(x, torch.device("cpu")) for x in _tensors()], kind="movement",
     flops=lambda call: 0, compiled=False,
 )  # fmt: skip
 record(
-    "ws::in_done", reference=in_done, cases=lambda: [(x,) for x in _tensors()], kind="movement", flops=lambda call: 0,
-    unread=("y",), writes=False, compiled=False,
+    "ws::in_done", trip="in_done", reference=in_done, cases=lambda: [(x,) for x in _tensors()], kind="movement",
+    flops=lambda call: 0, unread=("y",), writes=False, compiled=False,
 )  # fmt: skip

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from wholestep.cost import Device, bound, cost_of
+from wholestep.ops.record import record_of
 from wholestep.plan.fusion import Work
 
 SHARE_OF_PEAK = {"matmul": 0.75, "attention": 0.25, "convolution": 0.5}
@@ -116,7 +117,7 @@ class Clock:
         seen: set[tuple[int, int]] = set()
         lanes = Lanes(self.device)
         for work in works:
-            if work.node.target in _TRIPS:
+            if record_of(work.node).trip:
                 seconds += self._trip(work.node, lanes)
                 continue
             if not work.fusable:
@@ -132,23 +133,19 @@ class Clock:
 
     def _trip(self, node: fx.Node, lanes: Lanes) -> float:
         """A copy begins, or is waited for."""
-        if node.target is ws.copy_out.default:
+        part = record_of(node).trip
+        if part == "copy_out":
             lanes.begin("out", node, file=node.args[1:] == ("file",))
-        elif node.target is ws.copy_in.default:
+        elif part == "copy_in":
             lanes.begin("in", node, file=_is_in_file(node.args[0]))
         else:
-            return lanes.wait(node.args[1] if node.target is ws.out_done.default else node.args[0])  # type: ignore[arg-type]
+            return lanes.wait(node.args[1] if part == "out_done" else node.args[0])  # type: ignore[arg-type]
         return 0.0
-
-
-ws = torch.ops.ws
-_TRIPS = (ws.copy_out.default, ws.out_done.default, ws.copy_in.default, ws.in_done.default)
 
 
 def _is_in_file(value: Any) -> bool:
     """Whether what is copied in was copied out to a file."""
-    out = value.args[1] if value.target is ws.out_done.default else None
-    return out is not None and out.args[1:] == ("file",)
+    return record_of(value).trip == "out_done" and value.args[1].args[1:] == ("file",)
 
 
 def _shape(value: Any) -> Any:

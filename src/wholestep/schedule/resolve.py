@@ -217,7 +217,9 @@ def _leaves(node: fx.Node, within: Any) -> bool:
 def _with_recomputed(plan: Plan, again: tuple[str, ...], reasons: dict[str, str]) -> Plan:
     """What a line recomputes does not wait elsewhere, whatever the planner says."""
     bases = {split_key(key)[0] for key in again}
-    away = {tier: tuple(k for k in getattr(plan, tier) if split_key(k)[0] not in bases) for tier in ("host", "file")}
+    away: dict[str, Any] = {
+        tier: tuple(k for k in getattr(plan, tier) if split_key(k)[0] not in bases) for tier in ("host", "file")
+    }
     return dataclasses.replace(plan, recompute=again, reasons=reasons, **away)
 
 
