@@ -12,7 +12,7 @@ TORCH   := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint unit test-slow test-cpus train zoo trust loop fuzz bench-cpu bench-smoke sz clean distclean
+.PHONY: help install test lint unit test-slow test-cpus train docs quoted zoo trust loop fuzz bench-cpu bench-smoke sz clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,13 @@ test-cpus: $(STAMP)  ## the tests as on CPUs without AVX-512, without AVX2, and 
 
 train: $(STAMP)  ## train a small model, with a report in runs/ (ARGS="gpt-10m --steps 100", ARGS="--resume")
 	@$(BIN)/python -m wholestep train $(ARGS)
+
+docs: $(STAMP)  ## the pages as HTML, offline, warnings as errors (build/docs/index.html)
+	@$(BIN)/python -m sphinx -W --keep-going -q -E -b html docs build/docs $(ARGS)
+	@echo "build/docs/index.html"
+
+quoted: $(STAMP)  ## run what README and docs quote, and compare (ARGS=--write rewrites, ARGS=docs/plan.md one page)
+	@$(BIN)/python scripts/quoted.py $(ARGS)
 
 zoo: $(STAMP)  ## capture and check every model of the zoo, slow ones included
 	@$(BIN)/python -m pytest -q -n $(WORKERS) -m zoo $(ARGS)
@@ -80,5 +87,5 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing $(TORCH)"
 	@$(PIP) $(TORCH)
 	@echo "installing wholestep and its tools"
-	@$(PIP) -e '.[dev,hf,gnn]'
+	@$(PIP) -e '.[dev,hf,gnn,data,docs]'
 	@touch $@

@@ -26,9 +26,9 @@ from h200 import LAYERS
 
 from wholestep.cost.target import find_target
 from wholestep.graph.bytes import parse_bytes
-from wholestep.report.fit_text import fit_json
 from wholestep.report.pictures.predicted_scatter import predicted_scatter
 from wholestep.train.fit import CapturedStep, Question, captured_step, will_it_fit
+from wholestep.train.fit_text import fit_json
 
 RESULTS = Path(__file__).resolve().parent / "results" / "plan_questions.json"
 SIZES = {

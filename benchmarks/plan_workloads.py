@@ -25,7 +25,7 @@ from wholestep.bench.workload import Workload
 from wholestep.bench.workloads import WORKLOADS
 from wholestep.capture.batch import flatten
 from wholestep.capture.dry import dry_capture
-from wholestep.cost import find_device
+from wholestep.cost.devices import find_device
 from wholestep.graph.liveness import tensor_bytes
 from wholestep.graph.training_graph import Role, TrainingGraph
 from wholestep.passes.pipeline import default_pipeline

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
+from tests.test_import_order import ORDER
+
+import wholestep
+from wholestep import api, commands
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = [
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md"),
+    *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md")),
+]
 
 
 def test_the_step_by_step_page_is_what_the_stages_print() -> None:
@@ -18,17 +28,88 @@ def test_the_step_by_step_page_is_what_the_stages_print() -> None:
     assert done.returncode == 0, f"run scripts/print_stages.py to rewrite docs/step-by-step.md\n{done.stderr[-2000:]}"
 
 
-def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / "README.md").read_text("utf-8")
-    example = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    assert example is not None
-    source = example.group(1).replace("optimizer, batch)", "optimizer, batch, backend='interpret')")
-    exec(compile(source, "README.md", "exec"), {})  # the user's first ten lines
-    assert "whole step" in capsys.readouterr().out
+@pytest.mark.filterwarnings("ignore::wholestep.WholestepWarning")
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/own-loop.md", "docs/fell-back.md", pytest.param("docs/runs.md", marks=pytest.mark.slow)]
+)
+def test_examples_for_users_run(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    """The Python of a page, one block after the other, as a user copies it; interpreted, which starts at once."""
+    monkeypatch.setattr(api, "compile", functools.partial(api.compile, backend="interpret"))
+    monkeypatch.setattr(commands, "train", functools.partial(commands.train, backend="interpret"))
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
+    module = types.ModuleType("of_a_page")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for block in blocks:
+        exec(compile(block, page, "exec"), module.__dict__)
+    printed = capsys.readouterr().out
+    shown = {"docs/fell-back.md": "rung       eager", "docs/runs.md": "fits"}.get(page, "rung       whole step")
+    assert blocks and shown in printed
 
 
-@pytest.mark.parametrize("page", ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))])
+def anchors(path: Path) -> set[str]:
+    """What `#...` may name on a page: its headings, as GitHub and MyST write them."""
+    heads = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", path.read_text("utf-8"), flags=re.DOTALL), re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", head).replace("`", "").strip().lower() for head in heads]
+    return {re.sub(r"[^\w\- ]", "", head).replace(" ", "-") for head in plain}
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_between_documents_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text("utf-8")
-    for target in re.findall(r"\]\(([^)#]+)\)", text):
-        assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        assert path.exists(), f"{page} links to {target}"
+        if anchor and path.suffix == ".md":
+            assert anchor in anchors(path), f"{page} links to {target}: there is no such heading"
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text("utf-8")
+    trees = "\n".join(re.findall(r"```\{toctree\}\n(.*?)```", index, re.DOTALL))
+    listed = {line for line in trees.splitlines() if line and not line.startswith(":")}
+    assert listed == {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+
+
+def test_the_file_map_is_whole_and_in_the_order_of_imports() -> None:
+    page = (ROOT / "docs" / "file-map.md").read_text("utf-8")
+    listed = re.findall(r"^ {6}(\w+)(?:\.py|/) ", page, re.MULTILINE)
+    there = {
+        path.stem for path in (ROOT / "src" / "wholestep").iterdir() if not path.name.startswith(("__", "py.typed"))
+    }
+    assert set(listed) == there and listed == [name for name in ORDER if name in there]
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    page = (ROOT / "docs" / "api.md").read_text("utf-8")
+    members = re.findall(r"automodule:: wholestep\.errors", page) and ["WholestepError", "WholestepWarning"]
+    named = {
+        *re.findall(r":: wholestep\.(\w+)", page),
+        *members,
+        *re.findall(r":: wholestep\.schedule\.(recipes)", page),
+    }
+    assert not set(wholestep.__all__) - named
+
+
+def test_messages_of_the_troubleshooting_page_are_printed_by_something() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
+    at_work = page.partition("## Installing")[0]
+    source = " ".join(path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py"))
+    plain = re.sub(r'"\s+f?"', "", re.sub(r"\s+", " ", source))
+    messages = re.findall(r"^\| `([^`]+)` \|", at_work, re.MULTILINE)
+    assert len(messages) >= 10 and not [m for m in messages if m not in plain]
+
+
+@pytest.mark.slow
+def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("sphinx")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    html = (tmp_path / "tutorial.html").read_text("utf-8")
+    assert not re.findall(r'(?:src|href)="https?://[^"]*\.(?:js|css|woff2?)', html), "nothing is fetched"

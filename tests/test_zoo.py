@@ -16,7 +16,7 @@ from tests.zoo.case import Built, OptimizerKind
 from tests.zoo.models import ZOO
 
 import wholestep
-from wholestep.cost import find_device
+from wholestep.cost.devices import find_device
 from wholestep.plan.budget import ForSpeed
 from wholestep.plan.frontier import Study
 

@@ -10,7 +10,23 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for type checkers and editors: the same names as in the tables below
+    from wholestep import nn, optim, relational
+    from wholestep.api import compile, schedule, verify
+    from wholestep.commands import plan, profile, train
+    from wholestep.errors import WholestepError, WholestepWarning
+    from wholestep.graph.plan import Plan
+    from wholestep.graph.training_graph import TrainingGraph
+    from wholestep.passes.pipeline import default_passes
+    from wholestep.runtime.step import Step
+    from wholestep.schedule import recipes
+    from wholestep.train import hf
+    from wholestep.train.checkpoint import load, save
+    from wholestep.train.loggers import Logger
 
 __version__ = "0.1.0"
 
@@ -19,9 +35,14 @@ _PUBLIC = {
     "verify": "wholestep.api",
     "schedule": "wholestep.api",
     "offload": "wholestep.runtime.offload",
+    "train": "wholestep.commands",
+    "plan": "wholestep.commands",
+    "profile": "wholestep.commands",
     "default_passes": "wholestep.passes.pipeline",
     "save": "wholestep.train.checkpoint",
     "load": "wholestep.train.checkpoint",
+    "Logger": "wholestep.train.loggers",
+    "Mesh": "wholestep.graph.mesh",
     "Plan": "wholestep.graph.plan",
     "Step": "wholestep.runtime.step",
     "TrainingGraph": "wholestep.graph.training_graph",
@@ -34,11 +55,12 @@ _MODULES = {
     "hf": "wholestep.train.hf",
     "optim": "wholestep.optim",
     "recipes": "wholestep.schedule.recipes",
+    "relational": "wholestep.relational",
 }
 
 __all__ = [
-    "Plan", "Step", "TrainingGraph", "WholestepError", "WholestepWarning", "compile", "default_passes", "load", "offload", "save",
-    "schedule", "verify",
+    "Logger", "Mesh", "Plan", "Step", "TrainingGraph", "WholestepError", "WholestepWarning", "compile", "default_passes", "hf",
+    "load", "nn", "offload", "optim", "plan", "profile", "recipes", "relational", "save", "schedule", "train", "verify",
 ]  # fmt: skip
 
 
@@ -48,3 +70,18 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(_MODULES[name])
     raise AttributeError(f"module 'wholestep' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+class _Package(types.ModuleType):
+    """Importing `wholestep.verify.report` binds the folder `verify` here, which must not hide the function of that name."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _PUBLIC and isinstance(value, types.ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

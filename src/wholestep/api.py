@@ -12,6 +12,7 @@ from wholestep import compat
 from wholestep.capture import optimizers
 from wholestep.compiler import Compiler, compiler_for
 from wholestep.errors import BadBatch, WholestepWarning
+from wholestep.graph.mesh import Mesh
 from wholestep.graph.notes import check_note
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
@@ -37,6 +38,7 @@ def compile(
     offload_path: Any = None,
     plan: Plan | None = None,
     recipe: Any = None,
+    mesh: Mesh | None = None,
     precision: str = "fp32",
     accumulate: int = 1,
     clip_norm: float | None = None,
@@ -71,6 +73,8 @@ def compile(
         plan: decisions made earlier (`wholestep plan`), instead of a budget. Without either, a GPU makes again what it computes
             more quickly than it stores it; `plan=Plan()` keeps everything.
         recipe: how the model is to run, verb by verb: a `wholestep.schedule(model)`, or the file of one. A verb beats the budget.
+        mesh: the ranks that run the step, `wholestep.Mesh(tp=4)`; what `shard` lines of the recipe cut is divided among them. They
+            run side by side in this process (backend="interpret"), to be looked at and verified; state stays whole in your model.
         precision: "fp32"; "bf16" (autocast); or "fp16" (autocast with dynamic loss scaling, as torch's GradScaler does it, on
             the device: a step whose gradients overflow changes nothing but the scale).
         accumulate: micro-batches per update.
@@ -96,10 +100,10 @@ def compile(
         verbose: progress on stderr; None shows it on a terminal.
     """
     options = Options(
-        memory=memory, host_memory=host_memory, offload_path=offload_path, plan=plan, recipe=recipe, precision=precision,
-        accumulate=accumulate, clip_norm=clip_norm, clip_scope=clip_scope, nonfinite=nonfinite, chunked_loss=chunked_loss,
-        backend=backend, dynamic=dynamic, check=check, guards=guards, passes=passes, early_update=early_update,
-        cuda_graph=cuda_graph, cache=cache, dump=dump, seed=seed, verbose=verbose,
+        memory=memory, host_memory=host_memory, offload_path=offload_path, plan=plan, recipe=recipe, mesh=mesh,
+        precision=precision, accumulate=accumulate, clip_norm=clip_norm, clip_scope=clip_scope, nonfinite=nonfinite,
+        chunked_loss=chunked_loss, backend=backend, dynamic=dynamic, check=check, guards=guards, passes=passes,
+        early_update=early_update, cuda_graph=cuda_graph, cache=cache, dump=dump, seed=seed, verbose=verbose,
     )  # fmt: skip
     compiler = compiler_for(model, loss_fn, optimizer, options, example_batch)
     if compat.untested_version() is not None:

@@ -151,9 +151,14 @@ def annotate(**facts: Any) -> Any:
     return fx_traceback.annotate(facts)
 
 
+def noted(fact: str) -> Any:
+    """What an annotation says about the operation that is traced now; None where there is none."""
+    return (fx_traceback.current_meta.get("custom") or {}).get(fact)
+
+
 def noted_source() -> str | None:
     """The source line of the operation that is traced now, where an annotation says it."""
-    return (fx_traceback.current_meta.get("custom") or {}).get("source")
+    return noted("source")
 
 
 def number_backward(loss: torch.Tensor) -> None:

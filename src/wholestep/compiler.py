@@ -26,11 +26,12 @@ from wholestep.capture import optimizers
 from wholestep.capture.batch import flatten
 from wholestep.capture.cache import cached_capture
 from wholestep.capture.ladder import capture_whole
-from wholestep.capture.preflight import refuse_unsupported
+from wholestep.capture.preflight import refuse_in_parts, refuse_unsupported
 from wholestep.capture.reading import Reading
 from wholestep.capture.subject import Subject, make_subject, root_of
 from wholestep.capture.trace import Capture
-from wholestep.errors import BadOption, CaptureRefused, CompilerMissing, WholestepWarning
+from wholestep.errors import BadOption, CaptureRefused, CompilerMissing, NotBuiltYet, WholestepWarning
+from wholestep.graph.mesh import Ranks
 from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
 from wholestep.graph.printer import dump_source
@@ -271,6 +272,8 @@ def compiler_for(
     """A Compiler for what a user hands over. `batch`: all that lies on the device beside the model, for a budget; `dry`: see
     `capture/dry.py`."""
     scheduled = None
+    if dry is None:
+        options.refuse_to_run()
     if options.recipe is not None:
         options, scheduled = with_recipe(options, recipe_of(options.recipe), root_of(model))
     _refuse_without_recipe(options.plan, scheduled)
@@ -280,7 +283,10 @@ def compiler_for(
         clip_norm=options.clip_norm, nonfinite=options.nonfinite, chunked_loss=options.chunks_loss, dry=dry,
     )  # fmt: skip
     if scheduled is not None:
-        subject.edits = scheduled.edits
+        subject.edits, subject.ranks = scheduled.edits, scheduled.ranks
+    elif options.mesh is not None:
+        subject.ranks = Ranks(options.mesh)
+    refuse_in_parts(subject)
     if options.clip_scope != "global" and (optimizer is None or optimizers.supported(optimizer) is not None):
         raise BadOption("clip_scope='layer' without a captured update", hint="clip p.grad yourself")
     if dry is None:
@@ -296,7 +302,7 @@ def compiler_for(
 def with_recipe(options: Options, recipe: Recipe, root: torch.nn.Module) -> tuple[Options, Scheduled]:
     """What a recipe says about the whole step becomes options; what contradicts one that was given is an error that names both."""
     warn_of_changes(recipe, root)
-    scheduled = resolve(recipe, root)
+    scheduled = resolve(recipe, root, options.mesh)
     if options.guards == "off" and (scheduled.edits.changes or scheduled.edits.rewrites):
         raise BadOption(f"guards='off' with {recipe.source}, which changes the forward pass", hint="leave guards out")
     found: dict[str, Any] = {}
@@ -325,10 +331,13 @@ def precisions_of(options: Options, scheduled: Scheduled | None) -> dict[str, st
 
 def _refuse_without_recipe(plan: Plan | None, scheduled: Scheduled | None) -> None:
     """A plan that was made with a recipe is of no use without it."""
-    lost = [] if plan is None or scheduled is not None else list(plan.replace)
+    if plan is not None and plan.stages:
+        raise NotBuiltYet("a plan with stages: pipelines are not part of this version", hint="take [stages] out of it")
+    lost = [] if plan is None or scheduled is not None else [*plan.replace, *plan.shard]
     if lost:
+        verb = "replaces" if plan is not None and lost[0] in plan.replace else "cuts"
         raise BadOption(
-            f"the plan was made with a recipe that replaces {lost[0]}", hint="give the recipe too: recipe=..."
+            f"the plan was made with a recipe that {verb} {lost[0]}", hint="give the recipe too: recipe=..."
         )
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Mapping
 from typing import Any
 
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, NotBuiltYet
 from wholestep.graph.bytes import parse_bytes
+from wholestep.graph.mesh import Mesh
 from wholestep.graph.plan import Plan
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -33,6 +35,7 @@ class Options:
     offload_path: Any = None
     plan: Plan | None = None
     recipe: Any = None
+    mesh: Mesh | None = None
     precision: str = "fp32"
     accumulate: int = 1
     clip_norm: float | None = None
@@ -63,6 +66,33 @@ class Options:
             parse_bytes(self.host_memory)
         self._check_memory()
         self._check_updates()
+        self._check_mesh()
+
+    def _check_mesh(self) -> None:
+        if self.mesh is not None and not isinstance(self.mesh, Mesh):
+            raise BadOption(f"mesh={self.mesh!r}", hint="give a wholestep.Mesh, such as Mesh(tp=2)")
+        for axis in ("dp", "pp") if self.mesh is not None else ():
+            if self.mesh is not None and self.mesh.size(axis) > 1:
+                raise NotBuiltYet(f"{self.mesh}: an axis {axis!r} of several ranks", hint="use tp")
+
+    def refuse_to_run(self) -> None:
+        """What several ranks do not go with, where they are to run and not only to be planned."""
+        if not self.several_ranks:
+            return
+        world = os.environ.get("WORLD_SIZE") or "1"
+        others = {
+            f"backend={self.backend!r}": self.backend != "interpret", "dynamic=True": self.dynamic is True,
+            "guards='off'": self.guards == "off", f"clip_scope={self.clip_scope!r}": self.clip_scope != "global",
+            f"memory={self.memory!r}": self.memory is not None, f"WORLD_SIZE={world}, several processes,": world != "1",
+        }  # fmt: skip
+        for name, given in others.items():
+            if given:
+                hint = "the ranks run side by side in one process, with backend='interpret' and without that"
+                raise NotBuiltYet(f"{name} with mesh={self.mesh}", hint=hint)
+
+    @property
+    def several_ranks(self) -> bool:
+        return self.mesh is not None and self.mesh.num_ranks > 1
 
     def _check_memory(self) -> None:
         if self.plan is not None and self.plan.precision and self.precision == "fp16":

@@ -9,6 +9,7 @@ import pytest
 from wholestep.bench.figures import median_interval, percentile, summarised
 from wholestep.bench.losses import departure, trouble
 from wholestep.bench.protocol import SMOKE, Protocol, settled
+from wholestep.bench.tables import smoke_text
 
 
 def test_times_that_fall_have_not_settled_and_level_ones_have() -> None:
@@ -108,3 +109,12 @@ def test_a_loss_that_is_not_finite_is_told() -> None:
 def test_a_run_must_fall_over_thirds() -> None:
     assert trouble([3.0, 2.5, 2.0, 2.2, 1.0, 1.2]) is None
     assert "does not fall" in str(trouble([2.0] * 6))
+    assert "does not fall" in str(trouble([0.69, 0.66, 0.66, 0.69, 0.68, 0.70]))
+
+
+def test_a_smoke_run_shows_what_it_judges() -> None:
+    """Batches that take turns: the last is a harder one, and yet the loss falls."""
+    curve = [0.70, 0.68, 0.69, 0.66, 0.67, 0.71, 0.65, 0.66, 0.72]
+    row = {"workload": "w", "contender": "eager", "status": "ok", "curve": curve, "losses": {"0": 0.70, "8": 0.72}}
+    assert trouble(curve) is None and "0.69 -> 0.6767" in smoke_text([row])
+    assert "not finite" in smoke_text([row | {"curve": [0.7, None, 0.6]}])

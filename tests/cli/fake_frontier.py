@@ -13,7 +13,13 @@ KINDS = ("weights", "optimizer state", "gradients", "saved activations", "tempor
 
 
 def plans_of(
-    graph: TrainingGraph, device: Device, passes: Pipeline | None, *, targets: int = 2, near: int | None = None
+    graph: TrainingGraph,
+    device: Device,
+    passes: Pipeline | None,
+    *,
+    targets: int = 2,
+    near: int | None = None,
+    timed: bool = True,
 ) -> list[Point]:
     split = predict_profile(graph, rounding=512).at_peak
     kinds = {kind: split.get(kind, 0) for kind in KINDS}

@@ -11,6 +11,7 @@ import pytest
 from tests.cli.calls import SETUP, Call, program
 
 from wholestep import cli
+from wholestep.train import job as job_module
 
 
 @pytest.fixture(autouse=True)
@@ -183,7 +184,7 @@ def test_ctrl_c_before_the_loop_is_one_line_and_130(call: Call, monkeypatch: pyt
     def stop(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("wholestep.train.job.make_job", stop)
+    monkeypatch.setattr(job_module, "make_job", stop)
     done = call("train")
     assert done.code == 130 and len(done.err.strip().splitlines()) == 1 and "Traceback" not in done.err
 

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from wholestep.cli.display import Bar, Lines, duration, make_display, rate
+from wholestep.train.display import Bar, Lines, duration, make_display, rate
 
 
 def rows(steps: int) -> list[dict[str, object]]:

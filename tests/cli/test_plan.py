@@ -13,7 +13,9 @@ from tests.cli import fake_frontier
 from tests.cli.calls import Call, program
 
 from wholestep.graph.plan_file import read_plan
+from wholestep.train import fit as fit_module
 from wholestep.train import loop
+from wholestep.train import plan_use as plan_use_module
 
 TINY = ["gpt-1m", "--set", "layers=2", "--set", "width=32", "--set", "heads=2", "--batch", "3", "--seq", "17"]
 LLAMA = [
@@ -24,8 +26,8 @@ LLAMA = [
 
 @pytest.fixture(autouse=True)
 def planner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("wholestep.train.fit.plans_of", fake_frontier.plans_of)
-    monkeypatch.setattr("wholestep.train.fit.leanest", fake_frontier.leanest)
+    monkeypatch.setattr(fit_module, "plans_of", fake_frontier.plans_of)
+    monkeypatch.setattr(fit_module, "leanest", fake_frontier.leanest)
     monkeypatch.chdir(tmp_path)
 
 
@@ -186,7 +188,7 @@ def plan_for_here(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert call("plan", *TINY, "--precision", "fp32", "--no-check-batch", "--out", "p.toml").code == 0
     text = (tmp_path / "p.toml").read_text()
     (tmp_path / "p.toml").write_text(text.replace('"device" = "h200"', '"device" = "cpu"'))
-    monkeypatch.setattr("wholestep.train.plan_use.device_here", lambda: "cpu")
+    monkeypatch.setattr(plan_use_module, "device_here", lambda: "cpu")
     return tmp_path / "p.toml"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,20 @@ import torch
 from tests.cli.calls import Call, program
 
 from wholestep.cli import failure
+from wholestep.cost.measure import this_device
+from wholestep.profile import profile as profiling
 from wholestep.profile.measure import timing
+from wholestep.train import job as job_module
 
 MODEL = "own_training:setup"
+DEEP = """
+import torch
+from torch import nn
+
+def setup():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32)) for _ in range(4)))
+    return model, lambda m, b: m(b).square().mean(), torch.optim.AdamW(model.parameters()), torch.randn(256, 32)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -20,17 +32,34 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path, monkeypatch)
     monkeypatch.setattr(timing, "LEAST_WARM_UP", 2)
     monkeypatch.setattr(timing, "MOST_WARM_UP", 3)
+    monkeypatch.setattr(profiling, "measure_device", lambda kind, fresh: this_device(kind))  # takes seconds
 
 
 def test_a_page_its_numbers_and_a_short_summary(call: Call, tmp_path: Path) -> None:
     done = call("profile", MODEL, "--backend", "interpret", "--steps", "2", "--out", "r.html")
     assert done.code == 0, done.err
     lines = done.out.strip().splitlines()
-    assert len(lines) <= 25 and "per step" in lines[0] and "r.html" in lines[-2] and "r.json" in lines[-1]
+    assert len(lines) <= 30 and "per step" in lines[0] and "r.html" in lines[-2] and "r.json" in lines[-1]
     assert any(line.startswith("memory") for line in lines) and "verified  equal to eager" in done.out
     facts = json.loads((tmp_path / "r.json").read_text())
     assert facts["name"] == MODEL and len(facts["step_ms"]["all"]) == 2
     assert "<svg" in (tmp_path / "r.html").read_text()
+
+
+def test_the_first_action_gives_what_it_promises(call: Call, tmp_path: Path) -> None:
+    """Its command is run as it stands on the page; the promise holds within 10 %."""
+    (tmp_path / "deep_training.py").write_text(DEEP)
+    more = ("--steps", "2", "--no-verify")
+    done = call("profile", "deep_training:setup", "--backend", "interpret", *more, "--out", "before.html")
+    assert done.code == 0, done.err
+    first = json.loads((tmp_path / "before.json").read_text())["actions"][0]
+    html = (tmp_path / "before.html").read_text()
+    command = html.partition("<code>")[2].partition("</code>")[0]
+    assert command == first["command"] and first["predicted"]["unit"] == "bytes" and first["gain"] > 0.05
+    done = call(*shlex.split(command)[1:], *more, "--out", "after.html")
+    assert done.code == 0, done.err
+    after = json.loads((tmp_path / "after.json").read_text())["memory"]["peak_bytes"]
+    assert after == pytest.approx(first["predicted"]["then"], rel=0.1)
 
 
 def test_json_and_the_default_name(call: Call, tmp_path: Path) -> None:
@@ -88,7 +117,7 @@ def test_memory_that_runs_out_before_anything_is_captured(call: Call, monkeypatc
             "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: not enough memory: you tried to allocate"
         )
 
-    monkeypatch.setattr("wholestep.train.job.make_job", full)
+    monkeypatch.setattr(job_module, "make_job", full)
     done = call("profile", MODEL)
     assert (
         done.code == 1

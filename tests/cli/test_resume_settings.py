@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import typer
 from tests.cli.calls import Call
+from tests.data.own_files import texts
 
 from wholestep.cli import options
 from wholestep.cli import train as command
-from wholestep.train import loop, wishes
+from wholestep.train import loop, request, wishes
 
 PARAMETERS = tuple(inspect.signature(command.command).parameters)
 SMALL: dict[str, Any] = {
@@ -25,9 +26,12 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 VALUES: dict[str, tuple[Any, Any]] = {
     "model": ("gpt-1m", "bert-6m"), "sets": (["dropout=0.25"], ["dropout=0.5"]), "data": ("stdlib", "shakespeare"),
+    "glob": ("*.md", "*.txt"), "field": ("body", "title"), "tokenizer": ("bytes", "bpe"),
     "batch": ("3", "4"), "seq": ("12", "8"), "precision": ("bf16", "fp16"), "steps": ("5", "7"), "seed": ("9", "8"),
-    "init": (True, True), "backend": ("interpret", "inductor"), "disable": (["fold_casts"], ["fold_views"]),
-    "memory": ("8GiB", "9GiB"), "plan": ("a.toml", "b.toml"), "nonfinite": ("skip", "stop"), "save_every": ("3", "4"),
+    "init": ("w", "v"), "backend": ("interpret", "inductor"), "disable": (["fold_casts"], ["fold_views"]),
+    "memory": ("8GiB", "9GiB"), "plan": ("a.toml", "b.toml"), "recipe": ("c.toml", "d.toml"),
+    "nonfinite": ("skip", "stop"), "save_every": ("3", "4"),
+    "log": ("csv", "csv,tensorboard"),
 }  # fmt: skip
 """Two values of each, none the default."""
 SET_TO = {
@@ -57,8 +61,10 @@ Observe = Callable[..., dict[str, Any] | str]
 def observe(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Observe:
     """What `train` is called with for these words, as JSON; the error where it is none. Nothing is compiled."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(options, "read_plan", lambda path: path)
-    monkeypatch.setattr(options, "fitting_plan", lambda plan, settings: plan)
+    monkeypatch.setattr(request, "plan_at", lambda path: path)
+    monkeypatch.setattr(request, "_check_recipe", lambda path: None)
+    monkeypatch.setattr(options, "checked_recipe", lambda path: None)
+    monkeypatch.setattr(request, "fitting", lambda plan, settings: plan)
     seen: list[dict[str, Any]] = []
 
     def train(job: Any, *, out: Path | None, resume: bool, request: Any, compile_options: Any, **rest: Any) -> None:
@@ -67,7 +73,8 @@ def observe(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Obse
         kept = {name: rest[name] for name in ("nonfinite", "save_every", "backend")}
         made = {**job.compile_options, "backend": rest["backend"], **compile_options}
         loop._folder(job, out, resume, job.settings["steps"], request, made)
-        seen.append({**kept, **made, "passes": names, "settings": job.settings})
+        logs = [type(logger).__name__ for logger in rest["loggers"]]
+        seen.append({**kept, **made, "log": logs, "passes": names, "settings": job.settings})
         raise typer.Exit(0)
 
     monkeypatch.setattr(loop, "train", train)
@@ -84,9 +91,9 @@ def observe(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Obse
 
 
 def test_every_option_is_kept_or_of_this_call() -> None:
-    assert set(PARAMETERS) == set(command.ASKED) | set(command.OF_THIS_CALL)
-    assert not set(command.ASKED) & set(command.OF_THIS_CALL)
-    assert set(VALUES) == set(command.ASKED), "give every option that is kept two values"
+    assert set(PARAMETERS) == set(request.ASKED) | set(request.OF_THIS_CALL)
+    assert not set(request.ASKED) & set(request.OF_THIS_CALL)
+    assert set(VALUES) == set(request.ASKED), "give every option that is kept two values"
     assert set(SET_TO) == set(wishes.TRAINING) | {"seed"}, "and every training value one"
 
 
@@ -98,14 +105,22 @@ def start_of(name: str, tmp_path: Path) -> dict[str, Any]:
     if name == "init":
         from transformers import GPT2Config, GPT2LMHeadModel
 
-        GPT2LMHeadModel(GPT2Config(vocab_size=260, n_positions=16, n_embd=8, n_layer=1, n_head=1)).save_pretrained(
-            tmp_path / "w"
-        )
+        for folder in VALUES["init"]:
+            model = GPT2LMHeadModel(GPT2Config(vocab_size=260, n_positions=16, n_embd=8, n_layer=1, n_head=1))
+            model.save_pretrained(tmp_path / folder)
         asked = {**asked, "model": "w", "sets": ["tokenizer=bytes"]}
+    if name == "glob":
+        texts(tmp_path / "notes")
+        asked["data"] = "notes"
+    if name == "field":
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a" * 99, "body": "b" * 99, "title": "c" * 99}) + "\n")
+        asked["data"] = "rows.jsonl"
+    if name == "tokenizer":
+        asked["sets"] = [text for text in SMALL["sets"] if "tokenizer" not in text]
     return asked
 
 
-@pytest.mark.parametrize("name", command.ASKED)
+@pytest.mark.parametrize("name", request.ASKED)
 def test_an_option_survives_a_resume(name: str, observe: Observe, tmp_path: Path) -> None:
     asked = start_of(name, tmp_path)
     first = observe(*words(asked), "--out", "run")
@@ -119,7 +134,7 @@ def test_an_option_survives_a_resume(name: str, observe: Observe, tmp_path: Path
     assert observe("--resume", "--out", "run") == first, "and a second one"
 
 
-@pytest.mark.parametrize("name", [name for name in command.ASKED if name != "init"])  # a flag has no other value
+@pytest.mark.parametrize("name", request.ASKED)
 def test_an_option_given_on_resume_is_taken_or_refused_by_name(name: str, observe: Observe, tmp_path: Path) -> None:
     asked, other = start_of(name, tmp_path), VALUES[name][1]
     first = observe(*words(asked), "--out", "run")

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from wholestep.cost import DEVICES, detect, device_for, find_device, measure, measure_device, this_device
+from wholestep.cost import measure
+from wholestep.cost.devices import DEVICES, detect, find_device
+from wholestep.cost.measure import device_for, measure_device, this_device
 from wholestep.errors import BadOption
 
 

@@ -9,18 +9,10 @@ import torch
 from tests.cost.captured import captured, traced
 from torch import nn
 
-from wholestep.cost import (
-    DEVICES,
-    Fp32Units,
-    at_sizes,
-    bound,
-    cost_of,
-    fp32_units_here,
-    node_costs,
-    roofline,
-    total_flops,
-    utilisation,
-)
+from wholestep.cost.devices import DEVICES
+from wholestep.cost.node_costs import at_sizes, cost_of, node_costs, total_flops
+from wholestep.cost.roofline import Fp32Units, bound, fp32_units_here, roofline
+from wholestep.cost.utilisation import utilisation
 from wholestep.errors import BadOption
 
 H200 = DEVICES["h200"]

@@ -32,30 +32,18 @@ def test_the_standard_library_is_capped_and_without_tests(monkeypatch: pytest.Mo
     assert read_text("stdlib").content == b"<a><"
 
 
-def test_any_file_is_a_text(tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").write_bytes(TEXT)
-    assert read_text(str(tmp_path / "mine.txt")).content == TEXT
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("shakespear", "did you mean shakespeare"),
         ("digit", "did you mean digits"),
         ("/nowhere/x.txt", "or the path of a text file"),
-        (".", "give one text file"),
     ],
 )
 def test_data_that_is_not_there_is_one_line(name: str, said: str) -> None:
     with pytest.raises(BadOption, match=said) as caught:
         read_text(name, others=("digits",))
     assert "\n" not in str(caught.value)
-
-
-def test_an_empty_file_is_told(tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").touch()
-    with pytest.raises(BadOption, match="empty file"):
-        read_text(str(tmp_path / "empty.txt"))
 
 
 @pytest.mark.parametrize("reserved", [False, True])

@@ -10,8 +10,7 @@ import pytest
 import torch
 from tests.cost.captured import captured
 
-from wholestep.cost import node_costs, total_flops
-from wholestep.cost.node_costs import NodeCost
+from wholestep.cost.node_costs import NodeCost, node_costs, total_flops
 from wholestep.ops.flops import TENSOR_KINDS
 from wholestep.train.models.gpt import GPT, GPTConfig, next_token_loss
 from wholestep.train.models.resnet import ResNet, ResNetConfig, class_loss

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 import wholestep.ops
 from wholestep import compat
-from wholestep.cost import node_costs, total_flops
+from wholestep.cost.node_costs import node_costs, total_flops
 from wholestep.ops.amounts import evaluate
 from wholestep.ops.flops import KINDS, TENSOR_KINDS, Flops, defaulted, flops
 from wholestep.ops.record import FACTS, flops_of

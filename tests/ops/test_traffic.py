@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tests.cost.captured import captured, operator, traced
 
 import wholestep.ops  # the operators of the library ws
-from wholestep.cost import node_costs
+from wholestep.cost.node_costs import node_costs
 from wholestep.ops.amounts import evaluate
 from wholestep.ops.traffic import traffic
 

@@ -19,13 +19,14 @@ from torch import nn
 import wholestep
 from wholestep import compat, compiler
 from wholestep.capture.dry import dry_capture
-from wholestep.cost import find_device
+from wholestep.cost.devices import find_device
 from wholestep.cost.node_costs import is_recomputed
 from wholestep.errors import BadOption, BudgetTooSmall, WholestepWarning
 from wholestep.graph.plan import Plan
 from wholestep.lower.runner import Runner
 from wholestep.passes.pipeline import Pipeline, default_pipeline, name_of
 from wholestep.passes.update_early import update_early
+from wholestep.plan import budget as budget_module
 from wholestep.plan.budget import Budget, Fitting, ForSpeed
 from wholestep.plan.frontier import CONTEXT_BYTES, Point
 from wholestep.profile.memory.profile import memory_profile
@@ -142,7 +143,7 @@ def test_a_plan_decides_about_early_updates() -> None:
 
 
 def test_without_a_budget_the_fastest_plan_is_for_compiled_code_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wholestep.plan.budget.this_device", lambda kind: find_device("h200"))
+    monkeypatch.setattr(budget_module, "this_device", lambda kind: find_device("h200"))
     made = {}
     for backend, kind in (("inductor", "cuda"), ("interpret", "cuda"), ("inductor", "cpu")):
         model = Gelu()
@@ -178,7 +179,7 @@ def test_sizes_that_are_symbolic_are_planned_as_they_were_traced(monkeypatch: py
         )  # fmt: skip
         return step, [float(step(torch.randn(rows, 256))) for rows in (512, 8, 33)]
 
-    monkeypatch.setattr("wholestep.plan.budget.this_device", lambda kind: find_device("h200"))
+    monkeypatch.setattr(budget_module, "this_device", lambda kind: find_device("h200"))
     monkeypatch.setattr("wholestep.compiler.ForSpeed", Forced)
     step, losses = trained(None)
     assert step.captures == 1 and step.plan.recompute and "quicker to make again" in made[-1].told[0]
@@ -189,8 +190,8 @@ def test_a_step_does_not_fail_for_want_of_a_plan(monkeypatch: pytest.MonkeyPatch
     def fails(*args: Any) -> Any:
         raise KeyError("add_3")
 
-    monkeypatch.setattr("wholestep.plan.budget.this_device", lambda kind: find_device("h200"))
-    monkeypatch.setattr("wholestep.plan.budget.fastest", fails)
+    monkeypatch.setattr(budget_module, "this_device", lambda kind: find_device("h200"))
+    monkeypatch.setattr(budget_module, "fastest", fails)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     captured = dry_capture(model, lambda m, x: m(x).square().mean(), optimizer, torch.randn(2, 4))
@@ -233,7 +234,7 @@ class Card:
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(compat, "bytes_on_card", lambda device: self.context + (400 << 20))
-        monkeypatch.setattr("wholestep.plan.budget.CONTEXT_BYTES", 100 << 20)
+        monkeypatch.setattr(budget_module, "CONTEXT_BYTES", 100 << 20)
 
     def step(self, inputs: list[Any]) -> tuple[Any, ...]:
         self.seen.append(self.fraction)
@@ -265,7 +266,7 @@ def test_the_allocator_is_held_to_the_budget_before_the_step_runs(monkeypatch: p
     card = Card(monkeypatch, total=1 << 30)
     budget = Budget(600 << 20, context_bytes=100 << 20, others_bytes=0, slack=0.0, said="600 MiB", enforced=True)
     cuda = torch.device("cuda")
-    monkeypatch.setattr("wholestep.plan.budget.STILL_TO_LOAD", 20 << 20)
+    monkeypatch.setattr(budget_module, "STILL_TO_LOAD", 20 << 20)
     with held_to(budget, cuda):
         assert card.fraction == 480 / 1024
     card.context = 130 << 20  # kernels loaded since the budget was made
@@ -352,7 +353,7 @@ class Plans(Fitting):
 def test_plans_are_compiled_only_as_far_as_needed(
     backend: str, measured: list[int | None], seconds: tuple[float, ...], tried: list[int], taken: int, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("wholestep.plan.budget.copy_graph", lambda graph: graph)
+    monkeypatch.setattr(budget_module, "copy_graph", lambda graph: graph)
     fitting = Plans(Budget(950, 0, 0, 0.0, "950 B"), backend, measured, seconds)
     fitting.prepared = "prepared"  # type: ignore[assignment]
     plan = fitting._fit()
@@ -361,7 +362,7 @@ def test_plans_are_compiled_only_as_far_as_needed(
 
 def test_after_two_misses_half_of_what_is_left_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Predictions that are further off the leaner a plan is would otherwise cost a compilation for every plan."""
-    monkeypatch.setattr("wholestep.plan.budget.copy_graph", lambda graph: graph)
+    monkeypatch.setattr(budget_module, "copy_graph", lambda graph: graph)
     peaks = [1000 - 10 * i for i in range(41)]
     measured = [max(1000 - 4 * i, 0) for i in range(41)]
     fitting = Plans(Budget(900, 0, 0, 0.0, "900 B"), "inductor", measured, [1 + 0.001 * i for i in range(41)], peaks)
@@ -373,10 +374,8 @@ def test_after_two_misses_half_of_what_is_left_is_skipped(monkeypatch: pytest.Mo
 def test_what_is_allocated_already_beyond_the_budget_costs_no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(monkeypatch, total=1 << 30)
     card.allocated = 500 << 20
-    monkeypatch.setattr("wholestep.plan.budget.this_device", lambda kind: find_device("h200"))
-    monkeypatch.setattr(
-        "wholestep.plan.budget.predict_compiled", lambda *given, **options: pytest.fail("compiled in vain")
-    )
+    monkeypatch.setattr(budget_module, "this_device", lambda kind: find_device("h200"))
+    monkeypatch.setattr(budget_module, "predict_compiled", lambda *given, **options: pytest.fail("compiled in vain"))
     budget = Budget(550 << 20, 100 << 20, 0, 0.0, "550 MiB")
     fitting = Fitting(budget, default_pipeline(), "inductor", torch.device("cuda"))
     with pytest.raises(torch.OutOfMemoryError):
@@ -387,7 +386,7 @@ def test_what_is_allocated_already_beyond_the_budget_costs_no_compilation(monkey
 def test_the_leanest_plan_goes_by_its_prediction_where_it_cannot_be_measured(
     budget: int, tried: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("wholestep.plan.budget.copy_graph", lambda graph: graph)
+    monkeypatch.setattr(budget_module, "copy_graph", lambda graph: graph)
     fitting = Plans(Budget(budget, 0, 0, 0.0, f"{budget} B"), "inductor", [None, None, None], (1.0, 1.1, 1.2))
     fitting.prepared = "prepared"  # type: ignore[assignment]
     if budget > 840:

@@ -13,11 +13,14 @@ from tests.passes.test_recompute import Small, batches, loss_fn
 from torch import nn
 
 import wholestep
-from wholestep.cost import find_device, this_device
+from wholestep.cost.devices import find_device
+from wholestep.cost.measure import this_device
 from wholestep.errors import BudgetTooSmall
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.passes.pipeline import Pipeline, default_pipeline
+from wholestep.plan import frontier as frontier_module
+from wholestep.plan import memory as memory_module
 from wholestep.plan.frontier import Study, card_bytes, choose, fastest, frontier, round_up
 from wholestep.plan.memory import AGAIN_AT_ONCE, MemoryPlanner
 from wholestep.plan.problem import Problem, Unit, Value
@@ -83,7 +86,7 @@ def test_what_the_solver_writes_below_python_is_not_seen(
         os.write(1, b"HighsMipSolverData")
         return milp(*args, **options)
 
-    monkeypatch.setattr("wholestep.plan.memory.milp", chatty)
+    monkeypatch.setattr(memory_module, "milp", chatty)
     print("before")
     MemoryPlanner(chain([100, 200], [1.0, 4.0], {0, 1})).least()
     print("after")
@@ -138,7 +141,7 @@ def made(kind: str) -> tuple[nn.Module, Any, Any]:
 @pytest.mark.parametrize("worth", [0.0, 0.99], ids=["fastest", "kept"])
 def test_plans_by_events_and_by_sums_begin_with_the_same(worth: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """`plan` on a laptop looks at events, `compile` at sums: without a tight budget they choose alike."""
-    monkeypatch.setattr("wholestep.plan.frontier.WORTH_SECONDS", worth)
+    monkeypatch.setattr(frontier_module, "WORTH_SECONDS", worth)
     graph, apply = (
         prepared(Gelu(), lambda m, x: m(x).square().mean(), torch.randn(512, 256)),
         default_pipeline().carry_out,

@@ -11,7 +11,7 @@ from tests.passes.test_recompute import Block
 from torch import nn
 
 from wholestep.capture.dry import dry_capture
-from wholestep.cost import find_device
+from wholestep.cost.devices import find_device
 from wholestep.graph.copies import copy_graph
 from wholestep.graph.keys import value_keys
 from wholestep.graph.plan import Plan

@@ -12,6 +12,7 @@ from tests.passes.test_recompute import Small, batches, loss_fn
 import wholestep
 from wholestep.graph.bytes import parse_bytes
 from wholestep.lower.footprint.predict import predict_profile
+from wholestep.profile.memory import budget_fix as budget_fix_module
 from wholestep.profile.memory.budget_fix import asked_for, budget_fix
 from wholestep.profile.memory.oom import explain_oom, ranked_fixes
 
@@ -29,7 +30,7 @@ def test_the_budget_it_names_can_be_asked_for() -> None:
     limit = int(0.85 * peak)
     text = explain_oom(graph, limit_bytes=limit)
     found = re.search(
-        r'memory="([^"]+)" \(--memory\): .* \(fits\); \d+ values are made again in the backward pass', text
+        r'memory="([^"]+)" \(--memory\): .* \(fits\); \d+ values are recomputed in the backward pass', text
     )
     assert found is not None, text
     step = compiled(memory=found[1])
@@ -60,7 +61,7 @@ def test_advice_does_not_fail_in_its_turn(monkeypatch: pytest.MonkeyPatch) -> No
     def full(*args: Any, **options: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("wholestep.profile.memory.budget_fix.frontier", full)
+    monkeypatch.setattr(budget_fix_module, "frontier", full)
     graph = compiled().graph
     assert "recompute cheap activations" in explain_oom(graph)
     fixes = ranked_fixes(predict_profile(graph))

@@ -11,13 +11,16 @@ import torch
 from torch import nn
 
 import wholestep
+from wholestep.cost.measure import this_device
 from wholestep.errors import BadOption
 from wholestep.lower import inductor
 from wholestep.lower import measured as choice
 from wholestep.lower.compile_region import Compiled
 from wholestep.ops.tuner import Choice
 from wholestep.profile import actions
+from wholestep.profile import profile as profiling
 from wholestep.profile.measure import timing
+from wholestep.profile.memory.budget_fix import Fix
 from wholestep.profile.profile import Profile, profile_job
 from wholestep.report.page import render_page
 from wholestep.train.job import Job
@@ -143,25 +146,56 @@ def test_an_unknown_system_is_refused() -> None:
 
 
 def test_every_action_follows_from_a_number() -> None:
-    told = actions.actions_of(measured(rows=512))
+    found = measured(rows=512)
+    told = actions.actions_of(found)
     assert all(a["gain"] >= actions.WORTH for a in told)
-    recompute = [a["text"] for a in told if "recompute" in a["text"]]
-    assert (
-        recompute
-        and "cheap to make again most are add outputs (192 KiB)" in recompute[0]
-        and "would lower the peak from" in recompute[0]
-    )
-    exact = [a["exact"] for a in told]
-    assert exact == sorted(exact, reverse=True), "what changes the training comes last"
+    exact = [(not a["exact"], a["predicted"] is None) for a in told]
+    assert exact == sorted(exact), "predictions before bounds, what changes the training comes last"
+    assert told[0]["title"].startswith("Lower the peak from") and told[0]["command"] is None
+    assert told[0]["python"].startswith("step = wholestep.compile(model, loss_fn, optimizer, batch, ")
+    planned = actions.actions_of(found, Fix("memory", 1, "2 values are recomputed", True, "--memory 1B", 'memory="1B"'))
+    assert "saved activations are" in planned[0]["why"] and planned[0]["python"].endswith('batch, memory="1B")')
 
 
-def test_actions_about_gaps_data_equality_and_predictions() -> None:
+def test_the_line_to_copy_is_the_command_with_one_option_changed() -> None:
+    words = ["wholestep", "profile", "a model", "--set", "width=16", "--batch", "8"]
+    assert actions.command_with(words, "--batch 16") == "wholestep profile 'a model' --set width=16 --batch 16"
+    assert actions.command_with(words, "--set width=8") == "wholestep profile 'a model' --batch 8 --set width=8"
+    assert actions.command_with(words, "--set accumulate=2").endswith("width=16 --batch 8 --set accumulate=2")  # type: ignore[union-attr]
+    assert actions.command_with((), "--batch 16") is None
+
+
+def test_nothing_is_lost_below_zero_and_a_beaten_peak_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = dataclasses.replace(this_device("cpu"), peaks={"fp32": 1e6}, vector_peak=1e6, bandwidth=1e6)
+    again = []
+    monkeypatch.setattr(profiling, "this_device", lambda kind: slow)
+    monkeypatch.setattr(profiling, "measure_device", lambda kind, fresh: again.append(fresh) or slow)
+    found = measured(memory=False, verified=False)
+    assert again == [True] and found.busy is not None
+    assert all(row.lost_ms is not None and row.lost_ms >= 0 for row in found.rows)
+    assert all(ms >= -1e-9 for _, ms in found.waterfall)
+
+
+def test_a_busy_machine_is_timed_twice_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    spreads = iter([(1.0, 2.0, 3.0), (1.0, 1.5, 2.0)])
+
+    def busy(call: Any, batch: Any, place: Any, *, samples: int) -> timing.Timing:
+        return timing.Timing(next(spreads), (0.1,) * 3, 5.0, 3, True)
+
+    monkeypatch.setattr(profiling, "time_steps", busy)
+    found = measured(memory=False, verified=False)
+    assert found.step_ms["median"] == 1500 and found.busy is not None and "the machine was busy" in found.busy
+    assert found.step_ms["compile"] > 0
+
+
+def test_actions_about_gaps_data_and_equality() -> None:
     found = dataclasses.replace(
         measured(memory=False, verified=False), shares={"gpu_busy": 0.6, "data_wait": 0.3, "between_calls": 0.0},
         verified={"ok": False, "departure": "blocks.0: its output is off"},
-        predictions=({"name": "memory peak", "predicted": 120, "measured": 100, "unit": "bytes"},),
     )  # fmt: skip
-    texts = [action["text"] for action in actions.actions_of(found)]
-    assert "blocks.0: its output is off" in texts[0]
+    found = dataclasses.replace(found, command=("wholestep", "profile", "net", "--steps", "2", "--batch", "8"))
+    told = actions.actions_of(found)
+    texts = [action["why"] for action in told]
+    assert "blocks.0: its output is off" in texts[0] and told[0]["command"] == "wholestep verify net --batch 8"
     assert any("idle 40%" in t and "CUDA graph" in t for t in texts) and any("30% of the time" in t for t in texts)
-    assert any("off by +20%" in t for t in texts)
+    assert all(action["command"] or action["python"] for action in told), "each has a line to copy"

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 import wholestep
-from wholestep.cost import DEVICES, Fp32Units, node_costs
+from wholestep.cost.devices import DEVICES
+from wholestep.cost.node_costs import node_costs
+from wholestep.cost.roofline import Fp32Units
 from wholestep.graph.layers import layer_pattern
 from wholestep.profile.measure import timing
 from wholestep.profile.measure.calls import TimedCall, calls_of_graph, common_path, with_kernels

@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 from tests.report import browser
-from tests.report.profile_data import NASTY, profile
+from tests.report.profile_data import NASTY, action, profile
 
 from wholestep.report.module_tree import module_rows
-from wholestep.report.page import pictures_of, render_page, show_count, show_percent, write_report
+from wholestep.report.page import cards_of, pictures_of, render_page, show_count, show_gain, show_percent, write_report
 
+CUT_OFF = """Array.from(document.querySelectorAll('svg text')).filter(t => {
+  const box = t.getBoundingClientRect(), around = t.ownerSVGElement.getBoundingClientRect();
+  return box.width > 0 && (box.left < around.left - 1 || box.right > around.right + 1);
+})"""
+"""Words that a picture does not show whole."""
 needs_browser = pytest.mark.skipif(browser.PROGRAM is None, reason="no chromium here")
 
 
@@ -25,12 +30,31 @@ def test_one_file_without_links(tmp_path: Path) -> None:
     assert not re.search(r"https?://|src=|@import|url\(", without_namespace)
 
 
-def test_pictures_come_first_and_in_order() -> None:
+def test_what_to_do_comes_first_then_pictures_in_order() -> None:
     html = render_page(profile())
-    places = [
-        html.index(f'id="{name}"') for name in (*pictures_of(profile()), "actions", "calls", "modules", "environment")
-    ]
-    assert places == sorted(places) and html.count("<svg") == 6
+    sections = ("actions", *pictures_of(profile()), "calls", "modules", "environment")
+    places = [html.index(f'id="{name}"') for name in sections]
+    assert places == sorted(places) and html.count("<svg") == 12, "each picture wide and narrow"
+    assert re.findall(r'<a href="#(\w+)">', html) == list(sections), "the navigation leads to every section"
+
+
+def test_actions_have_lines_to_copy_and_their_gain() -> None:
+    html = render_page(profile())
+    assert html.count('class="copy"') == 3 and "predicted: -25% of the peak" in html
+    assert "at most 2 ms, 20% of the step" in html and "changes the training" in html
+    assert show_gain(action(about="equality"), 1.0) == "before anything else"
+    assert show_gain(action(predicted=None), 1.0) == "at most 25% of the peak"
+
+
+def test_a_busy_machine_is_said_and_compiling_stands_beside_the_first_step() -> None:
+    assert 'class="busy"' not in render_page(profile())
+    assert "the machine was busy" in render_page(profile(busy="the machine was busy: ..."))
+    assert ("compiling", "2 s", "then the first step, 900 ms") in cards_of(profile())
+
+
+def test_one_figure_is_the_peak() -> None:
+    html = render_page(profile())
+    assert {"8.0 GiB"} == set(re.findall(r"peak ([\d.]+ \wiB)", html)) - {"9.0 GiB"}, "eager's own apart"
 
 
 def test_names_are_escaped() -> None:
@@ -65,7 +89,8 @@ def test_in_a_browser(tmp_path: Path, dark: bool) -> None:
     names = "Array.from(document.querySelectorAll('#table tbody tr')).map(r => r.cells[0].dataset.sort)"
     with browser.Browser() as page:
         page.open(tmp_path / "report.html", dark=dark)
-        assert page.run("document.querySelectorAll('figure svg').length") == 6
+        shown = "Array.from(document.querySelectorAll('figure svg')).filter(s => s.getBoundingClientRect().width > 0)"
+        assert page.run(f"{shown}.length") == 6
         before = page.run(names)
         page.click("#table th:nth-child(5) button")
         assert page.run(names) == ["gelu", "mm", "copy", NASTY, "unknown"] != before, "by time, longest first"
@@ -77,11 +102,32 @@ def test_in_a_browser(tmp_path: Path, dark: bool) -> None:
         paper = page.run("getComputedStyle(document.body).backgroundColor")
         assert paper == ("rgb(20, 24, 29)" if dark else "rgb(255, 255, 255)")
         assert page.run("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out at the side"
+        page.click(".copy")
+        assert page.run("getSelection().toString()") == f"wholestep profile {NASTY}"
+        page.click("nav a[href='#calls']")
+        assert abs(page.run("document.getElementById('calls').getBoundingClientRect().top")) < 80
         assert not page.errors and all(url.startswith(("file:", "data:")) for url in page.fetched)
 
 
 @needs_browser
-def test_labels_do_not_lie_on_each_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dark", [False, True])
+def test_on_a_phone(tmp_path: Path, dark: bool) -> None:
+    """Nothing sticks out at 400 pixels, and no letter is smaller than ten of them."""
+    write_report(profile(busy="the machine was busy"), tmp_path / "report.html")
+    letters = """Array.from(document.querySelectorAll('body *')).filter(e => e.getBoundingClientRect().width > 0
+      && Array.from(e.childNodes).some(n => n.nodeType === 3 && n.data.trim())).map(e =>
+        parseFloat(getComputedStyle(e).fontSize) * (e.ownerSVGElement ? e.ownerSVGElement.getScreenCTM().a : 1))"""
+    with browser.Browser() as page:
+        page.open(tmp_path / "report.html", width=400, dark=dark)
+        assert page.run("document.documentElement.scrollWidth <= innerWidth")
+        assert page.run(f"Math.min(...{letters})") >= 9.0
+        assert page.run(f"{CUT_OFF}.map(t => t.textContent)") == []
+        assert not page.errors
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1200, 400])
+def test_labels_do_not_lie_on_each_other(tmp_path: Path, width: int) -> None:
     write_report(profile(), tmp_path / "report.html")
     overlapping = """Array.from(document.querySelectorAll('svg')).flatMap(svg => {
       const boxes = Array.from(svg.querySelectorAll('text')).filter(t => !t.classList.contains('on-dot') && t.lastChild.data)
@@ -90,5 +136,5 @@ def test_labels_do_not_lie_on_each_other(tmp_path: Path) -> None:
         p.left < q.right - 1 && q.left < p.right - 1 && p.top < q.bottom - 4 && q.top < p.bottom - 4).map(([b]) => [a, b]));
     })"""
     with browser.Browser() as page:
-        page.open(tmp_path / "report.html")
+        page.open(tmp_path / "report.html", width=width)
         assert page.run(overlapping) == []

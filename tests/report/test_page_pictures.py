@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from tests.report.profile_data import GIB, NASTY, memory, profile, row
 
+from wholestep.report.page import pictures_of
+from wholestep.report.pictures import drawing
 from wholestep.report.pictures.drawing import fitted, show_ms
 from wholestep.report.pictures.memory_area import memory_area
 from wholestep.report.pictures.module_icicle import label, module_icicle, totals
@@ -102,10 +104,8 @@ def test_waterfall_bars_join_and_end_at_the_measured_step() -> None:
     tree = parsed(waterfall(entries, 10.0))
     bars = [(float(b.get("x") or 0), float(b.get("width") or 0)) for b in tree.iter(f"{SPACE}rect")]
     assert bars[0][0] + bars[0][1] == pytest.approx(bars[1][0], abs=0.11)
-    assert bars[3][0] + bars[3][1] == pytest.approx(bars[2][0] + bars[2][1], abs=0.11), "a gain goes back to the left"
-    assert shapes(tree, "rect", "won") and bars[-1][1] == pytest.approx(
-        bars[-2][0] + bars[-2][1] - bars[-1][0], abs=0.3
-    )
+    assert bars[3][0] == pytest.approx(bars[2][0] + bars[2][1], abs=0.11), "each begins where the one before ends"
+    assert bars[-1][1] == pytest.approx(bars[-2][0] + bars[-2][1] - bars[-1][0], abs=0.3)
 
 
 def test_roofline_names_ten_and_numbers_do_not_cover_each_other() -> None:
@@ -118,6 +118,37 @@ def test_roofline_names_ten_and_numbers_do_not_cover_each_other() -> None:
     assert "without FLOPs, not drawn: 2 rows" in words(
         parsed(roofline_chart([row(), row(flops=0.0), row(flops=0.0)], DEVICE))
     )
+
+
+def test_no_point_lies_above_the_roof() -> None:
+    """Faster than memory, from a cache, or than a peak that was measured on a busy machine: a roof of its own, named."""
+    peak, bandwidth = DEVICE["peaks"]["fp32"], DEVICE["bandwidth"]
+    fast = [row(flops=1e9, bytes=1e9, ms=0.1), row(flops=3 * peak / 1e3, bytes=1e3, ms=1.0), row()]
+    for width in (drawing.WIDTH, drawing.NARROW):
+        tree = parsed(roofline_chart(fast, DEVICE, width=width))
+        roofs = [path.get("d") or "" for path in shapes(tree, "path", "roof")]
+        places = [[float(n) for n in re.findall(r"[-\d.]+", d)] for d in roofs]
+        for circle in [c for c in tree.iter(f"{SPACE}circle") if c.get("r") == "8.0"][: len(fast) * 2 : 2]:
+            x, y = float(circle.get("cx") or 0), float(circle.get("cy") or 0)
+            above = [r for r in places if _height(r, x) is not None and _height(r, x) <= y + 0.5]  # type: ignore[operator]
+            assert above, f"the point at {x}, {y} is under no roof"
+        assert "reached, from caches" in words(tree) and f"{3 * peak / 1e12:.3g} TFLOP/s reached" in words(tree)
+    assert "reached" not in words(parsed(roofline_chart([row()], DEVICE))) and bandwidth == DEVICE["bandwidth"]
+
+
+def _height(ends: list[float], x: float) -> float | None:
+    """Of a straight line at x; None beside it."""
+    x1, y1, x2, y2 = ends
+    return None if not x1 - 0.1 <= x <= x2 + 0.1 else y1 + (y2 - y1) * (x - x1) / ((x2 - x1) or 1.0)
+
+
+def test_narrow_pictures_keep_their_words_inside() -> None:
+    facts = profile()
+    for svg in pictures_of(facts, drawing.NARROW).values():
+        tree = parsed(svg)
+        assert (tree.get("viewBox") or "").startswith(f"0 0 {drawing.NARROW} ")
+        for shape in tree.iter(f"{SPACE}rect"):
+            assert float(shape.get("x") or 0) + float(shape.get("width") or 0) <= drawing.NARROW
 
 
 def test_strip_shows_what_fails() -> None:

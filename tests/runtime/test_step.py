@@ -230,7 +230,7 @@ def test_explain_is_short_and_says_what_was_captured() -> None:
     step(BATCHES[0])
     text = step.explain()
     assert len(text.splitlines()) <= 12
-    for word in ("whole step", "4 parameter", "forward", "backward", "update", "interpret", "1 captures", "1 steps"):
+    for word in ("whole step", "4 parameter", "forward", "backward", "update", "interpret", "1 capture", "1 step"):
         assert word in text, text
     assert "whole step" in repr(step)
 

@@ -14,7 +14,7 @@ from wholestep.schedule.recipe_file import read_recipe
 from wholestep.schedule.verb import VERBS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "schedule.md").read_text("utf-8")
-SETUP, FIRST = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+SETUP, FIRST, MESH = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 ROWS = re.findall(r"^\| `(.+?)`.*?\| .*? \| `(.+)` \|$", PAGE.partition("## Coming from Slapo")[2], re.MULTILINE)
 
 
@@ -32,6 +32,12 @@ def test_the_first_example(capsys: pytest.CaptureFixture[str]) -> None:
     names = run(source)
     assert names["report"].ok and names["step"].plan.recompute
     assert "recompute layers.* ratio=0.5  (4 modules)" in capsys.readouterr().out
+
+
+def test_the_example_of_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run(MESH.replace("steps=1)", "steps=1, edge_batches=(), eval_too=False)"))
+    assert names["report"].ok and names["step"].graph.ranks.mesh == names["mesh"]
+    assert "'embed.weight': '0 tp'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("primitive", "example"), ROWS)

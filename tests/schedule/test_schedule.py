@@ -234,12 +234,17 @@ def test_what_eager_pytorch_cannot_do_is_not_built() -> None:
         sch.build()
     sch.undo()
     sch["head"].shard("weight", 0)
-    with pytest.raises(NotBuiltYet, match="the verb `shard`"):
+    with pytest.raises(BadOption, match=r"build\(\) cannot carry out `shard"):
+        sch.build()
+    sch.undo()
+    sch["head"].offload("values")
+    with pytest.raises(NotBuiltYet, match="the verb `offload`"):
         sch.build()
     assert all(type(m) is type(n) for m, n in zip(model.modules(), Net().modules()))
 
 
-UNBUILT = {"shard": ("weight", 0), "sync": ("all_reduce",), "fork_rng": (), "pipeline_cut": ()}
+UNBUILT: dict[str, tuple[Any, ...]] = {"pipeline_cut": ()}
+ON_A_MESH = {"shard": ("weight", 0), "sync": ("all_reduce",), "fork_rng": ()}
 
 
 @pytest.mark.parametrize("verb", UNBUILT)
@@ -249,6 +254,15 @@ def test_a_verb_without_an_engine_is_recorded_and_named_by_compile(verb: str) ->
     getattr(sch["layers.0.mlp.fc1"], verb)(*UNBUILT[verb])
     assert len(sch) == 1 and sch.recipe.of(verb)
     with pytest.raises(NotBuiltYet, match=f"line 1 of the schedule .*the verb `{verb}`"):
+        wholestep.compile(model, loss, optimizer, batch, recipe=sch, verbose=False)
+
+
+@pytest.mark.parametrize("verb", ON_A_MESH)
+def test_a_verb_about_ranks_needs_a_mesh(verb: str) -> None:
+    model, optimizer, batch = made()
+    sch = wholestep.schedule(model)
+    getattr(sch["layers.0.mlp.fc1"], verb)(*ON_A_MESH[verb])
+    with pytest.raises(BadOption, match=rf"line 1 of the schedule \({verb} .*there is no mesh"):
         wholestep.compile(model, loss, optimizer, batch, recipe=sch, verbose=False)
 
 

@@ -222,10 +222,10 @@ def test_init_reads_the_weights_of_a_folder(folder: Path, tmp_path: Path) -> Non
     from safetensors.torch import load_file
 
     stored = load_file(folder / "model.safetensors")
-    job = make_job(str(folder), batch=2, seq=8, device="cpu", init=True)
+    job = make_job(str(folder), batch=2, seq=8, device="cpu", init=str(folder))
     assert job.model.training and all(job.model.state_dict()[name].equal(value) for name, value in stored.items())
     fresh = make_job(str(folder), batch=2, seq=8, device="cpu")
     assert not same_weights(fresh.model, job.model)
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(wholestep.WholestepError, match=r"no \.safetensors weights"):
-        make_job(str(tmp_path), batch=2, seq=8, device="cpu", init=True)
+        make_job(str(tmp_path), batch=2, seq=8, device="cpu", init=str(tmp_path))

@@ -55,7 +55,7 @@ def test_a_folder_that_holds_no_model(tmp_path: Path) -> None:
         ({"steps": 0}, "--steps 0"),
         ({"precision": "bf61"}, "did you mean bf16"),
         ({"device": "quantum"}, "no device"),
-        ({"init": True}, "reads weights from a folder"),
+        ({"init": "/nowhere"}, "there is no such folder"),
         ({"seed": -1}, "seed=-1"),
         ({"data": "digits"}, "data 'digits' is images, gpt-1m reads text"),
         ({"data": "shakspeare"}, "did you mean shakespeare"),

@@ -145,7 +145,7 @@ def test_batches_that_end_or_cannot_be_repeated() -> None:
         ("setup", {"sets": ("clip_norm=-1",)}, "more than 0"),
         ("setup", {"seq": 3}, "makes its own batches"),
         ("loaded", {"batch": 3}, "give the function a parameter batch"),
-        ("setup", {"init": True}, "reads weights from a folder"),
+        ("setup", {"init": "."}, "builds its own model"),
     ],
 )
 def test_bad_functions_are_one_line(module: str, function: str, options: dict[str, Any], said: str) -> None:

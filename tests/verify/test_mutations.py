@@ -131,7 +131,7 @@ def test_without_the_mutant_the_same_pipeline_holds() -> None:
 
 def test_compiled_code_is_told_from_the_graph_it_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lowering that computes something else than its graph says."""
-    import wholestep.verify.side_by_side as side_by_side
+    from wholestep.verify import side_by_side
 
     def wrong_lowering(graph: TrainingGraph, *, watch: list[str]) -> Any:
         find(graph, aten.gelu.default).kwargs = {"approximate": "tanh"}

@@ -22,7 +22,9 @@ from wholestep.capture.subject import make_subject
 from wholestep.errors import FirstStepDiffers, WholestepWarning
 from wholestep.graph.training_graph import Role
 from wholestep.passes.pipeline import default_pipeline
+from wholestep.plan import budget as budget_module
 from wholestep.plan.budget import Budget
+from wholestep.verify import within_budget as within_budget_module
 from wholestep.verify.check import check_first_step, only_before
 from wholestep.verify.fewer_rows import check_on_rows
 from wholestep.verify.first_step import Lean
@@ -232,7 +234,7 @@ def test_on_a_card_before_and_after_are_held_to_the_budget(monkeypatch: pytest.M
     budget = dataclasses.replace(BUDGET, context_bytes=100 * MIB)
     seen: list[Any] = []
     card.allocated = 70 * MIB
-    monkeypatch.setattr("wholestep.plan.budget.STILL_TO_LOAD", 20 * MIB)
+    monkeypatch.setattr(budget_module, "STILL_TO_LOAD", 20 * MIB)
 
     def decided_for(*given: Any, **amounts: int) -> Decision:
         seen.append(amounts)
@@ -242,7 +244,7 @@ def test_on_a_card_before_and_after_are_held_to_the_budget(monkeypatch: pytest.M
         seen.append((card.fraction, lean))
         return lambda run, result: seen.append((card.fraction, run, result))
 
-    monkeypatch.setattr("wholestep.verify.within_budget.decide_for", decided_for)
+    monkeypatch.setattr(within_budget_module, "decide_for", decided_for)
     variant: Any = SimpleNamespace(
         subject=SimpleNamespace(device=torch.device("cuda")), capture=SimpleNamespace(from_cache=False, key=None)
     )
@@ -281,7 +283,7 @@ def test_and_to_fewer_still(monkeypatch: pytest.MonkeyPatch) -> None:
             out_of_memory()
         check_on_rows(*given, rows=rows, lean=lean)
 
-    monkeypatch.setattr("wholestep.verify.within_budget.check_on_rows", one_only)
+    monkeypatch.setattr(within_budget_module, "check_on_rows", one_only)
     step = checked(Linear(), Decision(0, Lean(0, False)), check=out_of_memory)
     step(batches(1)[0])
     assert asked == [3, 1] and "on 1 of 6 rows" in told(step)[0]
@@ -298,7 +300,7 @@ def test_or_to_none(build: type[nn.Module], rows: int, reason: str) -> None:
 
 
 def test_a_lack_of_memory_for_few_rows_too_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wholestep.verify.within_budget.check_on_rows", out_of_memory)
+    monkeypatch.setattr(within_budget_module, "check_on_rows", out_of_memory)
     step = checked(Normed(), Decision(3, Lean(0, False), "eager takes about 12.0 GiB for all rows"))
     with pytest.warns(WholestepWarning, match=r"12\.0 GiB for all rows, nor for one;"):
         step(batches(1)[0])

@@ -84,13 +84,19 @@ def trouble(curve: Sequence[float | None]) -> str | None:
 
     The mean of the last third is compared with that of the first, for batches differ.
     """
-    values = [value for value in curve if value is not None and math.isfinite(value)]
-    if len(values) < len(curve):
-        return f"loss not finite at step {next(i for i, value in enumerate(curve) if value is None or not math.isfinite(value))}"
-    third = max(len(values) // 3, 1)
-    first, last = sum(values[:third]) / third, sum(values[-third:]) / third
+    for step, value in enumerate(curve):
+        if value is None or not math.isfinite(value):
+            return f"loss not finite at step {step}"
+    first, last = ends(curve)
     return (
         None
         if last < first
-        else f"loss does not fall ({first:.5g} over the first {third} steps, {last:.5g} over the last)"
+        else f"loss does not fall ({first:.5g} over the first third of the steps, {last:.5g} over the last)"
     )
+
+
+def ends(curve: Sequence[float | None]) -> tuple[float, float]:
+    """The mean loss of the first third of the steps, and of the last; of finite values."""
+    values = [value for value in curve if value is not None and math.isfinite(value)]
+    third = max(len(values) // 3, 1)
+    return sum(values[:third]) / third, sum(values[-third:]) / third

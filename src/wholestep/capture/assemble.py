@@ -104,7 +104,10 @@ def _mutates(node: fx.Node) -> bool:
     return node.op == "call_function" and (schema is None or schema.is_mutable) and node.target is not operator.getitem
 
 
-_IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
+_IDENTITIES = (
+    aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default,
+    torch.ops.ws.enter.default,  # its derivative is in the graph by now
+)  # fmt: skip
 
 
 def _assemble(module: fx.GraphModule, inputs: Sequence[Input], meanings: list[Output], num_sites: int) -> TrainingGraph:

@@ -149,6 +149,7 @@ def capture_key(subject: Subject, reading: Reading, finished_by: str | None = No
         [_kind(t) for t, place in zip(reading.args, reading.places, strict=True) if place is not None],
         [(name, _kind(t), name in trained) for name, t in live],
         sorted(subject.aliases.items()),
+        reading.graph.ranks or subject.ranks,
         [path for path, _ in subject.root.named_modules()],
         _optimizer(subject),
         finished_by,

@@ -19,11 +19,11 @@ ws = torch.ops.ws
 
 
 def _uniform(sites: Sites, size: Any, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
-    return ws.uniform(list(size), sites.next_key(device), dtype or torch.get_default_dtype())
+    return ws.uniform(list(size), sites.next_key(device, size), dtype or torch.get_default_dtype())
 
 
 def _normal(sites: Sites, size: Any, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
-    return ws.normal(list(size), sites.next_key(device), dtype or torch.get_default_dtype())
+    return ws.normal(list(size), sites.next_key(device, size), dtype or torch.get_default_dtype())
 
 
 def _device(kwargs: dict) -> torch.device:

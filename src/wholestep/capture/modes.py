@@ -168,7 +168,7 @@ class FunctionLevel(TorchFunctionMode):
             return input
         if not 0.0 <= p <= 1.0:
             raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-        dropped = ws.dropout(input, float(p), self.sites.next_key(input.device))
+        dropped = ws.dropout(input, float(p), self.sites.next_key(input.device, input.shape))
         return input.copy_(dropped) if inplace else dropped
 
     def _attention(
@@ -188,7 +188,8 @@ class FunctionLevel(TorchFunctionMode):
             query, key, value = (t.to(dtype) if t.dtype == torch.float32 else t for t in (query, key, value))
             if attn_mask is not None and attn_mask.dtype == torch.float32:
                 attn_mask = attn_mask.to(dtype)
-        site = self.sites.next_key(query.device) if dropout_p > 0.0 else None
+        drawn = (*query.shape[:-1], key.shape[-2])
+        site = self.sites.next_key(query.device, drawn) if dropout_p > 0.0 else None
         return scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key=site, on_gpu=self.on_gpu
         )

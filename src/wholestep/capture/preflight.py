@@ -23,6 +23,7 @@ from wholestep.capture.optimizers import needs_closure
 from wholestep.capture.subject import Subject
 from wholestep.errors import BadLoss, CaptureRefused, UnsupportedModel, UnsupportedOptimizer
 from wholestep.graph.notes import Note
+from wholestep.ops.updates import update_of
 
 _WRAPPERS = {
     "DistributedDataParallel": "its gradient all-reduce runs in hooks that a captured step would lose",
@@ -51,6 +52,28 @@ def refuse_unsupported(subject: Subject) -> None:
             hint="check requires_grad and what the optimizer was given",
         )
     _refuse_post_accumulate_hooks(subject)
+
+
+def refuse_in_parts(subject: Subject) -> None:
+    """What cannot be done with one part of a parameter, without the others."""
+    cuts = subject.ranks.cuts
+    if not cuts:
+        return
+    for name, parameter in subject.trained.items():
+        if name in cuts and parameter._backward_hooks:
+            hint = "take the hook off, or leave the parameter whole"
+            raise UnsupportedModel(f"{name} is cut ({cuts[name].line}), and a hook on it would see a part", hint=hint)
+    update = None if subject.optimizer is None else update_of(subject.optimizer)
+    if update is None or update.elementwise:
+        return
+    members = {id(p) for group in subject.optimizer.param_groups for p in group["params"]}  # type: ignore[union-attr]
+    for name in cuts:
+        if id(subject.parameters[name]) in members:
+            kind = type(subject.optimizer).__name__
+            hint = "leave the parameter whole, or use an optimizer that updates every element by itself, such as AdamW"
+            raise UnsupportedOptimizer(
+                f"{kind} needs whole parameters, and {name} is cut ({cuts[name].line})", hint=hint
+            )
 
 
 def _refuse_wrapper(path: str, module: nn.Module) -> None:

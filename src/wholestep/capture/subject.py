@@ -21,6 +21,7 @@ from wholestep.capture import optimizers
 from wholestep.capture.edits import Edits
 from wholestep.capture.loss_scale import LossScale
 from wholestep.errors import BadLoss, BadOption, NotBuiltYet, UnsupportedModel, UnsupportedOptimizer
+from wholestep.graph.mesh import ALONE, Ranks
 from wholestep.graph.training_graph import Target
 
 NONFINITE = ("allow", "skip")
@@ -65,6 +66,8 @@ class Subject:
     """With precision "fp16"; its steps are skipped, and its buffers kept, where gradients are not finite."""
     edits: Edits = dataclasses.field(default_factory=Edits)
     """What a recipe makes of the modules while the loss is called."""
+    ranks: Ranks = ALONE
+    """Who runs the step; parameters and state here are the user's, whole."""
     hookless: int | None = None
     """The number that torch's next hook had when no parameter had one."""
 

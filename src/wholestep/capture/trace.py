@@ -134,7 +134,7 @@ def _trace(tracer: Tracer) -> tuple[TrainingGraph, tuple[torch.Tensor, ...]]:
     def whole(*flat: torch.Tensor) -> list[Any]:
         nonlocal drawn
         values = dict(zip(order, flat, strict=True))
-        sites = Sites([values[e] for e in order if e.role is Role.KEY])
+        sites = Sites([values[e] for e in order if e.role is Role.KEY], tracer.ranks.mesh)
         outputs, described = tracer.step(values, sites)
         meanings[:], drawn = described, sites.used
         return outputs
@@ -155,7 +155,7 @@ def _trace(tracer: Tracer) -> tuple[TrainingGraph, tuple[torch.Tensor, ...]]:
     inputs = order + [Input(Role.CONSTANT, f"constant{first + i}") for i in range(len(constants))]
     fakes = fakes + [compat.to_fake(tracer.mode, c) for c in constants]
     graph = functional(recorded, fakes, inputs, meanings, tracer.mode, num_sites=drawn)
-    graph.target = tracer.subject.target
+    graph.target, graph.ranks = tracer.subject.target, tracer.ranks
     if tracer.subject.nonfinite == "skip":
         keep_buffers(graph)
     if tracer.holds is not None:
@@ -169,6 +169,7 @@ def _trace_update(tracer: Tracer) -> TrainingGraph:
     weighted = Input(Role.GRADIENT, ACCUMULATED_WEIGHT)
     update = Tracer.__new__(Tracer)
     update.subject, update.plans, update.mode, update.captured_update = subject, tracer.plans, tracer.mode, True
+    update.ranks = tracer.ranks
     update.holds = update.go = None  # looked at before the update
     update.fakes = {Input(Role.PARAMETER, n): tracer.fakes[Input(Role.PARAMETER, n)] for n in tracer.used}
     with tracer.mode:
@@ -192,4 +193,6 @@ def _trace_update(tracer: Tracer) -> TrainingGraph:
 
     fakes = list(update.fakes.values())
     recorded = compat.trace(whole, fakes, mode=tracer.mode)
-    return functional(recorded, fakes, update.order, meanings, tracer.mode)
+    graph = functional(recorded, fakes, update.order, meanings, tracer.mode)
+    graph.ranks = tracer.ranks
+    return graph

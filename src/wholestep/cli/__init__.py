@@ -12,11 +12,27 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
 
-from wholestep.cli import bench, compare, doctor, explain, failure, plan, profile, search, show, train, verify
+from wholestep.cli import (
+    bench,
+    compare,
+    doctor,
+    evaluate,
+    explain,
+    export,
+    failure,
+    plan,
+    profile,
+    sample,
+    search,
+    show,
+    train,
+    usage,
+    verify,
+)
 from wholestep.errors import WholestepError, WholestepWarning
 
 NOT_YET = ("tune",)
@@ -46,6 +62,9 @@ def _stoppable(command: Callable[..., None]) -> Callable[..., None]:
 
 
 app.command("train", short_help="train a model; without arguments, a small one")(_stoppable(train.command))
+app.command("sample", short_help="write a text with a trained model")(_stoppable(sample.command))
+app.command("eval", short_help="loss, perplexity or accuracy of a trained model")(_stoppable(evaluate.command))
+app.command("export", short_help="a trained model for transformers and other programs")(_stoppable(export.command))
 app.command("verify", short_help="compare the captured step with eager PyTorch")(_stoppable(verify.command))
 app.command("plan", short_help="will it fit? without a GPU, in seconds")(_stoppable(plan.command))
 app.command("show", short_help="print the graph of the whole step, as Python")(_stoppable(show.command))
@@ -61,18 +80,31 @@ app.command("compare", short_help="what moved between two results of bench, or t
 app.command("doctor", short_help="what this machine has and lacks")(_stoppable(doctor.command))
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        from wholestep import __version__
+
+        typer.echo(f"wholestep {__version__}")
+        raise typer.Exit(0)
+
+
 @app.callback()
-def root() -> None:
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """A holistic compiler for training PyTorch models.
 
     \b
     Examples:
       wholestep train
+      wholestep sample runs/gpt-1m-shakespeare --prompt "To be"
       wholestep verify gpt-1m --steps 2
       wholestep plan llama-1b --batch 8 --seq 2048 --device h200 --memory 26GiB
       wholestep show gpt-1m | less
 
-    MODEL is a preset (`gpt-1m`), `hf:<model_type>`, a folder with a config.json, or `package.module:callable`, a function
+    MODEL is a preset (`gpt-1m`), `hf:<model_type>`, a folder with a config.json, a run, or `package.module:callable`, a function
     that returns (model, loss_fn, optimizer, example_batch). Exit code: 0 success, 1 what was checked does not hold or
     training had to stop, 2 bad input.
     """
@@ -103,8 +135,9 @@ def main() -> None:
             sys.exit(1)
         if not hasattr(error, "format_message"):  # not one of the argument parser's own
             sys.exit(_fail(failure.one_line(error)))
-        if error.format_message():  # without arguments it has printed the help already
-            _fail(" ".join(error.format_message().split()))
+        text = usage.explained(error)
+        if text:  # without arguments the parser has printed the help already
+            _fail(text)
         sys.exit(2)
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -62,7 +62,7 @@ def command(
     Every row runs in a process of its own from empty compile caches, with the same data and seed. Losses are compared
     with eager PyTorch's, so that nobody wins by computing something else. The results file is written after every row
     and the same command goes on where it stopped. Exit code 1 when a row of Wholestep's failed or its loss departs;
-    with --smoke, when any loss is not finite, does not fall, or departs.
+    with --smoke, when any loss is not finite, does not fall from the first third of the steps to the last, or departs.
 
     Systems: eager, compile, compile-budget, liger, wholestep, wholestep-interpret, or package.module:callable, a
     function (part, precision) that returns step(batch) -> loss. Eager always runs, and a wholestep one.

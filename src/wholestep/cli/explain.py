@@ -66,8 +66,8 @@ def command(
 def _plan_lines(path: Path, plan: Plan) -> list[str]:
     """A plan for people."""
     from wholestep.graph.bytes import show_bytes
-    from wholestep.report.fit_text import plan_words
     from wholestep.report.pictures.drawing import show_ms
+    from wholestep.train.fit_text import plan_words
 
     made = dict(plan.made_for)
     main = {name: made.pop(name) for name in ("model", "batch", "seq", "precision", "device") if name in made}
@@ -100,10 +100,10 @@ def as_facts(run: RunFolder) -> dict[str, Any]:
 
 def lines_of(run: RunFolder) -> list[str]:
     """A page for people."""
-    from wholestep.cli.display import duration, rate
-    from wholestep.cli.summary import blocks_fit, by_loss_scaling, title_of
     from wholestep.graph.bytes import show_bytes
     from wholestep.report.terminal_picture import sparkline
+    from wholestep.train.display import duration, rate
+    from wholestep.train.summary import blocks_fit, by_loss_scaling, title_of
 
     facts = as_facts(run)
     losses, held, last = facts["losses"], facts["held_out_losses"], facts["last"] or {}

@@ -12,9 +12,9 @@ import typer
 from wholestep.errors import BadOption
 
 if TYPE_CHECKING:
+    from wholestep.graph.mesh import Mesh
     from wholestep.graph.plan import Plan
     from wholestep.passes.pipeline import Pipeline
-    from wholestep.plan.moves import Room
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 BACKENDS = ("inductor", "interpret")
@@ -25,7 +25,25 @@ Sets = Annotated[
 ]
 Data = Annotated[
     str | None,
-    typer.Option(metavar="NAME|FILE", help="What to train on: shakespeare, stdlib, digits, pygraph, or a text file."),
+    typer.Option(
+        metavar="NAME|PATH",
+        help="shakespeare, stdlib, digits, pygraph; or a text file, a folder of texts, .jsonl, .parquet, a datasets folder, "
+        "a folder of images by class, .npy or .safetensors of tokens, package.module:callable.",
+    ),
+]
+Glob = Annotated[
+    str | None,
+    typer.Option(metavar="PATTERN", help="Which files of the folder --data, such as '*.txt'; all if not given."),
+]
+Field = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Which field of a row, or which tensor, --data is; text if not given."),
+]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(
+        metavar="bytes|bpe|DIR", help="How text becomes tokens: a BPE trained on --data, or a folder's tokenizer.json."
+    ),
 ]
 Batch = Annotated[int | None, typer.Option(min=1, metavar="B", help="Sequences (or samples) per batch.")]
 Seq = Annotated[int | None, typer.Option(min=1, metavar="S", help="Tokens per sequence.")]
@@ -49,6 +67,9 @@ PlanFile = Annotated[
 RecipeFile = Annotated[
     Path | None, typer.Option("--recipe", metavar="FILE", help="How the model runs, verb by verb, as a file.")
 ]
+MeshText = Annotated[
+    str | None, typer.Option("--mesh", metavar="tp=N", help="Ranks that run the step; a recipe says what is cut.")
+]
 Backend = Annotated[
     str | None,
     typer.Option(metavar="|".join(BACKENDS), help="Compile (inductor, the default), or run operator by operator."),
@@ -57,7 +78,10 @@ Dump = Annotated[str | None, typer.Option(metavar="DIR", help="Write the graph h
 Disable = Annotated[list[str] | None, typer.Option(metavar="PASS", help="Leave a pass out, by name; again for more.")]
 Seed = Annotated[int | None, typer.Option(min=0, metavar="N", help="Of weights, data and dropout; 0 when not given.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs.")]
-MODEL_HELP = "A preset, hf:<model_type>, a folder, or package.module:callable."
+MODEL_HELP = "A preset, hf:<model_type>, a folder, a run, or package.module:callable."
+Run = Annotated[
+    str, typer.Argument(metavar="RUN", help="The folder of a run, one of its checkpoints, or a folder of transformers.")
+]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 
 
@@ -70,10 +94,20 @@ def one_of(option: str, value: str | None, known: Sequence[str]) -> None:
         )
 
 
+def checked_model(model: str | None) -> None:
+    """MODEL, before torch is loaded; whether a type, a function or a folder is one is looked at later."""
+    from wholestep.train.presets import refuse_unknown
+
+    if model is not None:
+        refuse_unknown(model)
+
+
 def checked_recipe(path: str | Path | None) -> str | None:
     """The recipe's file, found to be one before a model is built; what it says is held against the model later."""
     if path is None:
         return None
+    if not Path(path).is_file():
+        raise BadOption(f"--recipe {path}: there is no such file", hint="see docs/schedule.md for how to write one")
     from wholestep.schedule.recipe_file import read_recipe
 
     read_recipe(Path(path))
@@ -88,7 +122,7 @@ def checked(*, precision: str | None = None, backend: str | None = None) -> None
 
 def checked_memory(memory: str | None, plan: Path | None = None) -> None:
     """A budget is read before a model is built for it; a plan has been made for one already."""
-    from wholestep.graph.bytes import parse_bytes
+    from wholestep.graph.bytes import parse_budget
 
     if memory is None:
         return
@@ -97,27 +131,26 @@ def checked_memory(memory: str | None, plan: Path | None = None) -> None:
             f"--memory {memory} together with --plan {plan}", hint="a budget makes its own plan: give one of them"
         )
     if memory != "auto":
-        parse_bytes(memory)
+        parse_budget(memory)
     elif not _has_gpu():
         raise BadOption(
             "--memory auto: there is no GPU here", hint="name an amount, such as --memory 8GiB, or leave it out"
         )
 
 
-def room_of(host_memory: str | None, offload_path: Sequence[Path] | None) -> Room | None:
-    """Where values may wait; a plan may be for a machine with more memory than this one."""
-    from wholestep.graph.bytes import parse_bytes
-    from wholestep.plan.moves import Room
-
-    if host_memory is None and not offload_path:
-        return None
-    return Room(0 if host_memory is None else parse_bytes(host_memory), files=bool(offload_path))
-
-
 def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def read_mesh(text: str | None) -> Mesh | None:
+    """The mesh of `--mesh tp=4`."""
+    if text is None:
+        return None
+    from wholestep.graph.mesh import Mesh
+
+    return Mesh.read(text)
 
 
 def read_plan(path: str | Path | None) -> Plan | None:
@@ -156,13 +189,8 @@ def checked_dump(dump: str | None) -> str | None:
 
 def pipeline(disable: Sequence[str] | None) -> Pipeline | None:
     """The passes without the disabled ones; None when all of them run."""
-    from wholestep.passes.pipeline import default_pipeline, name_of
+    if not disable:
+        return None
+    from wholestep.passes.pipeline import default_pipeline
 
-    passes = default_pipeline()
-    known = [*map(name_of, passes.passes), *map(name_of, passes.apply)]
-    for name in disable or ():
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-            raise BadOption(f"--disable {name}: there is no such pass", hint=hint)
-    return passes.without(*disable) if disable else None
+    return default_pipeline().without(*disable)

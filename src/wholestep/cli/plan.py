@@ -41,6 +41,7 @@ def command(
     offload_path: options.OffloadPath = None,
     precision: options.Precision = None,
     recipe: options.RecipeFile = None,
+    mesh: options.MeshText = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan here, as TOML.")] = None,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time against memory here.")] = None,
     peers: Annotated[
@@ -67,19 +68,24 @@ def command(
       wholestep plan bert-large --batch 64 --device rtx4090 --out plan.toml
       wholestep plan gpt2-medium --device 24GiB --svg frontier.svg
       wholestep plan gpt-10m --recipe recipe.toml --out plan.toml
+      wholestep plan llama-1b --recipe shards.toml --mesh tp=4
       wholestep plan hf:llama --set num_hidden_layers=8 --batch 4 --seq 1024 --json
     """
+    options.checked_model(model)
     options.checked(precision=precision)
     if gpus > 1:
         raise NotBuiltYet(f"--gpus {gpus}: plans for several cards are not part of this version", hint="use --gpus 1")
+    ranks = options.read_mesh(mesh)
     for option, path in (("--out", out), ("--svg", svg)):
         check_writable(option, path)
     measured = read_peers(peers, model)
-    passes = options.pipeline(disable)
     from wholestep.cost.target import find_target
 
     target = find_target(device)
     budget = budget_of(memory, target)
+    recipe_file = options.checked_recipe(recipe)
+    passes = options.pipeline(disable)
+    from wholestep.plan.room import room_for
     from wholestep.train.fit import Question, will_it_fit
 
     question = Question(
@@ -90,8 +96,9 @@ def command(
         precision=precision,
         target=target,
         budget_bytes=budget,
-        recipe=options.checked_recipe(recipe),
-        room=options.room_of(host_memory, offload_path),
+        recipe=recipe_file,
+        mesh=ranks,
+        room=room_for(host_memory, offload_path),
     )
     fit = will_it_fit(question, passes=passes, check_batch=check_batch, tell=tell_passing)
     tell_passing("")
@@ -101,11 +108,11 @@ def command(
 
 def budget_of(memory: str | None, target: Card) -> int:
     """The budget in bytes of the card: at most what it has."""
-    from wholestep.graph.bytes import parse_bytes, show_bytes
+    from wholestep.graph.bytes import parse_budget, show_bytes
 
     if memory is None or memory == "auto":
         return target.device.memory_bytes
-    budget = parse_bytes(memory)
+    budget = parse_budget(memory)
     if budget > target.device.memory_bytes:
         has = f"{target.device.title} has {show_bytes(target.device.memory_bytes)}"
         raise BadOption(f"--memory {memory}: {has}", hint="leave --memory out for all of it, or name a larger --device")
@@ -113,8 +120,8 @@ def budget_of(memory: str | None, target: Card) -> int:
 
 
 def _report(fit: Fit, *, out: Path | None, svg: Path | None, json: bool, peers: list[Peer]) -> None:
-    from wholestep.cli.summary import blocks_fit
-    from wholestep.report.fit_text import fit_json, fit_lines, verdict
+    from wholestep.train.fit_text import fit_json, fit_lines, fit_picture, verdict
+    from wholestep.train.summary import blocks_fit
 
     if json:
         typer.echo(json_text.dumps(fit_json(fit), indent=1, default=str))
@@ -129,7 +136,7 @@ def _report(fit: Fit, *, out: Path | None, svg: Path | None, json: bool, peers: 
     elif out is not None:
         told.append(f"nothing to {out}: no plan fits")
     if svg is not None:
-        svg.write_text(picture_of(fit, peers), encoding="utf-8")
+        svg.write_text(fit_picture(fit, peers), encoding="utf-8")
         told.append(f"{svg}: time against memory")
     for text in told:
         typer.echo(f"wholestep: written {text}" if json else f"written   {text}", err=json)
@@ -156,21 +163,6 @@ def read_peers(path: Path | None, model: str) -> list[Peer]:
             f"--peers {path}: {' '.join(said.split())}", hint="give JSON: [{name, gib, ms}, ...]"
         ) from error
     return list(found.values())
-
-
-def picture_of(fit: Fit, peers: list[Peer] | None = None) -> str:
-    """The staircase of a Fit; peers only where times are comparable."""
-    from wholestep.report.fit_text import GIB, plotted, verdict
-    from wholestep.report.pictures.frontier_staircase import frontier_staircase
-
-    times = fit.question.target.times
-    knees = [(x, y, point.change) for (x, y), point in zip(plotted(fit), fit.frontier)]
-    name, _, answer = verdict(fit).partition(": ")
-    subtitle = answer + (" (not calibrated)" if times == "not calibrated" and "not calibrated" not in answer else "")
-    return frontier_staircase(
-        knees, title=name, subtitle=subtitle, unit="x" if times == "relative" else "ms",
-        budget=fit.question.budget_bytes / GIB, chosen=fit.chosen, peers=() if times == "relative" else peers or (),
-    )  # fmt: skip
 
 
 def check_writable(option: str, path: Path | None) -> None:

@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from wholestep.profile.profile import Profile
 
 SYSTEMS = ("wholestep", "eager", "compile")
-SHOWN_ACTIONS = 4
-SHOWN_ROWS = 5
 
 
 def command(
     model: options.Model,
     sets: options.Sets = None,
     data: options.Data = None,
+    glob: options.Glob = None,
+    field: options.Field = None,
+    tokenizer: options.Tokenizer = None,
     batch: options.Batch = None,
     seq: options.Seq = None,
     precision: options.Precision = None,
@@ -61,6 +62,7 @@ def command(
     """
     # before torch is imported: its allocator tells about blocks older than a recording, which the memory profile accounts for
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    options.checked_model(model)
     options.checked(precision=precision, backend=backend)
     options.checked_memory(memory)
     options.one_of("--system", system, SYSTEMS)
@@ -73,10 +75,23 @@ def command(
     from wholestep.profile.profile import profile_job
     from wholestep.train.job import make_job
 
-    job = make_job(model, sets=sets or (), data=data, batch=batch, seq=seq, precision=precision, seed=seed or 0)
+    job = make_job(
+        model,
+        sets=sets or (),
+        data=data,
+        glob=glob,
+        field=field,
+        tokenizer=tokenizer,
+        batch=batch,
+        seq=seq,
+        precision=precision,
+        seed=seed or 0,
+    )
     profile = profile_job(
         job, system=system, backend=backend or "inductor", steps=steps, memory=not no_memory,
         budget=memory, verified=not no_verify, passes=passes, tell=_tell,
+        command=_words(model, sets=sets, data=data, batch=batch, seq=seq, precision=precision, memory=memory, backend=backend,
+                       system=None if system == "wholestep" else system, disable=disable, seed=seed),
     )  # fmt: skip
     _tell("")
     _report(profile, page, json)
@@ -84,7 +99,18 @@ def command(
         _open(page)
 
 
+def _words(model: str, **given: Any) -> list[str]:
+    """The command again, for advice to be copied from: what was given, every option with its value."""
+    words = ["wholestep", "profile", model]
+    for name, value in given.items():
+        option = f"--{name.removesuffix('s') if name == 'sets' else name}"
+        for one in value if isinstance(value, list) else [] if value is None else [value]:
+            words += [option, str(one)]
+    return words
+
+
 def _report(profile: Profile, page: Path, json: bool) -> None:
+    from wholestep.profile.text import summary_lines
     from wholestep.report.page import write_report
 
     facts = profile.to_json()
@@ -109,51 +135,6 @@ def checked_page(out: Path | None, model: str) -> Path:
     if not os.access(folder, os.W_OK) or (page.exists() and not os.access(page, os.W_OK)):
         raise BadOption(f"--out {page} cannot be written", hint="name a file in a folder of yours")
     return page
-
-
-def summary_lines(profile: Profile) -> list[str]:
-    """At most 23 lines about the step."""
-    from wholestep.graph.bytes import show_bytes
-    from wholestep.report.page import show_count, show_percent
-    from wholestep.report.pictures.drawing import show_ms
-
-    times, shares = profile.step_ms, profile.shares
-    how = profile.system if profile.system == profile.backend else f"{profile.system}, {profile.backend}"
-    lines = [
-        f"{profile.name}: {show_ms(times['median'])} per step ({show_ms(times['lowest'])} to {show_ms(times['highest'])}, "
-        f"{len(times['all'])} steps), {show_count(times['units_per_second'])} {profile.unit}/s, {how}"
-    ]
-    phases = ", ".join(f"{name} {show_ms(ms)}" for name, ms in profile.phases.items() if ms > 0)
-    lines.append(f"time      {phases}")
-    if profile.floor_ms is not None:
-        least = f"{show_ms(profile.floor_ms)} at least by the roofline of {profile.device['title']}"
-        lines.append(f"least     {least}: {profile.floor_ms / times['median']:.0%} of the step")
-    busy = "" if shares["gpu_busy"] is None else f"GPU busy {show_percent(shares['gpu_busy'])}, "
-    between = show_percent(shares["between_calls"])
-    lines.append(f"host      {busy}between calls {between}, waiting for data {show_percent(shares['data_wait'])}")
-    lines += [f"          {line}" for line in (profile.utilisation or {}).get("lines", ())]
-    if profile.memory is not None:
-        eager = "" if profile.eager_memory is None else f"; eager {show_bytes(profile.eager_memory.peak_bytes)}"
-        split = sorted(((n, c) for c, n in profile.memory.at_peak.items() if n), reverse=True)[:4]
-        told = ", ".join(f"{name} {show_bytes(count)}" for count, name in split)
-        lines.append(f"memory    peak {show_bytes(profile.memory.peak_bytes)} ({told}){eager}")
-    if profile.verified is not None:
-        verdict = "equal to eager" if profile.verified["ok"] else "DIFFERS from eager"
-        lines.append(f"verified  {verdict}, {len(profile.verified['rows'])} values")
-    lines += _rows(profile)
-    lines += [f"{'do' if i == 0 else '':10}{a['text']}" for i, a in enumerate(profile.actions[:SHOWN_ACTIONS])]
-    return lines + [f"note      {note}" for note in profile.notes[:2]]
-
-
-def _rows(profile: Profile) -> list[str]:
-    """The rows that lose most; by time alone where nothing else is known."""
-    found: list[str] = []
-    for row in profile.rows[:SHOWN_ROWS]:
-        what = " ".join(word for word in (row.name, row.phase, row.module) if word)
-        lost = "" if row.lost_ms is None else f": {row.lost_ms:.3g} ms lost, {row.bound}-bound"
-        label = "" if found else "calls"
-        found.append(f"{label:10}{row.ms:8.3g} ms {row.share:4.0%} x{row.calls:<4} {what}{lost}")
-    return found
 
 
 def _tell(text: str) -> None:

@@ -19,6 +19,9 @@ def command(
     ] = "captured",
     sets: options.Sets = None,
     data: options.Data = None,
+    glob: options.Glob = None,
+    field: options.Field = None,
+    tokenizer: options.Tokenizer = None,
     batch: options.Batch = None,
     seq: options.Seq = None,
     precision: options.Precision = None,
@@ -37,6 +40,7 @@ def command(
       wholestep show gpt-1m --batch 4 --stage planned --memory 40MiB
       wholestep show my_package.training:setup --stage lowered
     """
+    options.checked_model(model)
     options.one_of("--stage", stage, STAGES)
     options.checked(precision=precision)
     options.checked_memory(memory, plan)
@@ -51,7 +55,17 @@ def command(
     from wholestep.passes.pipeline import Pipeline, default_pipeline
     from wholestep.train.job import make_job
 
-    job = make_job(model, sets=sets or (), data=data, batch=batch, seq=seq, precision=precision)
+    job = make_job(
+        model,
+        sets=sets or (),
+        data=data,
+        glob=glob,
+        field=field,
+        tokenizer=tokenizer,
+        batch=batch,
+        seq=seq,
+        precision=precision,
+    )
     everything = passes or default_pipeline()
     run = {
         "captured": Pipeline([]),

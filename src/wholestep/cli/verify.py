@@ -13,6 +13,9 @@ def command(
     model: options.Model,
     sets: options.Sets = None,
     data: options.Data = None,
+    glob: options.Glob = None,
+    field: options.Field = None,
+    tokenizer: options.Tokenizer = None,
     batch: options.Batch = None,
     seq: options.Seq = None,
     steps: Annotated[int, typer.Option(min=1, metavar="K", help="How many steps to compare.")] = 5,
@@ -22,6 +25,7 @@ def command(
     offload_path: options.OffloadPath = None,
     plan: options.PlanFile = None,
     recipe: options.RecipeFile = None,
+    mesh: options.MeshText = None,
     backend: options.Backend = None,
     disable: options.Disable = None,
     dump: options.Dump = None,
@@ -32,7 +36,7 @@ def command(
 
     Every value has to lie within twice the rounding error that eager PyTorch itself shows against float64. Awkward
     batches and a step in eval mode follow the train steps. Exit code 1 when anything differs, and where it began. With
-    --recipe the model as it was written is the measure, and the wrong verb is named.
+    --recipe the model as it was written is the measure, and the wrong verb is named; with --mesh the ranks run side by side.
 
     \b
     Examples:
@@ -40,24 +44,37 @@ def command(
       wholestep verify hf:bert --set num_hidden_layers=2 --batch 2 --seq 32
       wholestep verify gpt-1m --memory 20MiB --batch 2 --backend interpret
       wholestep verify gpt-1m --recipe recipe.toml --steps 2
+      wholestep verify hf:llama --recipe shards.toml --mesh tp=2 --steps 2
       wholestep verify my_package.training:setup --backend interpret --json
     """
+    options.checked_model(model)
     options.checked(precision=precision, backend=backend)
     options.checked_memory(memory, plan)
     planned, chosen = options.read_plan(plan), options.checked_recipe(recipe)
-    passes, folder = options.pipeline(disable), options.checked_dump(dump)
+    passes, folder, ranks = options.pipeline(disable), options.checked_dump(dump), options.read_mesh(mesh)
+    backend = backend or ("inductor" if ranks is None or ranks.num_ranks == 1 else "interpret")
     from wholestep.api import verify
     from wholestep.train.job import make_job
 
     job = make_job(
-        model, sets=sets or (), data=data, batch=batch, seq=seq, precision=precision, steps=steps, seed=seed or 0
+        model,
+        sets=sets or (),
+        data=data,
+        glob=glob,
+        field=field,
+        tokenizer=tokenizer,
+        batch=batch,
+        seq=seq,
+        precision=precision,
+        steps=steps,
+        seed=seed or 0,
     )
     report = verify(
         job.model, job.loss_fn, job.optimizer, [job.batches.batch(number) for number in range(steps)], steps=steps,
         edge_batches=job.edge_batches or None, memory=memory, host_memory=host_memory, offload_path=offload_path or None,
         plan=options.fitting_plan(planned, job.settings),
-        recipe=chosen, by_verb=None if chosen is None else "blame", backend=backend or "inductor", passes=passes, dump=folder,
-        seed=job.settings.get("seed", 0), **job.compile_options,
+        recipe=chosen, by_verb=None if chosen is None else "blame", backend=backend, passes=passes, dump=folder,
+        mesh=ranks, seed=job.settings.get("seed", 0), **job.compile_options,
     )  # fmt: skip
     typer.echo(report.to_json() if json else str(report))
     raise typer.Exit(0 if report.ok else 1)

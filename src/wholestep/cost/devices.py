@@ -42,6 +42,14 @@ class Device:
     sources: Mapping[str, str]
     """Field -> where its number comes from."""
     measured: bool = False
+    nvlink_bandwidth: float = 0.0
+    """Bytes per second to other cards by NVLink, one direction; 0 where there is none."""
+
+    @property
+    def peer_bandwidth(self) -> float:
+        """Bytes per second from one rank to the next, one direction: assumed to be all of NVLink, else of PCIe; ranks of a
+        machine without cards hand over through its memory."""
+        return self.nvlink_bandwidth or self.link_bandwidth or self.bandwidth
 
     @property
     def link_alone(self) -> float:
@@ -75,10 +83,11 @@ Peaks = tuple[float, float, float | None, float | None, float, float | None]
 
 
 def _device(
-    name: str, title: str, source: str, peaks: Peaks, *, bandwidth: float, mib: int, l2: int, sms: int, pcie: int, paper: str = ""
+    name: str, title: str, source: str, peaks: Peaks, *, bandwidth: float, mib: int, l2: int, sms: int, pcie: int, paper: str = "",
+    nvlink: int = 0,
 ) -> Device:  # fmt: skip
     """A row of the table: peaks in TFLOP/s in the order of FORMATS, bandwidth in GB/s, memory and L2 in MiB, the generation
-    of 16 PCIe lanes; `paper` is where L2 and processors stand when not in `source`."""
+    of 16 PCIe lanes, GB/s of NVLink in both directions together; `paper` is where L2 and processors stand when not in `source`."""
     rates = {key: value * TERA for key, value in zip(FORMATS, peaks) if value is not None}
     link = f"PCIe {pcie}.0 x16, one direction"
     sources = {"all": source, "memory_bytes": f"{mib} MiB, what the driver reports", "link_bandwidth": link}
@@ -86,7 +95,7 @@ def _device(
     return Device(
         name=name, title=title, peaks=MappingProxyType(rates), vector_peak=peaks[1] * TERA, bandwidth=bandwidth * GIGA,
         memory_bytes=mib * MEBI, l2_bytes=l2 * MEBI, num_processors=sms, link_bandwidth=PCIE[pcie] * GIGA,
-        sources=MappingProxyType(sources),
+        sources=MappingProxyType(sources), nvlink_bandwidth=nvlink * GIGA / 2,
     )  # fmt: skip
 
 
@@ -112,19 +121,20 @@ _TURING = "NVIDIA Turing GPU Architecture (white paper)"
 # fmt: off
 _ROWS = (
     _device("b200", "NVIDIA B200 (SXM)", f"NVIDIA HGX B200 data sheet, per GPU, {_HALVED}", _B200,
-            bandwidth=7700, mib=183359, l2=126, sms=148, pcie=5, paper="NVIDIA Blackwell tuning guide and device properties"),
+            bandwidth=7700, mib=183359, l2=126, sms=148, pcie=5, nvlink=1800,
+            paper="NVIDIA Blackwell tuning guide and device properties"),
     _device("h200", "NVIDIA H200 (SXM)", f"NVIDIA H200 data sheet, column SXM, {_HALVED}", _HOPPER,
-            bandwidth=4800, mib=143771, l2=50, sms=132, pcie=5, paper=_H100),
+            bandwidth=4800, mib=143771, l2=50, sms=132, pcie=5, nvlink=900, paper=_H100),
     _device("h200-nvl", "NVIDIA H200 NVL (PCIe)", f"NVIDIA H200 data sheet, column NVL, {_HALVED}", _HOPPER_NVL,
-            bandwidth=4800, mib=143771, l2=50, sms=132, pcie=5, paper=_H100),
+            bandwidth=4800, mib=143771, l2=50, sms=132, pcie=5, nvlink=900, paper=_H100),
     _device("h100", "NVIDIA H100 (SXM)", f"NVIDIA H100 data sheet, column SXM, {_HALVED}", _HOPPER,
-            bandwidth=3350, mib=81559, l2=50, sms=132, pcie=5, paper=_H100),
+            bandwidth=3350, mib=81559, l2=50, sms=132, pcie=5, nvlink=900, paper=_H100),
     _device("h100-pcie", "NVIDIA H100 (PCIe)", f"NVIDIA H100 data sheet, column PCIe, {_HALVED}", _HOPPER_PCIE,
             bandwidth=2000, mib=81559, l2=50, sms=114, pcie=5, paper=_H100),
     _device("h100-nvl", "NVIDIA H100 NVL (PCIe)", f"NVIDIA H100 data sheet, column NVL, {_HALVED}", _HOPPER_NVL,
-            bandwidth=3900, mib=95830, l2=50, sms=132, pcie=5, paper=_H100),
+            bandwidth=3900, mib=95830, l2=50, sms=132, pcie=5, nvlink=600, paper=_H100),
     _device("a100-80gb", "NVIDIA A100 80GB (SXM)", "NVIDIA A100 data sheet, column 80GB SXM", _AMPERE,
-            bandwidth=2039, mib=81920, l2=40, sms=108, pcie=4, paper=_A100),
+            bandwidth=2039, mib=81920, l2=40, sms=108, pcie=4, nvlink=600, paper=_A100),
     _device("a100-80gb-pcie", "NVIDIA A100 80GB (PCIe)", "NVIDIA A100 data sheet, column 80GB PCIe", _AMPERE,
             bandwidth=1935, mib=81920, l2=40, sms=108, pcie=4, paper=_A100),
     _device("a100-40gb", "NVIDIA A100 40GB", "NVIDIA A100 data sheet, columns 40GB (SXM and PCIe: the same figures)", _AMPERE,

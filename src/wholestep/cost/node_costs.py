@@ -16,7 +16,9 @@ from torch import fx
 from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of
 from wholestep.ops.amounts import Amount, evaluate
 from wholestep.ops.call import Call, read_call
+from wholestep.ops.collectives import ring_hops
 from wholestep.ops.flops import Found, Kind, flops
+from wholestep.ops.record import record_of
 from wholestep.ops.traffic import traffic
 
 _FORMATS = {
@@ -45,6 +47,11 @@ class NodeCost:
     found: Found
     """Which rule gave the FLOPs; `default` where none knows the operator."""
 
+    sent: Amount = 0
+    """Bytes that a rank sends to others, by the ring formulas of `ops/collectives.py`."""
+    hops: int = 0
+    """Messages that follow on each other."""
+
     @property
     def bytes(self) -> Amount:
         return self.read + self.written
@@ -59,10 +66,12 @@ def node_costs(graph: TrainingGraph | fx.Graph) -> tuple[NodeCost, ...]:
 def cost_of(node: fx.Node) -> NodeCost:
     call = read_call(node)
     found, moved = flops(call), traffic(call)
+    on_link = record_of(call).on_link
+    sent, hops = (0, 0) if on_link is None else (on_link(call), ring_hops(call))
     return NodeCost(
         node=node.name, operator=call.name, kind=found.kind, number_format=number_format(call), phase=phase_of(node),
         module=module_of(node), flops=found.count, model_flops=0 if is_recomputed(node) else found.model, read=moved.read,
-        written=moved.written, found=found.found,
+        written=moved.written, found=found.found, sent=sent, hops=hops,
     )  # fmt: skip
 
 
@@ -84,7 +93,7 @@ def number_format(call: Call) -> str:
 
 def at_sizes(costs: Sequence[NodeCost], sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
     """The same costs with numbers for the symbols."""
-    fields = ("flops", "model_flops", "read", "written")
+    fields = ("flops", "model_flops", "read", "written", "sent")
     changed: list[dict[str, Any]] = [{name: evaluate(getattr(cost, name), sizes) for name in fields} for cost in costs]
     return tuple(dataclasses.replace(cost, **values) for cost, values in zip(costs, changed, strict=True))
 

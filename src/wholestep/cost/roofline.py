@@ -1,6 +1,6 @@
 """The least time a graph can take on a device: per operator the longer of computing and moving, then sums.
 
-    seconds(node) = max(FLOPs / peak, bytes / bandwidth)
+    seconds(node) = max(FLOPs / peak, bytes / bandwidth, bytes sent / bandwidth between ranks + messages * HOP_SECONDS)
 
 In: NodeCosts and a Device. Out: seconds and which of the two binds, and sums by phase, kind and module. The peak is that of the
 number format for matrix products, attention and convolutions, and the vector peak for everything else. It is a floor, not a
@@ -23,7 +23,9 @@ from wholestep.cost.node_costs import NodeCost
 from wholestep.ops.amounts import Amount, is_known, largest
 from wholestep.ops.flops import TENSOR_KINDS
 
-Limit = Literal["compute", "memory", "nothing", "unknown"]
+Limit = Literal["compute", "memory", "link", "nothing", "unknown"]
+HOP_SECONDS = 3e-6
+"""Of one message between neighbours, however short: assumed, none was measured."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,14 +93,22 @@ def peak_of(cost: NodeCost, device: Device, fp32: Fp32Units | None = None) -> fl
 
 def bound(cost: NodeCost, device: Device, fp32: Fp32Units | None = None) -> Bound:
     """The least seconds of one operator, and what binds."""
-    if is_known(cost.flops) and is_known(cost.bytes):
+    if is_known(cost.flops) and is_known(cost.bytes) and is_known(cost.sent):
         computing = float(cost.flops) / peak_of(cost, device, fp32) if cost.flops else 0.0
         moving = float(cost.bytes) / device.bandwidth
         if not computing and not moving:
             return Bound(0.0, "nothing")
+        sending = float(sending_seconds(cost, device))
+        if sending > max(computing, moving):
+            return Bound(sending, "link")
         return Bound(max(computing, moving), "compute" if computing > moving else "memory")
     computing = cost.flops / peak_of(cost, device, fp32) if cost.flops != 0 else 0
-    return Bound(largest((computing, cost.bytes / device.bandwidth)), "unknown")
+    return Bound(largest((computing, cost.bytes / device.bandwidth, sending_seconds(cost, device))), "unknown")
+
+
+def sending_seconds(cost: NodeCost, device: Device) -> Amount:
+    """Of a collective on the links of a ring: what every rank sends, and its messages one after the other."""
+    return cost.sent / device.peer_bandwidth + cost.hops * HOP_SECONDS
 
 
 def roofline(

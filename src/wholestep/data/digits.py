@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -60,6 +61,12 @@ class DigitBatches:
         size = len(labels) // max(len(labels) // self.units, 1)
         parts = list(zip(images.split(size), labels.split(size)))
         return [self._formed(i, v, torch.zeros(size, 2)) for i, v in parts if len(v) == size]
+
+    def passages(self, whole: bool) -> Iterator[Batch]:
+        """Every held-out image once, or every image."""
+        chosen = torch.arange(0 if whole else self.count, len(self.labels))
+        for part in chosen.split(self.units):
+            yield self._formed(self.images[part], self.labels[part], torch.zeros(len(part), 2))
 
     def edges(self, fewest: int = 2) -> list[Batch]:
         """Awkward batches: black, white, and as few images as can be (BatchNorm needs two)."""

@@ -200,6 +200,10 @@ class PyGraphBatches:
         """The nodes that are asked about; none in a graph of a few nodes."""
         return [self._formed(self.graph, self.asked)] if len(self.asked) else []
 
+    def passages(self, whole: bool) -> list[Batch]:
+        """The nodes that are asked about, or all."""
+        return [self._formed(self.graph, torch.arange(len(self.read.names)))] if whole else self.held_out()
+
     def commonest(self) -> float:
         """The share of held-out nodes that are of the kind that is commonest among the others: what needs no learning."""
         kind = torch.bincount(self.read.kind[self.told]).argmax()

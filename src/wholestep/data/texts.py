@@ -1,6 +1,6 @@
-"""Texts to train on: nine plays that travel with the package, the reader's own Python library, or any text file.
+"""Texts with a name: nine plays that travel with the package, and the reader's own Python library.
 
-In: a name or a path. Out: the text, as bytes, with the digest that tells a resumed run whether it is still the same.
+In: a name. Out: the text, as bytes, with the digest that tells a resumed run whether it is still the same.
 """
 
 from __future__ import annotations
@@ -36,30 +36,20 @@ class Text:
 
 
 def read_text(name: str, *, others: tuple[str, ...] = ()) -> Text:
-    """The text called `name`, or the file at that path. `others`: names of data that is no text, for did-you-mean."""
+    """The text called `name`. `others`: names of data that is no text, for did-you-mean."""
     if name == "shakespeare":
         return Text(name, (FILES / "shakespeare.txt").read_bytes())
     if name == "stdlib":
         return Text(name, _standard_library())
-    path = Path(name).expanduser()
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise unknown_data(name, others) from None
-    except OSError as error:
-        hint = "give one text file" if path.is_dir() else None
-        raise BadOption(f"data {name!r} cannot be read: {error.strerror}", hint=hint) from None
-    if not content:
-        raise BadOption(f"data {name!r} is an empty file", hint="give a text of a few thousand characters or more")
-    return Text(str(path.resolve()), content)
+    raise unknown_data(name, others)
 
 
 def unknown_data(name: str, others: tuple[str, ...] = ()) -> BadOption:
     """The error for a name that is neither a data set nor a file."""
     known = (*TEXTS, *others)
     close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"use {', '.join(known)} or the path of a text file"
-    return BadOption(f"data {name!r} is neither a known data set nor a file", hint=hint)
+    hint = f"did you mean {close[0]}?" if close else f"use {', '.join(known)} or the path of a text file or folder"
+    return BadOption(f"data {name!r} is neither a known data set nor a file or folder", hint=hint)
 
 
 def _standard_library() -> bytes:

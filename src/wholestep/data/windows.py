@@ -7,15 +7,17 @@ function of (seed, number); held-out batches from the last part of the text, whi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from wholestep.data.draws import generator_for
+from wholestep.data.sources import HELD_OUT_PART
 from wholestep.errors import BadOption
 
-HELD_OUT_PART = 0.05
 HELD_OUT_BATCHES = 4
 """Enough for two digits of the loss, and a fraction of a second for a small model on a CPU."""
 
@@ -66,7 +68,7 @@ class Masked:
         return {"input_ids": read, "labels": torch.where(chosen, windows, -100)}
 
 
-def split(ids: Tensor, window: int) -> tuple[Tensor, Tensor]:
+def split(ids: Any, window: int) -> tuple[Any, Any]:
     """(to train on, held out: the last 5 %, or nothing when that is shorter than one window)."""
     count = int(len(ids) * HELD_OUT_PART)
     if count < window or len(ids) - count < window:
@@ -75,14 +77,16 @@ def split(ids: Tensor, window: int) -> tuple[Tensor, Tensor]:
 
 
 class TextBatches:
-    """Windows of a text, `batch` at a time."""
+    """Windows of a text, `batch` at a time. Ids are a tensor, or an array of any integers in a mapped file."""
 
     unit = "tokens"
 
     def __init__(
-        self, ids: Tensor, *, name: str, window: int, seq: int, batch: int, seed: int, form: Form, device: torch.device,
-        text_bytes: int,
+        self, ids: Any, *, name: str, window: int, seq: int, batch: int, seed: int, form: Form, device: torch.device,
+        text_bytes: int, held: Any = None, documents: int = 1,
     ) -> None:  # fmt: skip
+        """`held`: what is held out, where that is decided already; None, or nothing, holds out the end of `ids`."""
+        ids = np.asarray(ids)
         if len(ids) < window:
             raise BadOption(
                 f"data {name!r} has {len(ids):,} tokens, fewer than one window of {window:,} (--seq {seq})",
@@ -90,10 +94,12 @@ class TextBatches:
                 if len(ids) > 1 else "use a longer text",
             )  # fmt: skip
         self.name, self.window, self.seq, self.rows, self.seed, self.form = name, window, seq, batch, seed, form
-        self.train, self.held = split(ids, window)
-        self.device, self.text_bytes, self.units = device, text_bytes, batch * seq
+        self.train, self.held = split(ids, window) if held is None or not len(held) else (ids, held)
+        if len(self.held) < window:
+            self.held = self.held[:0]
+        self.device, self.text_bytes, self.units, self.documents = device, text_bytes, batch * seq, documents
         self.starts = len(self.train) - window + 1
-        self.bytes_per_token = text_bytes / len(ids)
+        self.bytes_per_token = text_bytes / (len(self.train) + len(self.held))
 
     def batch(self, number: int) -> Batch:
         """Batch `number`, on the device."""
@@ -121,25 +127,36 @@ class TextBatches:
         which eager PyTorch's order of adding rounds better than Inductor's (by 1.5 times what the rule allows on a CPU).
         """
         starts = torch.arange(self.rows).mul(7).remainder(len(self.train) - self.window + 1)
-        same = self.train[starts[:, None] + torch.arange(self.window)]
+        same = self._windows(self.train, starts)
         ends = same.clone()
         same[0] = min(size - 1, int(self.train[0]))
         ends[0] = torch.arange(self.window).remainder(2).mul(size - 1)
-        few = self.train[: self.window].expand(fewest, -1).contiguous()
+        few = self._windows(self.train, torch.zeros(fewest, dtype=torch.int64))
         return [
             self._on_device(self.form(w, generator_for(self.seed, i, "edges"))) for i, w in enumerate((same, ends, few))
         ]
 
+    def passages(self, whole: bool) -> Iterator[Batch]:
+        """What is held out, or the whole text, once from its start to its end; the last row of fewer tokens is left out."""
+        for part in (self.train, self.held) if whole else (self.held,):
+            starts = torch.arange(0, max(len(part) - self.window + 1, 0), self.seq * (self.window // self.seq))
+            for i, rows in enumerate(starts.split(self.rows) if len(starts) else ()):
+                yield self._formed(part, rows, generator_for(self.seed, i, "passages"))
+
     def describe(self) -> str:
+        texts = f"{self.documents:,} texts, " if self.documents > 1 else ""
         held = f"{len(self.held):,} held out" if len(self.held) else "too short to hold anything out"
         return (
-            f"{self.name}: {self.text_bytes:,} bytes, {len(self.train) + len(self.held):,} tokens "
+            f"{self.name}: {texts}{self.text_bytes:,} bytes, {len(self.train) + len(self.held):,} tokens "
             f"({self.bytes_per_token:.2f} bytes each), {held}; random windows of {self.seq}, {self.rows} per batch"
         )
 
     def _formed(self, ids: Tensor, starts: Tensor, generator: torch.Generator) -> Batch:
-        windows = ids[starts[:, None] + torch.arange(self.window)]
-        return self._on_device(self.form(windows, generator))
+        return self._on_device(self.form(self._windows(ids, starts), generator))
+
+    def _windows(self, ids: Any, starts: Tensor) -> Tensor:
+        places = starts[:, None] + torch.arange(self.window)
+        return torch.from_numpy(ids[places.numpy()].astype(np.int64))
 
     def _on_device(self, made: Batch) -> Batch:
         if self.device.type == "cuda":  # from pinned memory, so that the copy does not hold up the host

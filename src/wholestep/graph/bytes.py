@@ -11,6 +11,7 @@ _UNITS = {"b": 1} | {
     for power, letter in enumerate("kmgt", start=1)
     for kind, base in (("ib", 1024), ("b", 1000))
 }
+LEAST_BUDGET = 1 << 16
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
 
 
@@ -25,6 +26,15 @@ def parse_bytes(amount: str | int) -> int:
     count = int(float(found[1]) * _UNITS.get(unit, 1)) if unit else int(found[1])
     if count < 1:
         raise BadOption(f"{amount!r} is less than one byte", hint="write it as 12GiB, 800MiB, 12GB or in bytes")
+    return count
+
+
+def parse_budget(amount: str) -> int:
+    """The same for a memory budget as it is typed: one of a few bytes is a unit that was forgotten."""
+    count = parse_bytes(amount)
+    if count < LEAST_BUDGET:
+        meant = f"did you mean {amount.strip()}GiB?" if amount.strip().isdigit() else "write it as 12GiB or 800MiB"
+        raise BadOption(f"--memory {amount}: no step fits into {show_bytes(count)}", hint=meant)
     return count
 
 

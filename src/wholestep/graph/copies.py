@@ -75,4 +75,5 @@ def _assembled(
         graph.made_by,
         graph.seconds,
         graph.target,
+        graph.ranks,
     )

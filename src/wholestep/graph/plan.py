@@ -61,6 +61,13 @@ class Plan:
     replace: Mapping[str, str] = _field({})
     """What a recipe put in the place of modules or operators: place -> what computes there. A plan with such entries is used
     together with the recipe, which carries them out."""
+    mesh: Mapping[str, int] = _field({})
+    """Axis -> how many ranks, where several run the step."""
+    shard: Mapping[str, str] = _field({})
+    """Parameter, or pattern of equal layers -> how it is cut among ranks: `0 tp` is its first dimension over the axis tp. As for
+    `replace`, the recipe carries it out."""
+    stages: Mapping[str, str] = _field({})
+    """Module path -> the stage of a pipeline that it is in. Not carried out yet."""
     reasons: Mapping[str, str] = _field({})
     """Value -> why: bytes freed, what it is made from, what that costs."""
     made_for: Mapping[str, Any] = _field({})

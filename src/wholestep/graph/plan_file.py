@@ -18,6 +18,7 @@ from typing import Any, get_args, get_type_hints
 
 from wholestep.errors import BadOption, WholestepError
 from wholestep.graph.bytes import show_bytes
+from wholestep.graph.mesh import AXES
 from wholestep.graph.plan import FORMAT, Plan
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -97,7 +98,10 @@ def _checked(plan: Plan) -> Plan:
             raise BadOption(f"{field.name} = {value!r}", hint=f"it must be {kinds[0].__name__}")
     if isinstance(plan.budget_bytes, int) and plan.budget_bytes <= 0:
         raise BadOption(f"budget_bytes = {plan.budget_bytes}", hint="it must be positive")
-    for table in ("state", "precision", "layout", "kernel", "replace", "reasons"):
+    for axis, size in plan.mesh.items():
+        if axis not in AXES or not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise BadOption(f"mesh.{axis} = {size!r}", hint=f"axes are {', '.join(AXES)}, each a whole number of ranks")
+    for table in ("state", "precision", "layout", "kernel", "replace", "shard", "stages", "reasons"):
         odd = next((key for key, value in getattr(plan, table).items() if not isinstance(value, str)), None)
         if odd is not None:
             raise BadOption(f"{table}.{odd} = {getattr(plan, table)[odd]!r}", hint="write it in quotes")

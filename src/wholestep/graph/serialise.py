@@ -31,10 +31,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from wholestep import compat
+from wholestep.graph.mesh import Ranks
 from wholestep.graph.training_graph import Input, Output, OutputKind, Role, Target, TrainingGraph
 
 FORMAT = "wholestep.graph"
-VERSION = 3
+VERSION = 4
 MAX_CONSTANT_BYTES = 1 << 20
 """Constants burned into a graph are scalars and small tables; a larger one means that a weight slipped in."""
 
@@ -58,6 +59,7 @@ def dumps(graph: TrainingGraph) -> bytes:
     body["made_by"] = graph.made_by
     body["seconds"] = graph.seconds
     body["target"] = graph.target.device
+    body["ranks"] = graph.ranks.to_json()
     return _pack("training_graph", body)
 
 
@@ -73,6 +75,7 @@ def loads(data: bytes, fake_mode: FakeTensorMode | None = None) -> TrainingGraph
         made_by=body["made_by"],
         seconds=body["seconds"],
         target=Target(body["target"]),
+        ranks=Ranks.from_json(body["ranks"]),
     )
 
 

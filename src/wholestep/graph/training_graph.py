@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep.graph.mesh import ALONE, Ranks
+
 
 class Role(enum.Enum):
     """Who owns an input, hence where the runtime finds its value before each step."""
@@ -98,6 +100,8 @@ class TrainingGraph:
     made_by: str = "capture"
     seconds: float = 0.0
     target: Target = Target()
+    ranks: Ranks = ALONE
+    """The graph is the program of each of them; inputs that are cut have the shape of one part."""
     notes: list[str] = dataclasses.field(default_factory=list)
     """What the pass at work wants the user to know; the pipeline takes them."""
 

@@ -25,7 +25,12 @@ from wholestep.tiers.files import FileStore
 
 def lower_interpret(graph: TrainingGraph, *, watch: Sequence[str] = (), store: FileStore | None = None) -> Runner:
     """A Runner that calls one operator per node; `watch` names nodes whose values are returned after the outputs; `store` has what
-    the plan moves to files, and without one that lies in the host's memory."""
+    the plan moves to files, and without one that lies in the host's memory. The graph of several ranks runs on all of them, side by
+    side."""
+    if graph.ranks.several:
+        from wholestep.lower.lockstep import lower_lockstep  # which calls what is defined here
+
+        return lower_lockstep(graph, watch=watch)
     started = time.perf_counter()
     imperative = write_state_in_place(graph, watch)
     device = device_of(imperative.graph)

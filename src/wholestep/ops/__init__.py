@@ -11,6 +11,7 @@ from wholestep.ops import (
     aten,
     attention,
     clip,
+    collectives,
     ctc,
     draw,
     dropout,
@@ -35,7 +36,8 @@ DECOMPOSITIONS = overloads("decomposition")
 IN_ORDER = overloads("in_order")
 
 __all__ = [
-    "DECOMPOSITIONS", "IN_ORDER", "IN_PLACE", "adamw", "add_rows", "aten", "attention", "clip", "ctc", "draw", "dropout",
-    "grouped_mm", "linear_cross_entropy", "linear_cross_entropy_record", "offload", "packed_recurrent", "random_bits", "record_of",
+    "DECOMPOSITIONS", "IN_ORDER", "IN_PLACE", "adamw", "add_rows", "aten", "attention", "clip", "collectives", "ctc", "draw",
+    "dropout", "grouped_mm", "linear_cross_entropy", "linear_cross_entropy_record", "offload", "packed_recurrent", "random_bits",
+    "record_of",
     "recurrent", "relational", "require", "scatter_shared", "sgd", "sparse_mm", "traffic",
 ]  # fmt: skip

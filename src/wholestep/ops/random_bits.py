@@ -9,6 +9,7 @@ Legend: `lo`, `hi` are the two int32 halves of the key; `>>>` is the logical shi
 mask because int32 shifts keep the sign. All multiplications wrap modulo 2**32.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -23,6 +24,8 @@ from wholestep.ops.record import record
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B1 - 2**32)
 # The second stream of `normal` uses another key: key ^ NORMAL_STREAM.
 NORMAL_STREAM = 0x5851F42D4C957F2D
+# Of the numbers of a rank that draws by itself.
+RANK_STREAM = 0x2545F4914F6CDD1D
 # Mantissa bits kept so that a uniform rounded to the dtype stays below 1.
 UNIFORM_BITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 24}
 
@@ -47,9 +50,34 @@ def split_key(key: Tensor) -> tuple[Tensor, Tensor]:
     return key.to(torch.int32), (key >> 32).to(torch.int32)
 
 
+def part_key(key: Tensor, shape: Sequence[int], dim: int, parts: int, rank: Tensor) -> Tensor:
+    """The key by which one of equal parts of a tensor gets the very bits that it has in the whole: int64 [4].
+
+    shape: of the part. An index i of the part is i + i // period * jump + start in the whole.
+    """
+    period = max(1, math.prod(shape[dim:]))
+    return torch.stack([key, torch.full_like(key, period), torch.full_like(key, (parts - 1) * period), rank * period])
+
+
+def forked_key(key: Tensor, rank: Tensor) -> Tensor:
+    """A key that has nothing to do with that of another rank."""
+    return key ^ ((rank + 1) * RANK_STREAM)
+
+
+def _part_bits(shape: Sequence[int], key: Tensor, device: torch.device) -> Tensor:
+    """`bits` of a part of a larger tensor, by a `part_key`. Indices below 2**31 give the same bits as int32 ones."""
+    whole, period, jump, start = key.unbind()
+    lo, hi = split_key(whole)
+    index = torch.arange(math.prod(shape), dtype=torch.int64, device=device).reshape(tuple(shape))
+    index = index + torch.div(index, period, rounding_mode="floor") * jump + start
+    return mix(index.to(torch.int32), lo, hi + (index >> 32).to(torch.int32) * MULTIPLIERS[0])
+
+
 def bits(shape: Sequence[int], key: Tensor, device: torch.device | None = None) -> Tensor:
     """32 random bits per element, in logical (contiguous) index order."""
     device = key.device if device is None else device
+    if key.dim() == 1:
+        return _part_bits(shape, key, device)
     lo, hi = split_key(key)
     numel = 1
     for size in shape:

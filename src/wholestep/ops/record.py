@@ -21,7 +21,9 @@ from torch._ops import OpOverload
 from wholestep.graph.training_graph import tensors_in
 from wholestep.ops.call import Call
 
-Kind = Literal["matmul", "attention", "convolution", "elementwise", "reduction", "movement", "optimizer", "other"]
+Kind = Literal[
+    "matmul", "attention", "convolution", "elementwise", "reduction", "movement", "optimizer", "collective", "other"
+]
 KINDS: tuple[str, ...] = get_args(Kind)
 TENSOR_KINDS: tuple[Kind, ...] = ("matmul", "attention", "convolution")
 """What runs on matrix units; MFU and HFU count these."""
@@ -102,6 +104,12 @@ class Operator:
     unordered_compiled: frozenset[str] = frozenset()
     """The same for what a compiler makes of it."""
 
+    # ---- across the ranks of a mesh
+    across: Callable[..., list[Any]] | None = None
+    """A collective as a function over the values of all ranks of its axis, in their order: its specification."""
+    on_link: Formula | None = None
+    """Bytes that every rank sends to another one; None where nothing is sent, so that a second call costs no link."""
+
 
 _NOTHING = Operator(name="")
 FACTS: dict[str, dict[str, Any]] = {}
@@ -170,7 +178,7 @@ def may_recompute(node: fx.Node) -> bool:
         return target is operator.getitem
     if target.namespace.startswith("_c10d") or node.is_impure() or target._schema.is_mutable:
         return False
-    if torch.Tag.nondeterministic_seeded in target.tags:
+    if torch.Tag.nondeterministic_seeded in target.tags or record_of(target).on_link is not None:
         return False
     draws = record_of(target).draws
     return draws is None or not draws(arguments_of(target, node.args, node.kwargs))

@@ -11,6 +11,7 @@ one file, one row, one test; file, function and row have the same name.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import importlib
 import time
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any, Literal
 
+from wholestep.errors import BadOption
 from wholestep.graph.check import check, looked_at
 from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
@@ -216,7 +218,9 @@ class Pipeline:
         """Where a pass stands, and whether in the apply part."""
         known = [*map(name_of, self.passes), *map(name_of, self.apply)]
         if name not in known:
-            raise ValueError(f"no pass named {name!r}; there are {', '.join(known)}")
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+            raise BadOption(f"there is no pass {name!r}", hint=hint)
         at = known.index(name)
         return (at, False) if at < len(self.passes) else (at - len(self.passes), True)
 

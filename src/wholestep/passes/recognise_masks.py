@@ -15,6 +15,7 @@ from torch import fx
 
 from wholestep import compat
 from wholestep.graph.training_graph import TrainingGraph
+from wholestep.ops.record import record_of
 from wholestep.passes.fx_edit import sweep
 from wholestep.passes.pipeline import compiler_pass
 
@@ -84,6 +85,7 @@ def _compute(node: fx.Node, extra: int, known: dict[fx.Node, Any]) -> Any:
         node.op != "call_function"
         or not _small(value)
         or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        or record_of(node).kind == "collective"  # of its part a rank knows by the others
     ):
         raise _DependsOnInput
     args = fx.node.map_aggregate(

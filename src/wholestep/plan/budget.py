@@ -19,7 +19,7 @@ import torch
 from wholestep import compat
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
-from wholestep.cost import this_device
+from wholestep.cost.measure import this_device
 from wholestep.errors import BadOption, BudgetTooSmall, CompilerMissing
 from wholestep.graph.bytes import parse_bytes, show_bytes
 from wholestep.graph.copies import copy_graph

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from wholestep.cost import Device
+from wholestep.cost.devices import Device
 from wholestep.errors import BudgetTooSmall
 from wholestep.graph.bytes import show_bytes
 from wholestep.graph.copies import copy_graph
@@ -81,6 +81,7 @@ def frontier(
     near: int | None = None,
     exact: bool = True,
     room: Room | None = None,
+    timed: bool = True,
 ) -> list[Point]:
     """The plans worth having, from the fastest to the leanest. The graph is left as it is.
 
@@ -89,8 +90,9 @@ def frontier(
         near: a peak that somebody asked for: plans about it are looked at more finely.
         exact: carry every plan out and look at it event by event; else the planner's own sums have to do.
         room: where values and state may wait outside of the card; None: nowhere.
+        timed: whether the device's speed is known, so that reasons may name milliseconds.
     """
-    study = Study(graph, device, apply, room)
+    study = Study(graph, device, apply, room, timed=timed)
     points = [study.kept]
     points += [
         study.carried_out(one) if exact else study.summed_up(one) for one in _decisions(study, targets, near, few=exact)
@@ -112,8 +114,10 @@ def leanest(graph: TrainingGraph, device: Device, apply: Apply, room: Room | Non
 class Study:
     """One step on one device: the memory and the time of its plans."""
 
-    def __init__(self, graph: TrainingGraph, device: Device, apply: Apply, room: Room | None = None) -> None:
-        self.graph, self.apply, self.clock = graph, apply, Clock(device)
+    def __init__(
+        self, graph: TrainingGraph, device: Device, apply: Apply, room: Room | None = None, *, timed: bool = True
+    ) -> None:
+        self.graph, self.apply, self.clock, self.timed = graph, apply, Clock(device), timed
         self.workspace = WORKSPACE if device.link_bandwidth else 0  # a CPU's libraries hold none
         planned = apply(copy_graph(graph), Plan())
         whole = timeline(planned, workspace=self.workspace)
@@ -157,7 +161,7 @@ class Study:
 
     def _plan(self, decision: Decision) -> Plan:
         places = placed(self.problem.moves, decision.away)
-        return Plan(recompute=decision.again, reasons=_reasons(decision, self.problem), **places)
+        return Plan(recompute=decision.again, reasons=_reasons(decision, self.problem, self.timed), **places)
 
     def _point(self, line: Timeline, plan: Plan, decision: Decision | None = None) -> Point:
         timing = self.clock.step(line.works, line.sizes)
@@ -214,8 +218,7 @@ def _told(point: Point, before: Point | None, problem: Problem) -> Point:
             point, change="everything kept" if not point.plan.recompute else _names(point, problem, Plan())
         )
     more = _names(point, problem, before.plan)
-    saved, slower = before.peak_bytes - point.peak_bytes, 1e3 * (point.seconds - before.seconds)
-    return dataclasses.replace(point, change=f"{more}: -{show_bytes(saved)}, +{slower:.1f} ms")
+    return dataclasses.replace(point, change=f"{more}: -{show_bytes(before.peak_bytes - point.peak_bytes)}")
 
 
 def _names(point: Point, problem: Problem, before: Plan) -> str:
@@ -243,7 +246,7 @@ def short(key: str) -> str:
     return f"{path.rpartition('*.')[2] or path} {name}".strip()
 
 
-def _reasons(decision: Decision, problem: Problem) -> dict[str, str]:
+def _reasons(decision: Decision, problem: Problem, timed: bool) -> dict[str, str]:
     """Why each value is made again, for those that the backward pass reads."""
     found: dict[str, str] = {}
     for key in decision.again:
@@ -252,7 +255,8 @@ def _reasons(decision: Decision, problem: Problem) -> dict[str, str]:
             continue
         unit = problem.units[value.unit]
         sources = ", ".join(sorted(short(s) for s in value.made_from)[:3]) or "parameters and the batch"
-        found[key] = f"frees {show_bytes(value.bytes)}; made again from {sources} in {1e3 * unit.seconds:.2f} ms"
+        cost = f" in {1e3 * unit.seconds:.2f} ms" if timed else ""
+        found[key] = f"frees {show_bytes(value.bytes)}; made again from {sources}{cost}"
     return found | reasons_to_move(problem.moves, decision.away)
 
 

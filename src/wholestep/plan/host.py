@@ -41,7 +41,7 @@ def refuse_what_cannot_fit(graph: TrainingGraph, optimizer: Optimizer | None, ba
         raise NotEnoughMemory(
             f"the step needs about {show_bytes(needed)} ({needed:,} bytes) beside its weights and batch, and this machine has "
             f"{show_bytes(available)} ({available:,} bytes) left",
-            hint="use a smaller batch, or memory= with less than that, which makes values again in the backward pass",
+            hint="use a smaller batch, or a budget below that (memory=, --memory), which recomputes values in the backward pass",
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
+from typing import Any
 
 import psutil
 import torch
@@ -20,9 +22,14 @@ MOST_PINNED = 0.9
 
 def room_of(options: Options) -> Room | None:
     """Where values and state may wait, as asked; a plan of one's own says so itself."""
-    if options.plan is not None or (options.host_memory is None and not options.folders):
+    return None if options.plan is not None else room_for(options.host_memory, options.folders)
+
+
+def room_for(host_memory: str | int | None, folders: Sequence[Any] | None) -> Room | None:
+    """The same from the two amounts; a plan may be for a machine with more memory than this one."""
+    if host_memory is None and not folders:
         return None
-    return Room(0 if options.host_memory is None else parse_bytes(options.host_memory), files=bool(options.folders))
+    return Room(0 if host_memory is None else parse_bytes(host_memory), files=bool(folders))
 
 
 def refuse_room(options: Options, device: torch.device) -> None:

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.cost import Device, bound, cost_of
+from wholestep.cost.devices import Device
+from wholestep.cost.node_costs import cost_of
+from wholestep.cost.roofline import bound
 from wholestep.ops.record import record_of
 from wholestep.plan.fusion import Work
 

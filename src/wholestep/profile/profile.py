@@ -13,7 +13,8 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,21 +22,28 @@ import torch
 from wholestep import api
 from wholestep.capture.batch import split_batch
 from wholestep.capture.subject import Subject, make_subject
-from wholestep.cost import Device, Fp32Units, NodeCost, fp32_units_here, node_costs, roofline, this_device, utilisation
+from wholestep.cost.devices import Device
+from wholestep.cost.measure import measure_device, this_device
+from wholestep.cost.node_costs import NodeCost, node_costs
+from wholestep.cost.roofline import Fp32Units, fp32_units_here, roofline
+from wholestep.cost.utilisation import utilisation
 from wholestep.errors import BadOption, WholestepError
+from wholestep.graph.bytes import show_bytes
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.lower.footprint.blocks import MemoryProfile
 from wholestep.lower.footprint.predict import predict_profile
 from wholestep.lower.footprint.regions import predict_compiled
 from wholestep.lower.footprint.scratch import measure_scratch
-from wholestep.profile import actions
+from wholestep.profile import actions, text
 from wholestep.profile.measure import calls as watching
 from wholestep.profile.measure import kernels, rows
 from wholestep.profile.measure.calls import TimedCall
 from wholestep.profile.measure.eager_calls import watch_eager
-from wholestep.profile.measure.timing import Timing, time_steps, wait
+from wholestep.profile.measure.timing import BUSY, Timing, time_steps, wait
 from wholestep.profile.measure.work import sum_of
+from wholestep.profile.memory.budget_fix import Fix, budget_fix
 from wholestep.profile.memory.profile import memory_profile
+from wholestep.report.page import write_report
 from wholestep.runtime.eager import eager_step
 from wholestep.runtime.step import Step
 from wholestep.runtime.variant import Variant
@@ -46,15 +54,19 @@ FORMAT = "wholestep profile 1"
 SYSTEMS = ("wholestep", "eager", "compile")
 WATCHED_STEPS = 3
 SCALED_SILENTLY = 0.1
+SLOWER = 0.1
+"""Of the step: what a memory budget that is suggested may cost."""
 VERIFY_UP_TO = 2.0
 """Seconds of a step beyond which it is not verified unasked: the float64 reference takes many times as long."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Profile:
-    """One training step, measured. Milliseconds and bytes are per step."""
+    """One training step, measured. Milliseconds and bytes are per step. Printed it reads as `wholestep profile` does."""
 
     name: str
+    command: tuple[str, ...]
+    """The words that made it on the command line; empty when it was made from Python."""
     system: str
     backend: str
     device: dict[str, Any]
@@ -63,7 +75,7 @@ class Profile:
     units: int
     """Tokens or samples of one step."""
     step_ms: dict[str, Any]
-    """median, lowest, highest, all; how warm-up went; what the batch cost."""
+    """median, lowest, highest, all; compiling and the first step; how warm-up went; what the batch cost."""
     rows: tuple[rows.EqualCalls, ...]
     phases: dict[str, float]
     modules: dict[str, dict[str, float]]
@@ -74,6 +86,8 @@ class Profile:
     shares: dict[str, float | None]
     """gpu_busy, data_wait, between_calls."""
     utilisation: dict[str, Any] | None
+    busy: str | None
+    """Why times are less certain than usual: other programs ran beside the step."""
     memory: MemoryProfile | None
     eager_memory: MemoryProfile | None
     predicted_memory: MemoryProfile | None
@@ -84,6 +98,19 @@ class Profile:
     actions: tuple[dict[str, Any], ...]
     environment: dict[str, Any]
     notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(text.summary_lines(self))
+
+    def __repr__(self) -> str:
+        return f"<{text.summary_lines(self)[0]}>"
+
+    def _repr_html_(self) -> str:
+        return text.framed_page(self)
+
+    def write(self, path: str | Path) -> Path:
+        """Write the page, and beside it the numbers as JSON, whose path is returned."""
+        return write_report(self.to_json(), Path(path))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; NaN and infinity become None."""
@@ -114,18 +141,19 @@ def profile_job(
     budget: str | int | None = None,
     verified: bool = True,
     passes: Any = None,
+    command: Sequence[str] = (),
     tell: Callable[[str], None] = lambda text: None,
 ) -> Profile:
     """Measure a step of `job`; it trains while it is measured.
 
     `memory`: whether the memory of a step is followed; `budget`: what it may take, as `wholestep.compile(memory=...)`;
-    `tell` hears what is being done.
+    `command`: the words on the command line, for advice to be copied from; `tell` hears what is being done.
     """
     if system not in SYSTEMS:
         raise BadOption(f"system={system!r}", hint=f"use {', '.join(SYSTEMS)}")
     if budget is not None and system != "wholestep":
         raise BadOption(f"a memory budget for system={system!r}", hint="only Wholestep's own step is planned for one")
-    return _Session(job, system, backend, steps, passes, budget, tell).measure(memory, verified)
+    return _Session(job, system, backend, steps, passes, budget, tuple(command), tell).measure(memory, verified)
 
 
 class _Session:
@@ -133,8 +161,9 @@ class _Session:
 
     def __init__(
         self, job: Job, system: str, backend: str, steps: int, passes: Any,
-        budget: str | int | None, tell: Callable[[str], None],
+        budget: str | int | None, command: tuple[str, ...], tell: Callable[[str], None],
     ) -> None:  # fmt: skip
+        self.command, self.compile_seconds, self.busy = command, 0.0, ""
         self.job, self.system, self.wanted, self.samples = job, system, backend, steps
         self.passes, self.budget, self.tell, self.notes = passes, budget, tell, list[str]()
         options = job.compile_options
@@ -151,29 +180,27 @@ class _Session:
         step, call = self._step()
         self.tell("looking up the device")
         device = this_device(self.place.type)
-        self.tell("timing steps")
-        timing = time_steps(call, self.job.batches.batch, self.place, samples=self.samples)
+        timing = self._timing(call)
         variant = step.variant_for(self.batch) if step is not None and self.system == "wholestep" else None
-        self.tell("timing every call of a step")
-        watched = self._watched(step, call, variant, device)
+        calls, device = self._calls(step, call, variant, device, timing)
         busy = self._busy(call)
-        calls = self._fitted(watched, timing, eager=variant is None and self.system != "compile")
         graph = step.graph if step is not None else None
         used = None if graph is None else node_costs(graph)
         remembered = self._memory(call, variant, graph) if memory else (None, None, None)
         checked = self._verify(variant, timing) if verified and self.system == "wholestep" else None
         found = self._profile(timing, calls, device, used, busy, variant, remembered, checked)
-        return dataclasses.replace(found, actions=tuple(actions.actions_of(found)))
+        return dataclasses.replace(found, actions=tuple(actions.actions_of(found, self._budget_fix(found, variant))))
 
     # ---- the step ----
 
     def _step(self) -> tuple[Step | None, Callable[[Any], Any]]:
         """(the captured step, which also says what the step computes; what is called and timed)."""
-        job, ours = self.job, self.system == "wholestep"
+        job, ours, began = self.job, self.system == "wholestep", time.perf_counter()
         step = api.compile(
             job.model, job.loss_fn, job.optimizer, self.batch, backend=self.wanted if ours else "interpret", check="off",
             passes=self.passes, memory=self.budget, seed=job.settings.get("seed", 0), verbose=False, **job.compile_options,
         )  # fmt: skip
+        self.compile_seconds = time.perf_counter() - began if ours else 0.0
         if step.graph is None:
             reasons = "; ".join(str(fall) for fall in step.falls)
             self.notes.append(f"nothing was captured, so what the step computes is counted while it runs: {reasons}")
@@ -185,6 +212,42 @@ class _Session:
             loss_fn = subject.loss_fn
             subject = dataclasses.replace(subject, loss_fn=torch.compile(lambda model, batch: loss_fn(model, batch)))
         return step, lambda batch: _plain_step(subject, batch)
+
+    def _timing(self, call: Callable[[Any], Any]) -> Timing:
+        """Sampled steps; sampled again where other programs seem to have run beside them."""
+        self.tell("timing steps")
+        timing = time_steps(call, self.job.batches.batch, self.place, samples=self.samples)
+        if timing.spread > BUSY:
+            self.tell("timing steps again: the machine is busy")
+            again = time_steps(call, self.job.batches.batch, self.place, samples=self.samples)
+            again = dataclasses.replace(again, first_step=timing.first_step)
+            timing = min(timing, again, key=lambda found: found.spread)
+        if timing.spread > BUSY:
+            middle = f"the middle half of the steps lies {timing.spread:.0%} of their median apart"
+            self.busy = f"the machine was busy: {middle}, twice; times are less certain than usual"
+        return timing
+
+    def _calls(
+        self, step: Step | None, call: Any, variant: Variant | None, device: Device, timing: Timing
+    ) -> tuple[list[TimedCall], Device]:
+        """The calls of a step below the roof; what looks disturbed is measured again first."""
+        self.tell("timing every call of a step")
+        watched = self._watched(step, call, variant, device)
+        if statistics.median(seconds for seconds, _ in watched) > (1 + BUSY) * timing.median:
+            watched += self._watched(step, call, variant, device)
+            watched = sorted(watched, key=lambda entry: entry[0])[:WATCHED_STEPS]
+        calls, factor = self._fitted(watched, timing, variant)
+        if device.measured and rows.beats_the_peak(calls):
+            self.tell("measuring the device again: calls were faster than its peak")
+            device = measure_device(self.place.type, fresh=True)
+            calls, factor = self._fitted(self._watched(step, call, variant, device), timing, variant)
+        if rows.beats_the_peak(calls):
+            faster = "calls were faster than the peak that was measured, twice"
+            self.busy = self.busy or f"the machine was busy: {faster}; such calls count as losing nothing"
+        if abs(factor - 1) > SCALED_SILENTLY:
+            longer = f"the steps whose calls were timed took {1 / factor:.2f} times as long as the sampled ones"
+            self.notes.append(f"{longer}; the times of calls are scaled to the latter")
+        return rows.below_the_roof(calls), device
 
     def _watched(
         self, step: Step | None, call: Any, variant: Variant | None, device: Device
@@ -200,17 +263,15 @@ class _Session:
         root, optimizer = self.subject.root, self.subject.optimizer
         return watch_eager(call, root, optimizer, batches, self.place, device, self.fp32)
 
-    def _fitted(self, watched: list[tuple[float, list[TimedCall]]], timing: Timing, *, eager: bool) -> list[TimedCall]:
+    def _fitted(
+        self, watched: list[tuple[float, list[TimedCall]]], timing: Timing, variant: Variant | None
+    ) -> tuple[list[TimedCall], float]:
+        """The calls as part of the sampled step, and the factor that made them so."""
+        eager = variant is None and self.system != "compile"
         # kernels have times of their own; a dispatch mode around eager operators costs time between them, none inside
         by_share = self.place.type != "cuda" and not eager
         whole = None if not by_share else statistics.median(seconds for seconds, _ in watched)
-        calls, factor = rows.fitted(rows.median_calls([calls for _, calls in watched]), whole, timing.median)
-        if abs(factor - 1) > SCALED_SILENTLY:
-            said = f"{1 / factor:.2f} times as long as the sampled ones"
-            self.notes.append(
-                f"the steps whose calls were timed took {said}; the times of calls are scaled to the latter"
-            )
-        return calls
+        return rows.fitted(rows.median_calls([calls for _, calls in watched]), whole, timing.median)
 
     def _busy(self, call: Callable[[Any], Any]) -> float | None:
         """The share of a step, as it really runs, during which the GPU has work."""
@@ -239,6 +300,9 @@ class _Session:
         }
         self.tell("following the memory of a step")
         mine = memory_profile(call, system=self.system, settle=1, **about)
+        if mine.elsewhere_bytes:
+            text = f"beside the step the process holds {show_bytes(mine.elsewhere_bytes)}: data, caches, other models"
+            self.notes.append(f"{text}; the figures are the step's own")
         eager = None
         if self.system != "eager":
             self.tell("following the memory of a step in eager PyTorch")
@@ -247,7 +311,14 @@ class _Session:
         if variant is not None and graph is not None and self.subject.accumulate == 1:
             self.tell("predicting the memory of a step")
             predicted = self._predicted(graph, watching.backend_of(variant))
-        return mine, eager, predicted
+        return mine.of_step(), None if eager is None else eager.of_step(), predicted
+
+    def _budget_fix(self, found: Profile, variant: Variant | None) -> Fix | None:
+        """What a memory budget would give this step, by the planner itself."""
+        if variant is None or found.memory is None or self.subject.accumulate > 1:
+            return None
+        self.tell("asking the planner for a leaner step")
+        return budget_fix(variant.capture.graph, found.memory.peak_bytes, slower=SLOWER)
 
     def _predicted(self, graph: TrainingGraph, backend: str) -> MemoryProfile | None:
         try:
@@ -301,12 +372,14 @@ class _Session:
         if memory is not None:
             self.notes += [f"memory: {note}" for note in memory.notes]
         return Profile(
-            name=self.job.name, system=self.system, backend=backend, device=_device_facts(device), settings=self.job.settings,
-            unit=self.job.batches.unit, units=self.job.batches.units, step_ms=_times(timing, self.job.batches.units),
+            name=self.job.name, command=self.command, system=self.system, backend=backend, device=_device_facts(device),
+            settings=self.job.settings, unit=self.job.batches.unit, units=self.job.batches.units,
+            step_ms=_times(timing, self.job.batches.units) | {"compile": 1e3 * self.compile_seconds},
             rows=tuple(rows.rows_of(calls, step)), phases=rows.by_phase(calls, step), modules=rows.by_module(calls),
             waterfall=tuple(falls), floor_ms=floor, unattributed=foreign / step,
             shares={"gpu_busy": busy, "data_wait": wait_share, "between_calls": max(step - spent, 0.0) / step},
-            utilisation=self._utilisation(costs, step, device), memory=memory, eager_memory=eager, predicted_memory=predicted,
+            utilisation=self._utilisation(costs, step, device), busy=self.busy or None, memory=memory,
+            eager_memory=eager, predicted_memory=predicted,
             budget_bytes=_budget_of(variant), predictions=tuple(_predictions(memory, predicted, floor, 1e3 * step)),
             verified=checked, actions=(), environment=_environment(self.place), notes=tuple(dict.fromkeys(self.notes)),
         )  # fmt: skip
@@ -356,7 +429,7 @@ def _predictions(
     found: list[dict[str, Any]] = []
     if memory is not None and predicted is not None:
         found.append({
-            "name": "memory peak", "predicted": predicted.step_peak_bytes, "measured": memory.step_peak_bytes, "unit": "bytes",
+            "name": "memory peak", "predicted": predicted.step_peak_bytes, "measured": memory.peak_bytes, "unit": "bytes",
         })  # fmt: skip
     if floor is not None:
         found.append(

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
-from wholestep.report.smooth import Point, smoothed, thinned
-from wholestep.train.metrics import losses_of
+from wholestep.report.smooth import Point, losses_of, smoothed, thinned
 
 WIDTH, HEIGHT = 960, 500
 LEFT, RIGHT, TOP, BOTTOM = 78, 24, 74, 58

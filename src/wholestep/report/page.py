@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from wholestep.graph.bytes import show_bytes
+from wholestep.graph.counted import digits
 from wholestep.report.module_tree import module_rows
-from wholestep.report.pictures.drawing import show_ms
+from wholestep.report.pictures.drawing import NARROW, WIDTH, show_ms
 from wholestep.report.pictures.memory_area import memory_area
 from wholestep.report.pictures.module_icicle import module_icicle
 from wholestep.report.pictures.predicted_bars import predicted_bars
@@ -40,10 +41,12 @@ def render_page(profile: Mapping[str, Any]) -> str:
         "count": show_count,
         "percent": show_percent,
         "sort": sort_key,
+        "gain": lambda action: show_gain(action, profile["step_ms"]["median"]),
     }
     template = environment.get_template("page.html.j2")
     return template.render(
-        p=profile, pictures=pictures_of(profile), modules=module_rows(profile["modules"], profile["step_ms"]["median"]),
+        p=profile, wide=pictures_of(profile), narrow=pictures_of(profile, NARROW),
+        modules=module_rows(profile["modules"], profile["step_ms"]["median"]),
         rows=profile["rows"][:MOST_ROWS], left_out=max(len(profile["rows"]) - MOST_ROWS, 0), cards=cards_of(profile),
         settings=_settings(profile["settings"]), version=str(profile["format"]),
     )  # fmt: skip
@@ -57,19 +60,20 @@ def write_report(profile: Mapping[str, Any], path: Path) -> Path:
     return twin
 
 
-def pictures_of(profile: Mapping[str, Any]) -> dict[str, str]:
+def pictures_of(profile: Mapping[str, Any], width: float = WIDTH) -> dict[str, str]:
     """Name -> SVG, in the order of the page."""
     memory, verified = profile["memory"], profile["verified"]
     used = (profile["utilisation"] or {}).get("format", "fp32")
     return {
         "memory": memory_area(
-            memory, eager=profile["eager_memory"], budget=profile["budget_bytes"], capacity=profile["device"]["memory_bytes"]
+            memory, eager=profile["eager_memory"], budget=profile["budget_bytes"], capacity=profile["device"]["memory_bytes"],
+            width=width,
         ),
-        "icicle": module_icicle(None if memory is None else memory["icicle"]),
-        "waterfall": waterfall(profile["waterfall"], profile["step_ms"]["median"]),
-        "roofline": roofline_chart(profile["rows"], profile["device"], number_format=used),
-        "strip": verify_strip(None if verified is None else verified["rows"]),
-        "predicted": predicted_bars(profile["predictions"]),
+        "icicle": module_icicle(None if memory is None else memory["icicle"], width=width),
+        "waterfall": waterfall(profile["waterfall"], profile["step_ms"]["median"], width=width),
+        "roofline": roofline_chart(profile["rows"], profile["device"], number_format=used, width=width),
+        "strip": verify_strip(None if verified is None else verified["rows"], width=width),
+        "predicted": predicted_bars(profile["predictions"], width=width),
     }  # fmt: skip
 
 
@@ -78,6 +82,8 @@ def cards_of(profile: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     times, shares, used, memory = profile["step_ms"], profile["shares"], profile["utilisation"], profile["memory"]
     spread = f"{show_ms(times['lowest'])} to {show_ms(times['highest'])}, {len(times['all'])} steps"
     cards = [("step", show_ms(times["median"]), spread)]
+    if profile["system"] == "wholestep":
+        cards.append(("compiling", show_ms(times["compile"]), f"then the first step, {show_ms(times['first'])}"))
     cards.append(
         ("throughput", show_count(times["units_per_second"]), f"{profile['unit']}/s, {profile['units']} per step")
     )
@@ -99,9 +105,9 @@ def show_count(value: float | None) -> str:
     if value is None:
         return "-"
     for letter, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= size:
-            return f"{value / size:.3g} {letter}"
-    return f"{value:.3g}"
+        if abs(value) >= 0.9995 * size:
+            return f"{digits(value / size)} {letter}"
+    return digits(value)
 
 
 def show_percent(share: float | None) -> str:
@@ -109,6 +115,18 @@ def show_percent(share: float | None) -> str:
     if share is None:
         return "-"
     return f"{share:.0%}" if abs(share) >= 0.0995 else f"{share:.1%}"
+
+
+def show_gain(action: Mapping[str, Any], step_ms: float) -> str:
+    """`predicted: -22% of the peak`, or `at most 152 ms, 24% of the step` where it is a bound."""
+    share = show_percent(action["gain"])
+    if action["about"] == "equality":
+        return "before anything else"
+    if action["predicted"] is not None:
+        return f"predicted: -{share} of the peak"
+    if action["about"] == "memory":
+        return f"at most {share} of the peak"
+    return f"at most {show_ms(action['gain'] * step_ms)}, {share} of the step"
 
 
 def sort_key(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 Point = tuple[float, float]
 
@@ -35,3 +36,8 @@ def thinned(points: Sequence[Point], most: int) -> list[Point]:
         if part:
             found += sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
     return found
+
+
+def losses_of(rows: Sequence[dict[str, Any]], key: str = "loss") -> list[tuple[int, float]]:
+    """(step, value) wherever the rows have one that is finite."""
+    return [(row["step"], float(row[key])) for row in rows if isinstance(row.get(key), int | float)]

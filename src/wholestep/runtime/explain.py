@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from wholestep.capture.ladder import COMPILED, EAGER
 from wholestep.graph.bytes import show_bytes
+from wholestep.graph.counted import counted
 from wholestep.graph.keys import operator_name
 from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Role, TrainingGraph, module_of, phase_of
-from wholestep.ops.record import is_unordered
+from wholestep.ops.record import is_unordered, record_of
 from wholestep.ops.tuner import Choice
 from wholestep.passes.precision_audit import summary
 
@@ -86,20 +87,29 @@ def chosen(choices: Iterable[Choice]) -> str:
     return "; ".join(listed[:MOST_KERNELS]) + more
 
 
+def _ranks(graph: TrainingGraph) -> str:
+    """Who runs the step, what is divided, what is sent."""
+    calls = Counter(operator_name(n) for n in graph.operations() if record_of(n).on_link is not None)
+    sent = ", ".join(f"{count} {name}" for name, count in calls.items())
+    return f"{graph.ranks.mesh} side by side, {len(graph.ranks.cuts)} parameters cut; {sent or 'nothing is sent'}"
+
+
 def explain(step: Step) -> str:
     """One fact per line: rung, graph, inputs, lowering, falls, notes."""
     lines = [f"rung       {step.rung}"]
     graph = step.graph
     if graph is not None:
         phases = Counter(phase_of(node) for node in graph.operations())
-        counted = ", ".join(f"{phases[p]} {p}" for p in ("forward", "backward", "update") if phases[p])
+        by_phase = ", ".join(f"{phases[p]} {p}" for p in ("forward", "backward", "update") if phases[p])
         roles = Counter(entry.role for entry in graph.inputs)
         listed = ", ".join(f"{roles[r]} {r.value}" for r in Role if roles[r])
         done = "captured and planned" if step.plan is not None and step.plan.budget_bytes else "captured"
         lines.append(
-            f"graph      {sum(phases.values())} operations ({counted}), {done} in {step.seconds['capture']:.1f} s"
+            f"graph      {sum(phases.values())} operations ({by_phase}), {done} in {step.seconds['capture']:.1f} s"
         )
         lines.append(f"inputs     {listed}")
+        if graph.ranks.several:
+            lines.append(f"ranks      {_ranks(graph)}")
         if step.options.recipe is not None:
             recipe = step.options.recipe
             lines.append(f"recipe     {len(recipe)} lines of {recipe.source}")
@@ -128,5 +138,6 @@ def explain(step: Step) -> str:
         lines.append("repeats    not to the last bit for certain: what is not captured whole runs as PyTorch runs it")
     lines += [f"fell       {fall}" for fall in step.falls]
     lines += told_in_notes(step.notes)
-    lines.append(f"so far     {step.captures} captures, {step.compilations} compilations, {step.count} steps")
+    counts = ((step.captures, "capture"), (step.compilations, "compilation"), (step.count, "step"))
+    lines.append(f"so far     {', '.join(counted(number, thing) for number, thing in counts)}")
     return "\n".join(lines)

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.batch import BatchSpec, flatten, split_batch
+from wholestep.capture.batch import flatten, split_batch
 from wholestep.capture.front import Front, LossGraph
 from wholestep.capture.ladder import WHOLE, Fall
 from wholestep.capture.modes import is_user_file
 from wholestep.capture.preflight import notes_on
-from wholestep.errors import BadBatch, CaptureRefused, WholestepError, WholestepWarning
+from wholestep.errors import CaptureRefused, UnsupportedModel, WholestepError, WholestepWarning
+from wholestep.graph.counted import counted
 from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
 from wholestep.graph.printer import fingerprint
@@ -27,6 +28,7 @@ from wholestep.graph.training_graph import TrainingGraph
 from wholestep.lower import kernels_of
 from wholestep.ops.tuner import Choice
 from wholestep.runtime.binding import StateMoved
+from wholestep.runtime.blame import Example, blamed
 from wholestep.runtime.compiled import LowerRung
 from wholestep.runtime.one_step import OneStep
 from wholestep.runtime.random import chosen_seed
@@ -65,8 +67,7 @@ class Step:
         self._eager_first = False
         """Whether a real eager step comes first, in which libraries install their hooks and fill their caches."""
         self._lower: LowerRung | None = None
-        self._structure: BatchSpec | None = None
-        """Of the example batch."""
+        self._example: Example | None = None
         self._latest: Variant | None = None
         self._running: Variant | None = None
         for note in notes_on(self.subject):
@@ -86,7 +87,9 @@ class Step:
                     del optimizer.state[parameter]  # made for this step, which has not been taken
             if isinstance(error, WholestepError):
                 raise
-            self._blame_structure(micro[0], error)
+            told = blamed(self._example, micro[0], error)
+            if told is not None:
+                raise told from None  # one line that names the difference and the user's own, in place of torch's forty
             raise error.with_traceback(_users_part(error.__traceback__)) from error.__cause__
         self.count += 1
         return (loss, aux) if aux else loss
@@ -113,6 +116,7 @@ class Step:
 
     def _below(self, run: OneStep, refused: CaptureRefused) -> Any:
         """This step on a lower rung; what ran of it already is kept."""
+        self._refuse_below(refused)
         if isinstance(refused, TooManyShapes):
             self._note(Note("rung", f"{refused} run in eager PyTorch"))
             return run.in_torch(LowerRung(self.subject, self._note, compiled=False))
@@ -129,6 +133,12 @@ class Step:
             self._fall(refused)
         assert self._lower is not None
         return run.in_torch(self._lower)
+
+    def _refuse_below(self, refused: CaptureRefused) -> None:
+        """Several ranks have no lower rung."""
+        if self.subject.ranks.several:
+            text = f"{self.subject.ranks.mesh} needs the whole step, which was not captured: {refused.reason}"
+            raise UnsupportedModel(text, where=refused.where, hint="leave mesh out") from refused
 
     def _without_assumption(self, run: OneStep, refused: AssumptionFailed) -> Any:
         """This step in eager PyTorch, which mostly raises; where it does not, again and again, all following ones too."""
@@ -149,30 +159,6 @@ class Step:
         which = "the step runs" if self._latest is None else "steps that no captured graph holds for run"
         warnings.warn(f"{which} {below}: {self.falls[-1]}", WholestepWarning, stacklevel=5)
 
-    def _blame_structure(self, batch: Any, error: Exception) -> None:
-        """A batch of another structure than the example, with which the user's own code fails: say how it differs."""
-        first = self._structure
-        if first is None:
-            return
-        try:
-            spec = flatten(batch)[1]
-        except BadBatch:
-            return
-        if spec.tree == first.tree:
-            return
-        lacking = [name for name in first.names if name not in spec.names]
-        new = [name for name in spec.names if name not in first.names]
-        parts = [
-            f"{what} {', '.join(map(repr, names))}" for what, names in (("lacks", lacking), ("adds", new)) if names
-        ]
-        if not parts:
-            return
-        raise _both(BadBatch, error)(
-            f"the batch {' and '.join(parts)}, compared with the example batch, and the step fails with it: "
-            f"{type(error).__name__}: {error}",
-            hint=f"the step was compiled for tensors {', '.join(map(repr, first.names))}",
-        ) from error
-
     def _micro_batches(self, batch: Any) -> list[Any]:
         count = self.subject.accumulate
         if count == 1:
@@ -185,12 +171,13 @@ class Step:
 
     def prepare(self, batch: Any) -> None:
         """Capture for an example batch. Nothing runs, and nothing of the user's is touched."""
-        self._structure = self._structure or _structure_of(batch)
+        self._example = self._example or Example.of(batch)
         try:
             OneStep(self, [batch]).capture_only()
         except CaptureRefused as refused:
             if self._lower is None and self.front.specialise(refused):
                 return self.prepare(batch)
+            self._refuse_below(refused)
             if refused.curable:
                 self._eager_first = True
                 ahead = "not captured yet; one step in eager PyTorch comes first, then it is tried again"
@@ -343,7 +330,8 @@ class Step:
         return explain(self)
 
     def __repr__(self) -> str:
-        return f"Step({self.rung}, backend {self.options.backend}, {self.count} steps, {self.captures} captures)"
+        done = f"{counted(self.count, 'step')}, {counted(self.captures, 'capture')}"
+        return f"Step({self.rung}, backend {self.options.backend}, {done})"
 
 
 def _alike(parts: list[Any]) -> bool:
@@ -353,24 +341,9 @@ def _alike(parts: list[Any]) -> bool:
     return len({(part.dtype, part.dim()) for part in parts}) == 1
 
 
-def _both(kind: type[WholestepError], error: Exception) -> type[WholestepError]:
-    """An error that is caught as ours, and as what the user's own code raised."""
-    try:
-        return type(type(error).__name__, (kind, type(error)), {"__str__": kind.__str__})
-    except TypeError:  # exceptions with fields of their own cannot be combined
-        return kind
-
-
 def _users_part(trace: TracebackType | None) -> TracebackType | None:
     """A traceback from the first line of the user's code on; all of it where it has none."""
     inner = trace
     while inner is not None and not is_user_file(inner.tb_frame.f_code.co_filename):
         inner = inner.tb_next
     return inner or trace
-
-
-def _structure_of(batch: Any) -> BatchSpec | None:
-    try:
-        return flatten(batch)[1]
-    except BadBatch:
-        return None

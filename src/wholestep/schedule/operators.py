@@ -68,19 +68,23 @@ class Call:
 
     @property
     def sets_state(self) -> bool:
-        return self.name.startswith(_STATE)
+        return self.name.rpartition(".")[2].startswith(_STATE)
 
 
 def call_of(node: fx.Node) -> Call | None:
     """The call that a node makes; None for inputs, outputs and attributes."""
-    if node.op == "call_method":
-        name: str = _SAME.get(str(node.target), str(node.target))
-        return Call(name, _bound(name, None, node.args, dict(node.kwargs)))
-    if node.op != "call_function":
+    if node.op not in ("call_method", "call_function"):
         return None
-    name, opaque = _named(node.target)
-    function = node.target if inspect.isfunction(node.target) else None
-    return Call(name, _bound(name, function, node.args, dict(node.kwargs)), opaque)
+    return call_to(node.target, node.args, dict(node.kwargs))
+
+
+def call_to(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """A call of a function, or of a method by its name."""
+    if isinstance(target, str):
+        name: str = _SAME.get(target, target)
+        return Call(name, _bound(name, None, args, kwargs))
+    name, opaque = _named(target)
+    return Call(name, _bound(name, target if inspect.isfunction(target) else None, args, kwargs), opaque)
 
 
 def _named(target: Any) -> tuple[str, bool]:
@@ -128,7 +132,7 @@ def _signatures(name: str, function: Any) -> tuple[tuple[tuple[str, Any], ...], 
     found = []
     for overload in packet.overloads():
         listed = getattr(packet, overload)._schema.arguments
-        found.append(tuple((_renamed(a.name), a.default_value if a.has_default_value() else _REQUIRED) for a in listed))
+        found.append(tuple((_schema_name(a), a.default_value if a.has_default_value() else _REQUIRED) for a in listed))
     return tuple(dict.fromkeys(map(tuple, found), None)) if _hashable(found) else tuple(found)
 
 
@@ -140,6 +144,15 @@ def _hashable(value: Any) -> bool:
     return True
 
 
+class _KeywordOnly(str):
+    """The name of a parameter that is never given by its place: `x.sum(1)` is about a dimension, not a type."""
+
+
+def _schema_name(argument: Any) -> str:
+    name = _renamed(argument.name)
+    return _KeywordOnly(name) if argument.kwarg_only else name
+
+
 def _renamed(name: str) -> str:
     return "self" if name == "input" else name
 
@@ -148,7 +161,9 @@ def _bind(
     parameters: tuple[tuple[str, Any], ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any] | None:
     names = [name for name, _ in parameters]
-    if len(args) > len(names) or (len(args) == 2 and len(names) > 1 and names[1] in _LISTS):
+    if len(args) > sum(not isinstance(name, _KeywordOnly) for name in names) or (
+        len(args) == 2 and len(names) > 1 and names[1] in _LISTS
+    ):
         if len(names) < 2 or names[1] not in _LISTS or len(args) < 2:
             return None
         given = args[1:] if not isinstance(args[1], list | tuple) else args[1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import operator
 from collections import defaultdict
 from collections.abc import Mapping
@@ -22,12 +23,14 @@ from wholestep.capture.edits import Edits
 from wholestep.errors import BadOption
 from wholestep.graph.keys import joined_key, layer_ranks, split_key, value_keys
 from wholestep.graph.layers import layers_of, without_calls
+from wholestep.graph.mesh import Mesh, Ranks
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of
 from wholestep.graph.views import is_cheap_view
 from wholestep.ops.record import may_recompute
 from wholestep.ops.tuned import calls_that_ask
 from wholestep.ops.tuner import TUNER
+from wholestep.schedule.cuts import cuts_of, localised, shard_table, syncs_of
 from wholestep.schedule.modules import Modules, inside
 from wholestep.schedule.moves import moved_by_lines
 from wholestep.schedule.recipe import Recipe
@@ -51,6 +54,8 @@ class Scheduled:
     precision: Mapping[str, str]
     """Place -> precision, inner modules after those that hold them."""
     cuda_graph: bool | None
+    ranks: Ranks
+    """Who runs the step, and which parameters are cut."""
     by_function: bool
     """Whether operators are computed by a function that no graph shows: such a step is not kept on disk."""
 
@@ -67,6 +72,10 @@ class Scheduled:
             now, before = getattr(settled, name), getattr(plan, name)
             if any(now[place] != value for place, value in before.items()):
                 other.add(name)
+        for name in ("mesh", "shard"):
+            if getattr(plan, name) and getattr(settled, name) != getattr(plan, name):
+                now, before = (dict(getattr(one, name)) for one in (settled, plan))
+                raise BadOption(f"the plan was made for {name} {before}, now it is {now}", hint="make the plan again")
         for name in sorted(other):
             line = self.recipe.of("offload" if name in ("host", "file") else name)[0]
             hint = "make the plan again with the recipe, or give one of them"
@@ -86,6 +95,7 @@ class Scheduled:
         return dataclasses.replace(
             plan, precision={**plan.precision, **self.precision}, kernel={**plan.kernel, **kernels},
             fuse=tuple(dict.fromkeys((*plan.fuse, *fused))), replace={**plan.replace, **self._replaced()},
+            mesh=graph.ranks.mesh.to_table(), shard=shard_table(graph.ranks.cuts),
         )  # fmt: skip
 
     # ---- recompute ----
@@ -248,7 +258,7 @@ def plan_places(at: str, modules: Modules) -> list[str]:
     return list(wanted)
 
 
-def resolve(recipe: Recipe, root: nn.Module) -> Scheduled:
+def resolve(recipe: Recipe, root: nn.Module, mesh: Mesh | None = None) -> Scheduled:
     """Check a recipe against a model, and decide what needs no graph. Raises NotBuiltYet for a verb without an engine."""
     modules = Modules(root)
     recipe.check(modules)
@@ -260,10 +270,13 @@ def resolve(recipe: Recipe, root: nn.Module) -> Scheduled:
     rewrites = [made for line in recipe if (made := line.rewrite()) is not None]
     whole, by_module = _precisions(recipe, modules)
     recorded = [line.record for line in recipe if isinstance(line, cudagraph) and line.record != AUTO]
+    ranks = Ranks(mesh or Mesh(), cuts_of(recipe, modules, mesh))
+    if ranks.several:  # after all others: it gives every value of the graph its place
+        rewrites.append(functools.partial(localised, ranks, syncs_of(recipe, modules), root))
     functions = any(isinstance(line, replace | replace_all) and line.rewrite() is not None for line in recipe)
     return Scheduled(
         recipe, modules, Edits(changes, rewrites), whole, by_module,
-        bool(recorded[-1]) if recorded else None, functions,
+        bool(recorded[-1]) if recorded else None, ranks, functions,
     )  # fmt: skip
 
 

@@ -119,7 +119,7 @@ def read_space(path: Path) -> Space:
     except ImportError as error:  # Python 3.10
         raise WholestepError("a recipe needs Python 3.11 or newer, which reads TOML") from error
     if not path.is_file():
-        raise BadOption(f"there is no recipe {path}", hint="write one with a table [search], see docs/search.md")
+        raise BadOption(f"there is no recipe {path}", hint="write one with a table [search], see docs/recipe-search.md")
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

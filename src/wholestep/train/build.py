@@ -7,18 +7,22 @@ data, a GPT's vocabulary, the nodes of a graph), so that the settings saved with
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from wholestep.data import encoded, token_files
 from wholestep.data.digits import CLASSES, DigitBatches
+from wholestep.data.images import WANTED, ImageBatches
 from wholestep.data.pygraph import KINDS, PyGraphBatches, read_pygraph
-from wholestep.data.texts import TEXTS, Text, read_text
-from wholestep.data.tokens import RESERVED, Tokens, make_tokens, read_tokens
+from wholestep.data.sources import find_source, hash_files, refuse_changed
+from wholestep.data.texts import TEXTS, unknown_data
+from wholestep.data.tokens import RESERVED, Bytes, Examples, Numbers, Tokens, make_tokens, read_tokens
 from wholestep.data.windows import (
-    HELD_OUT_PART,
     Form,
     Masked,
     TextBatches,
@@ -27,18 +31,39 @@ from wholestep.data.windows import (
     next_token_form,
 )
 from wholestep.errors import BadOption
-from wholestep.train import families, sampling
+from wholestep.train import families, outside, sampling
+from wholestep.train.called import CalledBatches
+from wholestep.train.checkpoint import load_weights
+from wholestep.train.checkpoint_files import FACTS, open_stored
 from wholestep.train.families import Family
+from wholestep.train.saved import Kept
 
-TOKENIZER_FILE = "tokenizer.json"
 OTHER_DATA = {"digits": "images", "pygraph": "a graph"}
-"""Data that is no text, and what it is."""
+"""Data with a name that is no text, and what it is."""
 _WRITES_FROM = 1024
 """Tokens the sample looks back on, for a model without a longest sequence."""
+_CLASSES = ("classes", "num_labels")
+"""The field that counts them, in this package's models and in those of transformers."""
 FORMS: dict[str, tuple[Form, int, int]] = {
     "next": (next_token_form, 1, 1), "causal": (labelled_form, 1, 0), "seq2seq": (continued_form, 2, 0),
 }  # fmt: skip
 """Task -> form of a batch, and the window as (sequences, and so many tokens more)."""
+
+AnyBatches = TextBatches | DigitBatches | ImageBatches | PyGraphBatches | CalledBatches
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Data:
+    """What the data of a run comes to, before there is a model."""
+
+    batches: AnyBatches
+    config: Any
+    """Of the model, as large as the data asks for."""
+    found: dict[str, Any]
+    """Settings that the data decided."""
+    tokens: Tokens | None = None
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Name -> hash of every file."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -46,23 +71,51 @@ class Parts:
     """What a Job is put together from."""
 
     model: nn.Module
-    batches: TextBatches | DigitBatches | PyGraphBatches
+    batches: AnyBatches
     held_out: Sequence[Any]
     edge_batches: Sequence[Any]
-    write_sample: Callable[[], str]
+    write_sample: Callable[[], str] | None
     found: dict[str, Any]
     """Settings that the data decided."""
+    files: Mapping[str, bytes]
+    """Beside the weights: configuration and tokenizer, for other programs."""
+    data_files: Mapping[str, str]
 
 
-def build(settings: Mapping[str, Any], family: Family, device: torch.device) -> Parts:
+def build(settings: Mapping[str, Any], family: Family, device: torch.device, kept: Kept) -> Parts:
     """All that depends on the data or is large."""
+    data = find_data(settings, family, device, kept)
+    drawn = settings if kept.checkpoint is None else {**settings, "init": False}  # the weights are there already
+    model = _drawn(family, data.config, drawn, device)
+    batches, held_out = data.batches, data.batches.held_out()
+    few = settings["accumulate"]
+    edges = (
+        batches.edges(data.config.vocab_size, fewest=few) if isinstance(batches, TextBatches)
+        else batches.edges(fewest=2 * few) if isinstance(batches, DigitBatches | ImageBatches)
+        else batches.edges() if isinstance(batches, PyGraphBatches) else []
+    )  # fmt: skip
+    return Parts(
+        model=model, batches=batches, held_out=held_out, edge_batches=edges, found=data.found, data_files=data.files,
+        write_sample=_shown(family, model, data, held_out, settings),
+        files=outside.files(model, data.tokens, data.found.get("images")),
+    )  # fmt: skip
+
+
+def find_data(settings: Mapping[str, Any], family: Family, device: torch.device, kept: Kept) -> Data:
+    """The data of these settings, found to be what it was; no model is built."""
+    if is_function(settings["data"]) and not family.reads_graphs:
+        return _called(settings, family, device, kept)
     made = _images if family.reads_images else _graphs if family.reads_graphs else _texts
-    return made(settings, family, device)
+    return made(settings, family, device, kept)
+
+
+def is_function(data: str) -> bool:
+    """`package.module:callable`."""
+    return ":" in data and not os.path.exists(os.path.expanduser(data))
 
 
 def check_data_fits(data: str, family: Family, said: str) -> None:
     """Text for what reads text, images for what sees them, a graph for what runs over one."""
-    is_a = OTHER_DATA.get(data, "text")
     wanted, verb = (
         ("images", "sees")
         if family.reads_images
@@ -70,35 +123,86 @@ def check_data_fits(data: str, family: Family, said: str) -> None:
         if family.reads_graphs
         else ("text", "reads")
     )
+    own = os.path.exists(os.path.expanduser(data)) and data not in (*TEXTS, *OTHER_DATA)
+    if is_function(data) and not family.reads_graphs:
+        return
+    if own and family.reads_images and not os.path.isdir(os.path.expanduser(data)):
+        raise BadOption(f"data {data!r} is one file, {said} sees images", hint=f"give {WANTED}")
+    if own and not family.reads_graphs:
+        return
+    if family.reads_images and data not in (*TEXTS, *OTHER_DATA):
+        raise unknown_data(data, tuple(OTHER_DATA))
+    is_a = OTHER_DATA.get(data, "text")
     if is_a != wanted:
         fitting = [name for name, what in OTHER_DATA.items() if what == wanted]
-        hint = f"use {fitting[0]}" if fitting else f"use {', '.join(TEXTS)} or the path of a text file"
+        hint = f"use {fitting[0]}" if fitting else f"use {', '.join(TEXTS)} or the path of a text file or folder"
+        if wanted == "images":
+            hint += f", or give {WANTED}"
         raise BadOption(f"data {data!r} is {is_a}, {said} {verb} {wanted}", hint=hint)
 
 
 # ---- texts ----
 
 
-def _texts(settings: Mapping[str, Any], family: Family, device: torch.device) -> Parts:
-    said, seq = settings["model"], settings["seq"]
-    text = read_text(settings["data"], others=tuple(OTHER_DATA))
-    config, tokens = _config_and_tokens(settings, family, text)
-    form, window = _form(family, tokens, config, seq, said)
+def _texts(settings: Mapping[str, Any], family: Family, device: torch.device, kept: Kept) -> Data:
+    name, seq, sizes = settings["data"], settings["seq"], {"seq": settings["seq"], "batch": settings["batch"]}
+    sizes |= {"seed": settings["seed"]}
+    held, documents = None, 1
+    if token_files.is_token_file(name):
+        path = Path(name).expanduser()
+        if settings.get("glob"):
+            raise BadOption(f"--glob {settings['glob']}: data {name!r} is one file", hint="leave it out")
+        ids, size = token_files.read_ids(path, settings.get("field"))
+        files, text_bytes = hash_files({path.name: path}), ids.nbytes
+        digest = files[path.name][:12]
+        refuse_changed(name, settings["data_digest"], digest, kept.files, files)
+        config, tokens = _config_and_tokens(settings, family, None, kept, ids=size)
+    else:
+        source = find_source(name, glob=settings.get("glob"), field=settings.get("field"), others=tuple(OTHER_DATA))
+        files, digest = source.files, source.digest
+        refuse_changed(name, settings["data_digest"], digest, kept.files, files)
+        config, tokens = _config_and_tokens(settings, family, Examples(source.key, source.to_learn_from), kept)
+        made = encoded.encode(source, tokens)
+        ids, held, text_bytes, documents = made.train, made.held, made.text_bytes, made.count
+    form, window = _form(family, tokens, config, seq, settings["model"])
     batches = TextBatches(
-        tokens.encode(text.content), name=settings["data"], window=window, seq=seq, batch=settings["batch"],
-        seed=settings["seed"], form=form, device=device, text_bytes=len(text.content),
-    )  # fmt: skip
-    model = _drawn(family, config, settings, device)
-    held_out = batches.held_out()
-    found: dict[str, Any] = {"data_digest": text.digest}
+        ids,
+        name=name,
+        window=window,
+        form=form,
+        device=device,
+        text_bytes=text_bytes,
+        held=held,
+        documents=documents,
+        **sizes,
+    )
+    found = {"data_digest": digest, **_found(settings, family, config, tokens)}
+    return Data(batches=batches, config=config, tokens=tokens, found=found, files=files)
+
+
+def _found(settings: Mapping[str, Any], family: Family, config: Any, tokens: Tokens) -> dict[str, Any]:
+    """What the tokens decided."""
+    found: dict[str, Any] = {}
     if family.task == "next":
         found["config"] = {**settings["config"], "vocab_size": config.vocab_size}
-    context = family.context(config) or _WRITES_FROM
-    return Parts(
-        model=model, batches=batches, held_out=held_out, found=found,
-        edge_batches=batches.edges(config.vocab_size, fewest=settings["accumulate"]),
-        write_sample=_writer(family, model, tokens, batches, held_out, context, settings["seed"]),
-    )  # fmt: skip
+    if tokens.kind == "ids":
+        found["vocabulary"] = tokens.size
+    if settings.get("tokenizer_file"):
+        found["tokenizer_digest"] = tokens.key[:12]
+    return found
+
+
+def _called(settings: Mapping[str, Any], family: Family, device: torch.device, kept: Kept) -> Data:
+    """Batches that a function of the user's gives."""
+    batches = CalledBatches(
+        settings["data"], batch=settings["batch"], seq=settings.get("seq"), seed=settings["seed"], device=device
+    )
+    refuse_changed(settings["data"], settings["data_digest"], batches.digest, None, {})
+    found: dict[str, Any] = {"data_digest": batches.digest}
+    if family.reads_images:
+        return Data(batches=batches, config=family.configure(dict(settings["config"])), found=found)
+    config, tokens = _config_and_tokens(settings, family, None, kept, ids=0)
+    return Data(batches=batches, config=config, tokens=tokens, found=found | _found(settings, family, config, tokens))
 
 
 def check_sequence(seq: int, family: Family, config: Any, said: str) -> None:
@@ -113,26 +217,45 @@ def check_sequence(seq: int, family: Family, config: Any, said: str) -> None:
         raise BadOption(f"--seq {seq}: there is no next token to learn", hint="use --seq 2 or more")
 
 
-def _config_and_tokens(settings: Mapping[str, Any], family: Family, text: Text) -> tuple[Any, Tokens]:
-    """The configuration and the tokens, each as large as the other allows."""
+def _config_and_tokens(
+    settings: Mapping[str, Any], family: Family, text: Examples | None, kept: Kept, *, ids: int = 0
+) -> tuple[Any, Tokens]:
+    """The configuration and the tokens, each as large as the other allows. Without a `text` the data has ids, so many."""
     changes, kind, wanted = dict(settings["config"]), settings["tokenizer"], settings["vocabulary"]
-    learnt_from = text.content[: len(text.content) - int(len(text.content) * HELD_OUT_PART)]
-    if family.task == "next":
-        tokens = make_tokens(kind, learnt_from, wanted)
-        changes["vocab_size"] = changes.get("vocab_size") or tokens.size
-        config = family.configure(changes)
+    own = family.task == "next"
+    config = None if own else family.configure(changes)
+    limit = 0 if own else families.vocabulary_of(config, settings["model"])
+    if kind == "ids":
+        tokens: Tokens = Numbers(ids or changes.get("vocab_size") or limit)
+        if not tokens.size:
+            raise BadOption(f"{settings['data']} does not say how many ids there are", hint="give --set vocab_size=N")
+    elif kind == "file":
+        tokens = _read_tokens(settings, family, kept)
     else:
-        config = family.configure(changes)
-        limit = families.vocabulary_of(config, settings["model"])
-        if kind == "file":
-            assert family.folder is not None
-            tokens = read_tokens(family.folder / TOKENIZER_FILE)
-        else:
-            tokens = make_tokens(kind, learnt_from, min(wanted, max(limit, 256 + len(RESERVED))), reserved=True)
-    if tokens.size > config.vocab_size:
-        what = f"vocab_size={config.vocab_size} is smaller than the {tokens.size} ids the tokenizer ({kind}) yields"
-        raise BadOption(what, hint=f"--set vocab_size={tokens.size} or more")
+        most = wanted if own else min(wanted, max(limit, 256 + len(RESERVED)))
+        tokens = Bytes(0 if own else len(RESERVED)) if text is None else make_tokens(kind, text, most, reserved=not own)
+    size = max(tokens.size, ids)
+    if own:
+        config = family.configure({**changes, "vocab_size": changes.get("vocab_size") or size})
+    assert config is not None
+    if size > config.vocab_size:
+        whose = f"{settings['data']} holds" if ids > tokens.size or kind == "ids" else f"the tokenizer ({kind}) yields"
+        what = f"vocab_size={config.vocab_size} is smaller than the {size} ids {whose}"
+        raise BadOption(what, hint=f"--set vocab_size={size} or more")
     return config, tokens
+
+
+def _read_tokens(settings: Mapping[str, Any], family: Family, kept: Kept) -> Tokens:
+    """Of a tokenizer.json; a run that has a checkpoint has it there too."""
+    named = settings.get("tokenizer_file") or (family.folder and family.folder / "tokenizer.json")
+    path = kept.tokenizer or Path(str(named))
+    if not path.is_file():
+        raise BadOption(f"the tokenizer {path} is gone", hint="put it back, or start a new run")
+    tokens = read_tokens(path)
+    before = settings.get("tokenizer_digest")
+    if before is not None and before != tokens.key[:12]:
+        raise BadOption(f"the tokenizer {path} is no longer what it was", hint="put it back, or start a new run")
+    return tokens
 
 
 def _form(family: Family, tokens: Tokens, config: Any, seq: int, said: str) -> tuple[Form, int]:
@@ -148,54 +271,73 @@ def _form(family: Family, tokens: Tokens, config: Any, seq: int, said: str) -> t
                 f"{said}: its tokenizer has no mask, and vocab_size={config.vocab_size} leaves no id free for one",
                 hint=f"--set vocab_size={config.vocab_size + 1}",
             )
-    first = 0 if tokens.kind == "file" else len(RESERVED)
+    first = 0 if tokens.kind in ("file", "ids") else len(RESERVED)
     return Masked(mask_id=mask, first_id=first, end_id=tokens.size), seq
 
 
-def _writer(
-    family: Family,
-    model: nn.Module,
-    tokens: Tokens,
-    batches: TextBatches,
-    held_out: Sequence[Any],
-    context: int,
-    seed: int,
-) -> Callable[[], str]:
-    """What shows a text model at work."""
+def _shown(
+    family: Family, model: nn.Module, data: Data, held_out: Sequence[Any], settings: Mapping[str, Any]
+) -> Callable[[], str] | None:
+    """What shows the model at work."""
+    batches, tokens = data.batches, data.tokens
+    if isinstance(batches, PyGraphBatches):
+        return lambda: sampling.name_kinds(model, held_out, batches.commonest())
+    if isinstance(batches, DigitBatches):
+        return lambda: sampling.name_digits(model, image_logits(model), held_out)
+    if tokens is None:
+        classes = (data.found.get("images") or {}).get("classes")
+        return (lambda: sampling.name_classes(model, image_logits(model), held_out, classes)) if held_out else None
     if family.task == "masked":
         return lambda: sampling.fill_masks(model, held_out[0] if held_out else batches.batch(0), tokens)
-    start = tokens.encode(b"\n\n")  # the start of a paragraph, of a speech
-    if not len(start):  # a tokenizer that has no new line
-        start = batches.train[:1]
-    if family.task == "next":
-        logits: sampling.Logits = model
-    elif family.task == "causal":
-        logits = lambda ids: model(input_ids=ids).logits  # noqa: E731
-    else:
-        read = (held_out[0] if held_out else batches.batch(0))["input_ids"][:1]
-        start = torch.tensor([model.config.decoder_start_token_id])
-        logits = lambda ids: model(input_ids=read, decoder_input_ids=ids).logits  # noqa: E731
-    return lambda: sampling.write_text(model, logits, tokens, start=start, context=context, seed=seed)
+    read = (held_out[0] if held_out else batches.batch(0)).get("input_ids")
+    if tokens.kind == "ids" or read is None:  # numbers say nothing to a reader
+        return None
+    context = family.context(data.config) or _WRITES_FROM
+    writer = sampling.Writer(family.task, model, tokens, context, read=read[:1])
+    return lambda: sampling.write_text(writer, seed=settings["seed"])
 
 
 # ---- images ----
 
 
-def _images(settings: Mapping[str, Any], family: Family, device: torch.device) -> Parts:
-    config = family.configure(dict(settings["config"]))
-    size, channels = families.image_shape(config)
-    if families.classes_of(config) < CLASSES:
-        field = "classes" if settings["model"].startswith("resnet") else "num_labels"
-        what = f"{settings['model']} tells {families.classes_of(config)} classes apart, digits has {CLASSES}"
-        raise BadOption(what, hint=f"--set {field}={CLASSES}")
-    batches = DigitBatches(image=size, channels=channels, batch=settings["batch"], seed=settings["seed"], device=device)
-    model = _drawn(family, config, settings, device)
-    held_out = batches.held_out()
-    return Parts(
-        model=model, batches=batches, held_out=held_out, found={"data_digest": batches.digest},
-        edge_batches=batches.edges(fewest=2 * settings["accumulate"]),
-        write_sample=lambda: sampling.name_digits(model, image_logits(model), held_out),
-    )  # fmt: skip
+def _images(settings: Mapping[str, Any], family: Family, device: torch.device, kept: Kept) -> Data:
+    config = dict(settings["config"])
+    field = _CLASSES[1] if family.typed is False else _CLASSES[0]
+    size, channels = families.image_shape(family.configure(config))
+    sizes: dict[str, Any] = {"image": size, "channels": channels, "batch": settings["batch"], "seed": settings["seed"]}
+    if settings["data"] in OTHER_DATA:
+        digits = DigitBatches(**sizes, device=device)
+        refuse_changed(settings["data"], settings["data_digest"], digits.digest, None, {})
+        made, classes, found = digits, CLASSES, {"data_digest": digits.digest}
+    else:
+        if channels not in (1, 3):
+            raise BadOption(
+                f"{settings['model']} takes {channels} channels, images have 1 or 3", hint="change it by --set"
+            )
+        if settings.get("field"):
+            raise BadOption(f"--field {settings['field']}: images have no fields", hint="leave it out")
+        known, glob = settings.get("images"), settings.get("glob")
+        images = ImageBatches(Path(settings["data"]).expanduser(), **sizes, device=device, glob=glob, known=known)
+        refuse_changed(settings["data"], settings["data_digest"], images.digest, kept.files, images.files)
+        classes = len(images.classes)
+        config.setdefault(field, classes)
+        return _fitting(
+            settings, family, config, field, classes,
+            Data(batches=images, config=None, files=images.files,
+                 found={"data_digest": images.digest, "images": images.known, "config": config}),
+        )  # fmt: skip
+    return _fitting(settings, family, config, field, classes, Data(batches=made, config=None, found=found))
+
+
+def _fitting(
+    settings: Mapping[str, Any], family: Family, config: dict[str, Any], field: str, classes: int, data: Data
+) -> Data:
+    """The same data, with a configuration that tells its classes apart."""
+    data.config = family.configure(config)
+    if families.classes_of(data.config) < classes:
+        what = f"{settings['model']} tells {families.classes_of(data.config)} classes apart, {settings['data']} has {classes}"
+        raise BadOption(what, hint=f"--set {field}={classes}")
+    return data
 
 
 def image_logits(model: nn.Module) -> Callable[[dict[str, Tensor]], Tensor]:
@@ -211,32 +353,36 @@ def image_logits(model: nn.Module) -> Callable[[dict[str, Tensor]], Tensor]:
 # ---- graphs ----
 
 
-def _graphs(settings: Mapping[str, Any], family: Family, device: torch.device) -> Parts:
+def _graphs(settings: Mapping[str, Any], family: Family, device: torch.device, kept: Kept) -> Data:
     asked = family.configure(dict(settings["config"]))
     batches = PyGraphBatches(read_pygraph(asked.files), device=device)
+    refuse_changed(settings["data"], settings["data_digest"], batches.digest, None, {})
     sizes = {"nodes": batches.graph.num_nodes, "relations": batches.graph.num_relations}
     for name, least in (*sizes.items(), ("classes", len(KINDS))):
         if getattr(asked, name) not in (0, least):
             what = f"{name}={getattr(asked, name)}: the graph has {least}"
             raise BadOption(what, hint=f"leave it out, or --set {name}={least}")
     config = {**settings["config"], **sizes}
-    model = _drawn(family, family.configure(config), settings, device)
-    held_out = batches.held_out()
-    return Parts(
-        model=model, batches=batches, held_out=held_out, found={"data_digest": batches.digest, "config": config},
-        edge_batches=batches.edges(),
-        write_sample=lambda: sampling.name_kinds(model, held_out, batches.commonest()),
-    )  # fmt: skip
+    found = {"data_digest": batches.digest, "config": config}
+    return Data(batches=batches, config=family.configure(config), found=found)
 
 
 # ---- the model ----
 
 
 def _drawn(family: Family, config: Any, settings: Mapping[str, Any], device: torch.device) -> nn.Module:
-    """The model on its device, with weights that depend on the seed alone (and on the device they are drawn on)."""
+    """The model on its device, with weights that depend on the seed alone (and on the device they are drawn on), or on --init."""
     torch.manual_seed(settings["seed"])
-    if settings["init"]:
-        return family.build(config, True).to(device)
+    init = settings["init"]
+    if init is True:  # as older runs say it
+        init = str(family.folder)
+    if init and not os.path.isfile(os.path.join(init, FACTS)):
+        if family.typed:
+            what = f"--init {init} was not trained as {settings['model']}: it holds no {FACTS}"
+            raise BadOption(what, hint="name a run, or leave MODEL out")
+        return family.build(config, init).to(device)
     with device:  # eight billion weights are not drawn on the CPU first
-        model = family.build(config, False)
+        model = family.build(config, None)
+    if init:
+        load_weights(open_stored(Path(init)), model)
     return model.to(device)

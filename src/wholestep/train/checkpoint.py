@@ -6,6 +6,7 @@ Out: `folder/step-000123/`, which holds
     optimizer.safetensors  the tensors of optimizer.state_dict()
     rng.safetensors        torch's generators
     checkpoint.json        all that is no tensor, and the size of each file
+    config.json, tokenizer.json ...   for other programs, where `files` gives them
     checkpoint.sha256      a hash of each file; written last, compared on loading
 Nothing is pickled: safetensors and JSON can be read from anywhere, and reading them runs no code.
 
@@ -66,6 +67,7 @@ def save(
     step: Step | int | None = None,
     data: Any = None,
     config: Any = None,
+    files: Mapping[str, bytes] | None = None,
     keep: int | None = 3,
 ) -> Path:
     """Write `folder/step-<number>/`, whole or not at all, and return its path.
@@ -78,6 +80,7 @@ def save(
             None takes the number after the newest.
         data: where the data stood, as any JSON value; `load` returns it.
         config: any JSON value; `load` returns it.
+        files: name -> content of further files, for other programs: a configuration, a tokenizer.
         keep: how many of the newest stay, once the new one is complete; None keeps all.
     """
     if keep is not None and keep < 1:
@@ -92,7 +95,7 @@ def save(
         if present and number < present[0]:
             text = f"step {number} is saved beside {folder_name(present[0])}, which `load({str(root)!r})` takes as the newest"
             warnings.warn(text + "; remove that one, or save to another folder", WholestepWarning, stacklevel=2)
-        path = write(root, number, tensors, facts)
+        path = write(root, number, tensors, facts, files or {})
     for old, other in checkpoints(root)[keep:] if keep is not None else ():
         if old != number:
             discard(other)
@@ -137,6 +140,12 @@ def restore(
     return Loaded(stored.number, stored.part("data"), stored.part("config"), stored.path)
 
 
+def load_weights(stored: Stored, model: Any) -> None:
+    """The weights alone, all of them; what is in one and not in the other is an error by name."""
+    for module, state in _plan_model(stored, model).states:
+        module.load_state_dict(state, strict=True)
+
+
 # ---- gathering what is saved ----
 
 
@@ -144,8 +153,8 @@ def _gather(
     model: Any, optimizer: Optimizer | None, scheduler: Any, step: Step | int | None, data: Any, config: Any
 ) -> tuple[dict[str, tuple[dict[str, Tensor], dict[str, str]]], dict[str, Any]]:
     """(file -> its tensors and metadata, the facts for JSON). Refusals come from here, before the disk is touched."""
-    model_tensors, aliases = _model_tensors(model)
-    files = {"model.safetensors": (model_tensors, {"format": "pt", "aliases": json.dumps(aliases)})}
+    weights, aliases = model_tensors(model)
+    files = {"model.safetensors": (weights, {"format": "pt", "aliases": json.dumps(aliases)})}
     facts: dict[str, Any] = {"torch": torch.__version__}
     if optimizer is not None:
         state = optimizer.state_dict()
@@ -188,7 +197,7 @@ def _modules(model: Any) -> dict[str, nn.Module]:
     return {prefix: getattr(module, "_orig_mod", module) for prefix, module in named.items()}
 
 
-def _model_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+def model_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors to write, and for every further name of one of them that it has."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -336,4 +345,4 @@ def _restore_generators(stored: Stored) -> None:
     np.random.set_state(stored.facts["rng"]["numpy"])
 
 
-__all__ = ["Loaded", "load", "restore", "save"]
+__all__ = ["Loaded", "load", "load_weights", "restore", "save"]

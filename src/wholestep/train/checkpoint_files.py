@@ -42,7 +42,14 @@ def folder_name(number: int) -> str:
     return f"step-{number:06d}"
 
 
-def write(root: Path, number: int, files: Mapping[str, tuple[dict[str, Tensor], dict[str, str]]], facts: dict) -> Path:
+def write(
+    root: Path,
+    number: int,
+    files: Mapping[str, tuple[dict[str, Tensor], dict[str, str]]],
+    facts: dict,
+    beside: Mapping[str, bytes],
+) -> Path:
+    """`beside`: name -> content of files that are no tensors."""
     final = root / folder_name(number)
     temporary = root / f"{_UNFINISHED[0]}{final.name}-{uuid.uuid4().hex[:8]}"
     try:
@@ -50,11 +57,15 @@ def write(root: Path, number: int, files: Mapping[str, tuple[dict[str, Tensor], 
         for name, (tensors, metadata) in files.items():
             save_file(tensors, temporary / name, metadata)
             _sync(temporary / name)
+        for name, content in beside.items():
+            (temporary / name).write_bytes(content)
+            _sync(temporary / name)
         sizes = {name: (temporary / name).stat().st_size for name in files}
         head = {"format": FORMAT, "version": VERSION, "number": number, "files": sizes, "hashes": HASHES}
+        head |= {"beside": {name: len(content) for name, content in beside.items()}}
         (temporary / FACTS).write_text(json.dumps(head | facts, indent=1) + "\n", encoding="utf-8")
         _sync(temporary / FACTS)
-        _sync(write_hashes(temporary, [*files, FACTS]))
+        _sync(write_hashes(temporary, [*files, *beside, FACTS]))
         _sync(temporary)
         replaced = final.with_name(final.name + ".replaced")
         if final.exists():  # a folder cannot be renamed over another; `load` also finds it under this name
@@ -204,14 +215,15 @@ def _damage(path: Path) -> str | None:
         named = _NAME.fullmatch(path.name)
         if named and facts["number"] != int(named[1]):
             return f"{FACTS} is of step {facts['number']!r}"
-        for name, size in facts["files"].items():
+        for name, size in (facts["files"] | facts.get("beside", {})).items():
             found = (path / name).stat().st_size
             if found != size:
                 return f"{name} has {found:,} bytes instead of {size:,}"
             if hashes is not None and (wrong := difference(path, name, hashes)):
                 return wrong
-            with safe_open(path / name, framework="pt"):
-                pass
+            if name in facts["files"]:
+                with safe_open(path / name, framework="pt"):
+                    pass
     except BadCheckpoint:
         raise
     except FileNotFoundError:

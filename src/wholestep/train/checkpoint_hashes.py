@@ -12,18 +12,10 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from wholestep.disk import hash_of
+
 HASHES = "checkpoint.sha256"
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
-_READ_BYTES = 1 << 18
-
-
-def hash_of(path: Path) -> str:
-    """sha256: of those in hashlib that notice every change the fastest where the processor has instructions for it."""
-    found, buffer = hashlib.sha256(), bytearray(_READ_BYTES)
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            found.update(memoryview(buffer)[:count])
-    return found.hexdigest()
 
 
 def write_hashes(folder: Path, names: Iterable[str]) -> Path:

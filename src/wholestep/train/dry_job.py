@@ -58,12 +58,12 @@ def make_dry_job(
     where = torch.device("cuda" if on_gpu else "cpu")
     settings, family = resolve_settings(model, sets=sets, batch=batch, seq=seq, precision=precision, where=where)
     if family is None:
-        return _own(own_job(settings, torch.device("cpu")))
+        return dry(own_job(settings, torch.device("cpu")))
     if family.reads_graphs:  # its tables have sizes that only their values decide
-        return _own(make_job(model, sets=sets, batch=batch, seq=seq, precision=settings["precision"], device="cpu"))
+        return dry(make_job(model, sets=sets, batch=batch, seq=seq, precision=settings["precision"], device="cpu"))
     config = family.configure(_with_vocabulary(settings, family))
     with torch.device("meta"):
-        module = family.build(config, False)
+        module = family.build(config, None)
         example = _example(settings, family, config)
     optimizer = make_optimizer(settings["optimizer"], module, lr=settings["lr"], weight_decay=settings["weight_decay"])
     if family.task == "next":
@@ -74,8 +74,8 @@ def make_dry_job(
     )  # fmt: skip
 
 
-def _own(job: Job) -> DryJob:
-    """What was made with values; a batch is the first that its loader yields, one micro-batch of it."""
+def dry(job: Job) -> DryJob:
+    """A job that was made with values; a batch is the first that its loader yields, one micro-batch of it."""
     return DryJob(
         name=job.name, settings=job.settings, model=job.model, loss_fn=job.loss_fn, optimizer=job.optimizer,
         example=job.batches.batch(0), compile_options=job.compile_options, real=True,

@@ -35,8 +35,8 @@ class Family:
     loss_fn: Callable[[Any, Any], Any] | None
     configure: Callable[[dict[str, Any]], Any]
     """Changed fields -> the configuration."""
-    build: Callable[[Any, bool], nn.Module]
-    """(configuration, read the weights) -> the model."""
+    build: Callable[[Any, str | None], nn.Module]
+    """(configuration, the folder of transformers whose weights to read) -> the model."""
     context: Callable[[Any], int | None]
     """configuration -> the longest sequence."""
     longer: str

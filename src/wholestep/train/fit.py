@@ -16,9 +16,10 @@ from wholestep import compat
 from wholestep.capture.dry import capture_dry
 from wholestep.capture.trace import Capture
 from wholestep.compiler import compiler_for
-from wholestep.cost.devices import DEVICES, Device
+from wholestep.cost.devices import Device
 from wholestep.cost.target import Card
 from wholestep.errors import BadOption
+from wholestep.graph.mesh import Mesh
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.options import Options
@@ -37,8 +38,10 @@ WORTH_CHECKING_SECONDS = 6.0
 """A capture that took less is made again to check the largest batch without being asked."""
 LARGE, LEAST_TARGETS = 3500, 7
 """Beyond so many nodes fewer plans are made: each is carried out and counted, a second or two for a Llama of 8B."""
-CARDS = ("t4", "l4", "rtx4090", "a100-40gb", "a100-80gb", "h100", "h200")
-"""Cards that are named as alternatives, smallest first."""
+SHORTENINGS = 2
+"""Lengths that are captured to find one of which a row fits."""
+LASTING = ("weights", "buffers", "optimizer state")
+"""What a step holds whatever its batch is."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,8 @@ class Question:
     """A Recipe, or the file of one: what it says is part of every plan."""
     room: Room | None = None
     """Where values and optimizer state may wait outside of the card."""
+    mesh: Mesh | None = None
+    """The ranks that run the step; memory and times are those of one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +73,13 @@ class LargestBatch:
     how: str
     certain: bool
     """One row more was planned and does not fit."""
+    row_bytes: int | None = None
+    """What one row takes on the card, where that is more than there is."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Fit:
-    """The answer."""
+    """The answer. Printed it reads as `wholestep plan` does; `plan` goes to `wholestep.compile`, `to_json` to programs."""
 
     question: Question
     name: str
@@ -85,6 +92,8 @@ class Fit:
     chosen: int | None
     """Number of the fastest point that fits; None when none does."""
     largest: LargestBatch | None
+    shorter: int | None
+    """Where not even one row fits: a length of which one does, if one was found."""
     notes: Sequence[str]
     seconds: Mapping[str, float]
     """How long each stage took here."""
@@ -97,6 +106,31 @@ class Fit:
     def shown(self) -> int:
         """The point to describe: the chosen one, else the smallest."""
         return len(self.frontier) - 1 if self.chosen is None else self.chosen
+
+    def __str__(self) -> str:
+        from wholestep.train.fit_text import fit_lines
+
+        return "\n".join(fit_lines(self))
+
+    def __repr__(self) -> str:
+        from wholestep.train.fit_text import verdict
+
+        return f"<{verdict(self)}>"
+
+    def _repr_html_(self) -> str:
+        from wholestep.train.fit_text import fit_html
+
+        return fit_html(self)
+
+    def to_json(self) -> dict[str, Any]:
+        from wholestep.train.fit_text import fit_json
+
+        return fit_json(self)
+
+    @property
+    def lasting_bytes(self) -> int:
+        """What the card shows of weights and optimizer state alone."""
+        return lasting_bytes(self.frontier[-1], self.question.target)
 
     @property
     def plan(self) -> Plan:
@@ -137,6 +171,7 @@ def will_it_fit(
         wanted = quick if check_batch is None else check_batch
         look = find_batch and not step.job.real
         largest = _largest(question, step, planned, passes, tell, check=wanted) if look else None
+        shorter = None if largest is None or largest.batch else _shorter(question, step, planned, largest, passes, tell)
     done = time.perf_counter()
     seconds = {**step.seconds, "plan": planned.seconds, "largest batch": done - guessing, "all": done - began}
     notes: list[str] = [*step.captured.notes]
@@ -146,7 +181,7 @@ def will_it_fit(
         question=question, name=step.job.name, settings=step.job.settings, num_parameters=step.job.num_parameters,
         num_operations=sum(1 for _ in step.captured.graph.operations()), frontier=planned.frontier, cards=planned.cards,
         chosen=next((i for i, card in enumerate(planned.cards) if card <= question.budget_bytes), None), largest=largest,
-        notes=notes, seconds=seconds,
+        shorter=shorter, notes=notes, seconds=seconds,
     )  # fmt: skip
 
 
@@ -177,15 +212,17 @@ def captured_step(
     question: Question,
     *,
     batch: int | None = None,
+    seq: int | None = None,
+    job: DryJob | None = None,
     passes: Pipeline | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> CapturedStep:
-    """The step of the question, or of the same with another `batch`; its card only says whether it is a GPU."""
+    """The step of the question, or with another `batch` or `seq`, or of `job`; its card only says whether it is a GPU."""
     began = time.perf_counter()
     on_gpu = question.target.is_gpu
     tell("building the model")
-    job = make_dry_job(
-        question.model, sets=question.sets, batch=batch or question.batch, seq=question.seq, precision=question.precision,
+    job = job or make_dry_job(
+        question.model, sets=question.sets, batch=batch or question.batch, seq=seq or question.seq, precision=question.precision,
         on_gpu=on_gpu,
     )  # fmt: skip
     precision, device = job.settings["precision"], question.target.device
@@ -194,7 +231,7 @@ def captured_step(
         raise BadOption(f"{device.title} has no units for {precision}", hint=f"use --precision fp32; it has {has}")
     built = time.perf_counter()
     tell(f"capturing the step{f' at batch {batch}' if batch else ''}, without data")
-    options = Options(passes=passes, recipe=question.recipe, **job.compile_options)
+    options = Options(passes=passes, recipe=question.recipe, mesh=question.mesh, **job.compile_options)
     with compat.no_collection():
         compiler = compiler_for(
             job.model, job.loss_fn, job.optimizer, options, job.example, dry="cuda" if on_gpu else "cpu"
@@ -213,9 +250,11 @@ def _planned(question: Question, step: CapturedStep) -> _Planned:
     targets = min(max(TARGETS * LARGE // nodes, LEAST_TARGETS), TARGETS)
     allowed = peak_for_card(question.budget_bytes) if question.target.is_gpu else question.budget_bytes
     near = allowed - state_bytes(step.captured.update)
+    timed = question.target.times != "relative"
     points = plans_of(
-        step.captured.graph, question.target.device, step.passes, targets=targets, near=near, room=question.room
-    )
+        step.captured.graph, question.target.device, step.passes, targets=targets, near=near, timed=timed,
+        room=question.room,
+    )  # fmt: skip
     points = [_settled(point, step) for point in points]
     if step.captured.update is not None:
         points = _with_state(points, step.captured.update)
@@ -231,16 +270,27 @@ def _settled(point: Point, step: CapturedStep) -> Point:
 
 
 def plans_of(
-    graph: TrainingGraph, device: Device, passes: Pipeline, *, targets: int = TARGETS, near: int | None = None,
+    graph: TrainingGraph,
+    device: Device,
+    passes: Pipeline,
+    *,
+    targets: int = TARGETS,
+    near: int | None = None,
+    timed: bool = True,
     room: Room | None = None,
-) -> list[Point]:  # fmt: skip
+) -> list[Point]:
     """The plans worth having, from the fastest to the leanest."""
-    return frontier(graph, device, passes.carry_out, targets=targets, near=near, room=room)
+    return frontier(graph, device, passes.carry_out, targets=targets, near=near, timed=timed, room=room)
 
 
 def on_the_card(peak_bytes: int, target: Card) -> int:
     """What `nvidia-smi` would show for a peak; a CPU has no context and no allocator of ours."""
     return card_bytes(peak_bytes) if target.is_gpu else peak_bytes
+
+
+def lasting_bytes(point: Point, target: Card) -> int:
+    """What the card shows of all that stays from step to step."""
+    return on_the_card(sum(point.breakdown.get(kind, 0) for kind in LASTING), target)
 
 
 def _with_state(points: Sequence[Point], update: TrainingGraph) -> list[Point]:
@@ -287,7 +337,33 @@ def _largest(
                 batch=found * parts, how=f"{how}; captured again at {found * parts}: it fits", certain=certain
             )
         found -= 1
-    return LargestBatch(batch=found * parts, how=how, certain=certain)
+    return LargestBatch(batch=found * parts, how=how, certain=certain, row_bytes=None if found else known.get(1))
+
+
+def _shorter(
+    question: Question,
+    step: CapturedStep,
+    planned: _Planned,
+    largest: LargestBatch,
+    passes: Pipeline | None,
+    tell: Callable[[str], None],
+) -> int | None:
+    """A length of which one row fits: where the line from what lasts leads to, captured there; None where none is found."""
+    settings, lasting = step.job.settings, lasting_bytes(planned.frontier[-1], question.target)
+    row, seq = largest.row_bytes, settings.get("seq")
+    if row is None or not seq or lasting >= question.budget_bytes:
+        return None
+    estimate = int(seq * (question.budget_bytes - lasting) / (row - lasting))
+    length = 1 << max(estimate.bit_length() - 1, 0)
+    for _ in range(SHORTENINGS):
+        if length < 2:
+            return None
+        tell(f"planning --seq {length}")
+        there = captured_step(question, batch=settings["accumulate"], seq=length, passes=passes, tell=tell)
+        if min(_planned(question, there).cards) <= question.budget_bytes:
+            return length
+        length //= 2
+    return None
 
 
 def largest_fitting(
@@ -328,29 +404,3 @@ def _on_the_line(known: Mapping[int, int], budget: int) -> int:
     if slope <= 0:  # a flat stretch: something that does not grow with the batch is the largest
         return 4 * second
     return int(first + (budget - known[first]) // slope)
-
-
-# ---- what would help ----
-
-
-def remedies(fit: Fit) -> list[str]:
-    """What would make it fit, most useful first; empty when it does."""
-    if fit.fits:
-        return []
-    found = []
-    least, settings = min(fit.cards), fit.settings
-    batch, accumulate = settings.get("batch"), settings.get("accumulate", 1)
-    if fit.largest is not None and fit.largest.batch >= 1 and batch is not None:
-        most = fit.largest.batch // accumulate
-        parts = next((k for k in range(accumulate, batch + 1) if batch % k == 0 and batch // k <= most), None)
-        if parts is not None and parts > accumulate:
-            found.append(f"--set accumulate={parts}: the same batch in {parts} parts of {batch // parts}")
-        found.append(f"--batch {fit.largest.batch}")
-    elif fit.largest is not None and settings.get("seq"):
-        found.append(f"a shorter --seq than {settings['seq']}: not even one row fits")
-    if settings.get("precision") == "fp32" and fit.question.target.is_gpu:
-        found.append("--precision bf16")
-    larger = next((name for name in CARDS if DEVICES[name].memory_bytes >= least), None)
-    if larger is not None and DEVICES[larger].memory_bytes > fit.question.budget_bytes:
-        found.append(f"--device {larger} ({DEVICES[larger].memory_bytes / 2**30:.0f} GiB)")
-    return found

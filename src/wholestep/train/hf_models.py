@@ -6,10 +6,11 @@ is trained on (next word, masked word, continuation, image class), and the model
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,13 @@ def find(model: str, *, say: str | None = None) -> HFModel:
     return _found(model, config.model_type, folder, config)
 
 
+def installed() -> bool:
+    return importlib.util.find_spec("transformers") is not None
+
+
 def transformers(model: str) -> Any:
     """The package, or one line how to get it."""
-    if importlib.util.find_spec("transformers") is None:
+    if not installed():
         raise BadOption(
             f"{model} needs the package transformers, which is not installed", hint="pip install 'wholestep[hf]'"
         )
@@ -174,11 +179,11 @@ def image_shape(config: Any) -> tuple[int, int]:
     return int(size), int(getattr(config, "num_channels", None) or 3)
 
 
-def build(found: HFModel, config: Any, *, said: str, init: bool) -> Any:
-    """The model, in training mode: weights drawn, or with `init` read from the folder."""
+def build(found: HFModel, config: Any, *, said: str, init: str | None) -> Any:
+    """The model, in training mode: weights drawn, or read from the folder `init`."""
     auto = getattr(transformers(said), TASKS[found.task][0])
     if init:
-        return _one_line(said, lambda: _read(auto, found, config))
+        return _named_loss(_read(auto, init, config).train(), found)
     try:
         return _named_loss(auto.from_config(config, attn_implementation="sdpa").train(), found)
     except Exception as error:
@@ -195,18 +200,44 @@ def _named_loss(model: Any, found: HFModel) -> Any:
     return model
 
 
-def _read(auto: Any, found: HFModel, config: Any) -> Any:
+def _read(auto: Any, folder: str, config: Any) -> Any:
+    """The model with the weights in `folder`, all of them: one that is missing, left over or of another shape is an error."""
     import torch
 
-    folder = found.folder
-    if folder is None or not any(folder.glob("*.safetensors")):
+    try:
+        with quiet():
+            model, told = auto.from_pretrained(
+                folder, config=config, local_files_only=True, use_safetensors=True, dtype=torch.float32,
+                output_loading_info=True, ignore_mismatched_sizes=True,
+            )  # fmt: skip
+    except Exception as error:  # each class of the library refuses in its own way
+        raise _told(f"--init {folder}", error) from error
+    other = [f"{name[0]} is {tuple(name[1])} there, {tuple(name[2])} in the model" for name in told["mismatched_keys"]]
+    other += [f"{name} is not there" for name in sorted(told["missing_keys"])]
+    other += [f"{name} is not in the model" for name in sorted(told["unexpected_keys"])]
+    if other:
+        more = f" (and {len(other) - 1} more)" if len(other) > 1 else ""
         raise BadOption(
-            f"--init: there are no .safetensors weights in {folder}", hint="leave --init out to draw new weights"
+            f"--init {folder} does not fit the model: {other[0]}{more}", hint="build the model it was saved from"
         )
-    model = auto.from_pretrained(
-        folder, config=config, local_files_only=True, use_safetensors=True, dtype=torch.float32
-    )
-    return _named_loss(model.train(), found)
+    return model
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what the library logs, and its bars: what is wrong is told by us, as an error."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _one_line(said: str, call: Any) -> Any:

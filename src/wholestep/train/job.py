@@ -1,6 +1,6 @@
 """A Job: everything one training run needs, built from what was asked on the command line.
 
-In: MODEL (a preset, `hf:<model_type>`, a folder with a config.json, or `package.module:callable`), a data set, sizes.
+In: MODEL (a preset, `hf:<model_type>`, a folder with a config.json, a run, or `package.module:callable`), data, sizes.
 Out: model, loss, optimizer, schedule and a source of batches, ready for `wholestep.compile`, and the settings they came from.
 
 What was asked is first resolved into settings, plain JSON; the Job is then built from the settings alone. `make_job_again` is that
@@ -15,6 +15,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,10 +24,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from wholestep.data.texts import TEXTS
-from wholestep.data.tokens import bpe_available
+from wholestep.data.token_files import is_token_file
+from wholestep.data.tokens import KINDS, TOKENIZER_FILE, bpe_available, find_tokenizer
 from wholestep.errors import BadOption, WholestepWarning
 from wholestep.train import resolve, wishes
-from wholestep.train.build import OTHER_DATA, TOKENIZER_FILE, build, check_data_fits, check_sequence
+from wholestep.train.build import OTHER_DATA, build, check_data_fits, check_sequence, is_function
+from wholestep.train.checkpoint import load_weights
+from wholestep.train.checkpoint_files import open_stored
 from wholestep.train.families import Family, find_family
 from wholestep.train.loader import LoaderBatches, OneBatch, is_iterable_of_batches, on_device
 from wholestep.train.optimizers import make_optimizer
@@ -37,17 +41,18 @@ from wholestep.train.presets import (
     PRESETS,
     TEXT_DEFAULTS,
     Preset,
+    refuse_unknown,
 )
+from wholestep.train.saved import IN_EVERY_JOB, Kept, Saved, find_saved, weights_at
 from wholestep.train.schedule import make_scheduler
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-_ALWAYS_SET = ("family", "config", "model", "steps", "precision", "clip_norm", "accumulate", "seed")
-"""In the settings of every job."""
 OWN_STEPS = 100
 """Steps of a run over the user's own function, when nothing is said."""
 GRAPHS = ("runs over one whole graph at every step", "--set files=N changes its size")
 """Why there is nothing to cut, and what there is instead."""
-_FORMS = "a preset, hf:<model_type>, a folder with a config.json, or package.module:callable"
+_NO_TEXT = "ids"
+"""The tokenizer of data that holds ids already."""
 
 
 class Batches(Protocol):
@@ -88,6 +93,10 @@ class Job:
     """Awkward batches for `verify`."""
     write_sample: Callable[[], str] | None = None
     """A text the model writes, or what it says about a few images; None when there is nothing to show."""
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    """Written beside the weights of every checkpoint: configuration and tokenizer, for other programs."""
+    data_files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The files it trains on: name -> hash."""
 
 
 def make_job(
@@ -95,33 +104,41 @@ def make_job(
     *,
     sets: Sequence[str] = (),
     data: str | None = None,
+    glob: str | None = None,
+    field: str | None = None,
+    tokenizer: str | None = None,
     batch: int | None = None,
     seq: int | None = None,
     precision: str | None = None,
     steps: int | None = None,
     seed: int = 0,
     device: str | None = None,
-    init: bool = False,
+    init: str | None = None,
 ) -> Job:
     """What to train, as asked: every argument that is None takes the model's own value.
 
     Args:
-        model: a preset, `hf:<model_type>`, a folder with a config.json, or `package.module:callable`; None is a small GPT,
-            larger on a GPU.
+        model: a preset, `hf:<model_type>`, a folder with a config.json, a run or checkpoint, or `package.module:callable`;
+            None is that of `init`, or a small GPT, larger on a GPU.
         sets: `key=value` texts: training values and fields of the model's configuration.
-        data: `shakespeare`, `stdlib`, `digits`, `pygraph`, or the path of a text file.
+        data: `shakespeare`, `stdlib`, `digits`, `pygraph`, a path (docs/data.md), or `package.module:callable`.
+        glob, field: which files of a folder, which field of a row.
+        tokenizer: `bytes`, `bpe`, or a folder with a tokenizer.json.
         batch, seq: rows per batch, tokens per row.
         precision: fp32, bf16 or fp16; None is the model's own on a GPU, fp32 on a CPU.
         steps: how long the run is meant to be.
         seed: of weights, data and dropout.
         device: None is the GPU where there is one.
-        init: read the weights that lie in the folder, rather than drawing new ones.
+        init: a run, a checkpoint or a folder of transformers whose weights to start from, rather than drawing new ones.
     """
-    where = _device(device)
+    where = device_named(device)
     settings, family = resolve_settings(
         model,
         sets=sets,
         data=data,
+        glob=glob,
+        field=field,
+        tokenizer=tokenizer,
         batch=batch,
         seq=seq,
         precision=precision,
@@ -138,16 +155,19 @@ def resolve_settings(
     *,
     sets: Sequence[str] = (),
     data: str | None = None,
+    glob: str | None = None,
+    field: str | None = None,
+    tokenizer: str | None = None,
     batch: int | None = None,
     seq: int | None = None,
     precision: str | None = None,
     steps: int | None = None,
     seed: int = 0,
     where: torch.device,
-    init: bool = False,
+    init: str | None = None,
 ) -> tuple[dict[str, Any], Family | None]:
     """The first half of `make_job`: (settings, the family; None for the user's own function). Reads no data, builds no model."""
-    name = model or (DEFAULT_ON_GPU if where.type == "cuda" else DEFAULT_ON_CPU)
+    name = model or init or (DEFAULT_ON_GPU if where.type == "cuda" else DEFAULT_ON_CPU)
     for option, value in (("batch", batch), ("seq", seq), ("steps", steps)):
         if value is not None and value < 1:
             raise BadOption(f"--{option} {value}", hint="use 1 or more")
@@ -155,45 +175,53 @@ def resolve_settings(
         close = difflib.get_close_matches(precision, PRECISIONS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"use {', '.join(PRECISIONS)}"
         raise BadOption(f"--precision {precision}", hint=hint)
-    family_name, defaults = _located(name)
+    family_name, defaults, saved = _located(name)
     asked = wishes.parse(sets)
-    sizes = {"data": data, "batch": batch, "seq": seq, "steps": steps, "precision": precision}
+    sizes: dict[str, Any] = {
+        "data": data, "glob": glob, "field": field, "tokenizer": tokenizer, "batch": batch, "seq": seq, "steps": steps,
+        "precision": precision,
+    }  # fmt: skip
     seed = wishes.check_training("seed", asked.pop("seed", seed))
-    if init and (family_name is None or not os.path.isdir(family_name)):
-        raise BadOption(
-            f"--init reads weights from a folder, {name} is none", hint="name a folder with weights, or leave it out"
-        )
     if family_name is None:
-        return _own_settings(name, asked, sizes, seed), None
+        if init is not None and saved is None:
+            hint = "load the weights in the function, or name a run of it in place of MODEL"
+            raise BadOption(f"--init {init}: {name} builds its own model", hint=hint)
+        if saved is not None:
+            name, asked = saved.settings["model"], {**saved.settings["config"], **asked}
+            sizes |= {"precision": precision or saved.settings["precision"], "steps": steps or saved.settings["steps"]}
+        settings = _own_settings(name, asked, sizes, seed)
+        return settings | ({"init": str(weights_at(init)[0])} if init is not None else {}), None
     family = find_family(family_name, said=name)
-    settings = _settings(name, family_name, family, defaults, asked, sizes, where) | {"seed": seed, "init": init}
-    return settings, family
+    weights, beside = (None, saved and saved.tokenizer) if init is None else weights_at(init)
+    sizes["beside"] = beside
+    settings = _settings(name, family_name, family, defaults, asked, sizes, where)
+    return settings | {"seed": seed, "init": False if weights is None else str(weights)}, family
 
 
-def make_job_again(settings: Mapping[str, Any], *, steps: int | None = None, device: str | None = None) -> Job:
-    """The Job whose `settings` these are. `steps` may be changed: nothing else depends on it."""
-    where = _device(device)
+def make_job_again(
+    settings: Mapping[str, Any], *, steps: int | None = None, device: str | None = None, kept: Kept | None = None
+) -> Job:
+    """The Job whose `settings` these are. `steps` may be changed: nothing else depends on it.
+
+    `kept`: what the run holds of itself. With a checkpoint, weights and tokenizer come from there.
+    """
+    where = device_named(device)
     settings = dict(settings) | ({} if steps is None else {"steps": steps})
-    missing = [name for name in _ALWAYS_SET if name not in settings]
+    missing = [name for name in IN_EVERY_JOB if name not in settings]
     if missing:
         raise BadOption(
             f"these are not the settings of a Job: {missing[0]} is missing", hint="use what Job.settings holds"
         )
     if settings["family"] is None:
         return own_job(settings, where)
-    job = _job(settings, find_family(settings["family"], said=settings["model"]), where)
-    if job.settings["data_digest"] != settings["data_digest"]:
-        raise BadOption(
-            f"data {settings['data']!r} is no longer what it was: {job.settings['data_digest']} where the run had "
-            f"{settings['data_digest']}", hint="put the old data back, or start a new run",
-        )  # fmt: skip
-    return job
+    return _job(settings, find_family(settings["family"], said=settings["model"]), where, kept or Kept())
 
 
 # ---- resolving ----
 
 
-def _device(name: str | None) -> torch.device:
+def device_named(name: str | None) -> torch.device:
+    """The GPU where there is one, when None."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -205,24 +233,20 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
-def _located(name: str) -> tuple[str | None, Preset | None]:
-    """(the family, None for the user's own function; the preset's row, None where there is none)."""
+def _located(name: str) -> tuple[str | None, Preset | None, Saved | None]:
+    """(the family, None for the user's own function; its defaults, None where there are none; the run it is)."""
     if name in PRESETS:
-        return PRESETS[name].family, PRESETS[name]
+        return PRESETS[name].family, PRESETS[name], None
     if name.startswith("hf:"):
-        return name, None
+        return name, None, None
     path = os.path.expanduser(name)
+    saved = find_saved(path) if os.path.exists(path) else None
+    if saved is not None:
+        return saved.family, None if saved.family is None else saved.row, saved
     if os.path.isdir(path):
-        return os.path.abspath(path), None
-    if ":" in name:
-        return None, None
-    if os.sep in name or name.startswith((".", "~")):
-        raise BadOption(f"MODEL {name!r}: there is no such folder", hint=f"name {_FORMS}")
-    close = difflib.get_close_matches(name, PRESETS, n=1)
-    presets = ", ".join(PRESETS)
-    if close:
-        raise BadOption(f"MODEL {name!r} is not a preset", hint=f"did you mean {close[0]}? (presets: {presets})")
-    raise BadOption(f"MODEL {name!r} is none of: {_FORMS}", hint=f"presets: {presets}")
+        return os.path.abspath(path), None, None
+    refuse_unknown(name)
+    return None, None, None
 
 
 def _settings(
@@ -233,10 +257,12 @@ def _settings(
     if row is None:
         row = IMAGE_DEFAULTS if family.reads_images else TEXT_DEFAULTS
     training, changes = wishes.sort_out(asked, family.fields, model=name, where=family.where, typed=family.typed)
-    if family.reads_images and row is IMAGE_DEFAULTS:
-        changes = {"num_labels": 10} | changes
-    config = {**row.config, **changes}
     data = sizes["data"] or row.data
+    config = {**row.config, **changes}
+    if family.reads_images and row is IMAGE_DEFAULTS:
+        config = {"num_labels": 10} | config
+    if family.reads_images and sizes["data"] not in (None, *OTHER_DATA):  # its folders say how many classes there are
+        config = {key: config[key] for key in config if key in changes or key not in ("classes", "num_labels")}
     check_data_fits(data, family, name)
     chosen = {
         key: training.get(key, getattr(row, key))
@@ -252,8 +278,11 @@ def _settings(
         )
     precision = sizes["precision"] or (row.precision if device.type == "cuda" else "fp32")
     return {
-        "model": name if family_name != os.path.abspath(name) else family_name, "family": family_name, "config": config,
-        "data": _absolute(data), "data_digest": None, **_text_settings(name, family, row, config, training, sizes),
+        "model": os.path.abspath(os.path.expanduser(name)) if os.path.exists(os.path.expanduser(name)) and name not in PRESETS
+        else name,
+        "family": family_name, "config": config, "data": _absolute(data), "data_digest": None,
+        **{key: sizes[key] for key in ("glob", "field") if sizes[key] is not None},
+        **_text_settings(name, family, row, config, training, sizes),
         "batch": batch, "steps": steps, "precision": precision, **chosen,
         "schedule_steps": steps if chosen["schedule"] == "cosine" else None, "accumulate": accumulate,
     }  # fmt: skip
@@ -276,7 +305,8 @@ def _text_settings(
     """Sequence length and tokens; nothing for images and graphs."""
     if family.reads_images or family.reads_graphs:
         sees, size = ("sees images", "--set image_size=N changes their size") if family.reads_images else GRAPHS
-        for key, given in (("--seq", sizes["seq"]), ("--set tokenizer", training.get("tokenizer"))):
+        tokenizers = (("--set tokenizer", training.get("tokenizer")), ("--tokenizer", sizes["tokenizer"]))
+        for key, given in (("--seq", sizes["seq"]), *tokenizers):
             if given is not None:
                 raise BadOption(f"{key} {given}: {name} {sees}", hint=f"leave it out; {size}")
         return {}
@@ -284,22 +314,38 @@ def _text_settings(
     longest = family.context(family.configure(with_vocabulary))
     seq = sizes["seq"] or min(row.seq or 128, longest or 128 if row is TEXT_DEFAULTS else longest or 2048)
     check_sequence(seq, family, family.configure(with_vocabulary), name)
-    kind = training.get("tokenizer")
-    if kind is None:
-        kind = "file" if family.folder is not None and (family.folder / TOKENIZER_FILE).is_file() else row.tokenizer
-        if kind == "bpe" and not bpe_available():
-            text = "the package tokenizers is not installed: tokens are bytes, and words take longer to learn"
-            warnings.warn(text, WholestepWarning, stacklevel=4)
-            kind = "bytes"
-    return {"seq": seq, "tokenizer": kind, "vocabulary": training.get("vocabulary", row.vocabulary)}
+    vocabulary = training.get("vocabulary", row.vocabulary)
+    return {"seq": seq, **_tokenizer(family, row, training, sizes), "vocabulary": vocabulary}
+
+
+def _tokenizer(family: Family, row: Preset, training: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Which tokens: as asked; else those that belong to the weights or lie in the model's folder; else the model's own kind."""
+    given, data = sizes["tokenizer"] or training.get("tokenizer"), sizes["data"] or row.data
+    if given is not None and given not in KINDS:
+        return {"tokenizer": "file", "tokenizer_file": str(find_tokenizer(Path(given).expanduser()).absolute())}
+    has_ids = is_token_file(data) or is_function(data)
+    if given == "bpe" and has_ids:
+        hint = "leave it out, or name a folder with the tokenizer they were made with"
+        raise BadOption(f"--tokenizer bpe: data {data!r} holds no text to learn from", hint=hint)
+    beside = sizes.get("beside")
+    if given is None and beside is None and family.folder is not None and (family.folder / TOKENIZER_FILE).is_file():
+        beside = family.folder / TOKENIZER_FILE
+    if given is None and beside is not None and row.tokenizer != "bytes":
+        return {"tokenizer": "file", "tokenizer_file": str(beside)}
+    kind = given or (_NO_TEXT if has_ids else row.tokenizer)
+    if given is None and kind == "bpe" and not bpe_available():
+        text = "the package tokenizers is not installed: tokens are bytes, and words take longer to learn"
+        warnings.warn(text, WholestepWarning, stacklevel=5)
+        kind = "bytes"
+    return {"tokenizer": kind}
 
 
 # ---- building ----
 
 
-def _job(settings: dict[str, Any], family: Family, device: torch.device) -> Job:
+def _job(settings: dict[str, Any], family: Family, device: torch.device, kept: Kept | None = None) -> Job:
     """The Job of resolved settings."""
-    parts = build(settings, family, device)
+    parts = build(settings, family, device, kept or Kept())
     optimizer = make_optimizer(
         settings["optimizer"], parts.model, lr=settings["lr"], weight_decay=settings["weight_decay"]
     )
@@ -312,7 +358,8 @@ def _job(settings: dict[str, Any], family: Family, device: torch.device) -> Job:
     return Job(
         name=settings["model"], settings=settings | parts.found, model=parts.model, loss_fn=family.loss_fn,
         optimizer=optimizer, scheduler=scheduler, batches=parts.batches, compile_options=compile_options_of(settings),
-        held_out=parts.held_out, edge_batches=parts.edge_batches, write_sample=parts.write_sample,
+        held_out=parts.held_out, edge_batches=parts.edge_batches, write_sample=parts.write_sample, files=parts.files,
+        data_files=parts.data_files,
     )  # fmt: skip
 
 
@@ -335,7 +382,7 @@ def _own_settings(name: str, asked: dict[str, Any], sizes: Mapping[str, Any], se
             listed = f"it has {', '.join(takes)}" if takes else "it has none"
             hint = f"did you mean {close[0]}?" if close else f"{listed}; clip_norm, accumulate and seed go to the step"
             raise BadOption(f"--set {key}: {name} has no such parameter", hint=hint)
-    for key in ("batch", "seq", "data"):
+    for key in ("batch", "seq", "data", "glob", "field", "tokenizer"):
         if sizes[key] is not None:
             if key not in takes and not any_other:
                 raise BadOption(f"--{key}: {name} makes its own batches", hint=f"give the function a parameter {key}")
@@ -357,6 +404,8 @@ def own_job(settings: dict[str, Any], device: torch.device) -> Job:
     if not isinstance(optimizer, Optimizer):
         what = "no optimizer" if optimizer is None else f"a {type(optimizer).__name__} as its optimizer"
         raise BadOption(f"{name} returned {what}", hint="return one of torch.optim: training needs it")
+    if settings["init"]:
+        load_weights(open_stored(Path(settings["init"])), model)
     place = _place(model, device)
     batches: Batches
     if is_iterable_of_batches(fourth):

@@ -7,9 +7,10 @@ numbers and the position in the data are all in it.
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,9 +19,20 @@ from wholestep.errors import BadCheckpoint, BadOption
 from wholestep.graph.bytes import show_bytes
 from wholestep.runtime.step import Step
 from wholestep.train.checkpoint_files import Stored, open_stored
+from wholestep.train.config_file import CONFIG, config_text, resolved
 from wholestep.train.job import Job
-from wholestep.train.run_folder import RunFolder, first_change, new_run, open_run, refuse_changed
+from wholestep.train.loggers import Logger, Loggers
+from wholestep.train.run_folder import (
+    RunFolder,
+    first_change,
+    new_run,
+    open_run,
+    refuse_changed,
+    surroundings,
+    write_whole,
+)
 from wholestep.train.running import Outcome, Run
+from wholestep.train.saved import DATA_FILES
 from wholestep.train.watch import Display, Interrupts, Silent
 
 
@@ -38,6 +50,7 @@ def train(
     display: Display | None = None,
     compile_options: Mapping[str, Any] | None = None,
     request: Mapping[str, Any] | None = None,
+    loggers: Sequence[Logger] = (),
 ) -> Outcome:
     """Train `job` in a folder, and say how it went.
 
@@ -54,7 +67,8 @@ def train(
         backend, dump: as for `wholestep.compile`.
         display: is told what happens; None shows nothing.
         compile_options: more of them, over those of the job.
-        request: what was asked for, kept in run.json for a later `--resume`.
+        request: what was asked for, kept in run.json for a later `--resume`, and as resolved in run.toml.
+        loggers: hear of every step besides.
     """
     total = _checked(job, steps, save_every, nonfinite)
     shown = display or Silent()
@@ -62,14 +76,15 @@ def train(
         options = {**job.compile_options, "backend": backend, **(compile_options or {})}
         folder, stored = _folder(job, out, resume, total, request, options)
         folder.take()
-        run = None
+        run, logs = None, Loggers(loggers)
         try:
             step, seconds = _compile(job, options, dump, shown)
-            run = Run(job, folder, step, total, save_every, keep, nonfinite, shown, interrupts, seconds)
-            run.begin(stored)
+            run = Run(job, folder, step, total, save_every, keep, nonfinite, shown, interrupts, seconds, logs)
+            run.begin(stored, _write_config(folder, request, {**job.settings, "steps": total}, step.subject.device))
             status = run.loop()
             return run.finish(status)
         finally:
+            logs.close()
             shown.close()
             if not resume and (run is None or (run.taken == 0 and run.saved is None)):
                 folder.discard()
@@ -100,6 +115,8 @@ def _folder(
         })  # fmt: skip
         try:
             _refuse_full_disk(folder, root[1])
+            if job.data_files:  # so that a file that changes can be named
+                write_whole(folder.path / DATA_FILES, json.dumps({"files": dict(job.data_files)}, indent=0) + "\n")
         except BaseException:
             folder.discard()
             raise
@@ -113,6 +130,19 @@ def _folder(
     stored = _checkpoint(folder, out, settings)
     folder.update(settings=settings, steps=steps, **({} if request is None else {"request": dict(request)}))
     return folder, stored  # the update has also tried the disk, before anything is compiled
+
+
+def _write_config(
+    folder: RunFolder, request: Mapping[str, Any] | None, settings: Mapping[str, Any], device: Any
+) -> Mapping[str, Any]:
+    """run.toml, from which `--config` trains the same again; a run of objects has no names to write down. What it holds."""
+    if not request:
+        return settings
+    table, facts = resolved(request, settings), surroundings(device)
+    place = f"{facts['device'].get('name', facts['device']['type'])}, {facts['device']['threads']} threads"
+    where = f"Written with torch {facts['versions']['torch']} on {place}: equal bits need the same."
+    write_whole(folder.path / CONFIG, config_text(table, file=folder.path / CONFIG, where=where))
+    return table
 
 
 def _checkpoint(folder: RunFolder, out: Path, settings: Mapping[str, Any]) -> Stored | None:
@@ -135,7 +165,8 @@ def _checkpoint(folder: RunFolder, out: Path, settings: Mapping[str, Any]) -> St
 def _default_name(job: Job) -> str:
     data = job.settings.get("data")
     label = data if isinstance(data, str) else data.get("name") if isinstance(data, dict) else None
-    return f"{job.name}-{Path(label).stem if '/' in label else label}" if label else job.name
+    name = Path(job.name).name if "/" in job.name else job.name
+    return f"{name}-{Path(label).stem if '/' in label else label}" if label else name
 
 
 def _bytes_of(job: Job) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wholestep.report.smooth import losses_of as losses_of
 from wholestep.train.run_folder import telling_what_the_disk_refused, write_whole
 
 METRICS = "metrics.jsonl"
@@ -178,11 +179,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def kept_rows(path: Path, step: int) -> list[dict[str, Any]]:
     """The rows up to `step`: what came after it will be trained again."""
     return [row for row in read_rows(path) if row["step"] <= step]
-
-
-def losses_of(rows: Sequence[dict[str, Any]], key: str = "loss") -> list[tuple[int, float]]:
-    """(step, value) wherever the rows have one that is finite."""
-    return [(row["step"], float(row[key])) for row in rows if isinstance(row.get(key), int | float)]
 
 
 class Memory:

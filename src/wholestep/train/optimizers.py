@@ -6,7 +6,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-OPTIMIZERS = ("adamw", "sgd")
 BETAS = (0.9, 0.95)
 MOMENTUM = 0.9
 

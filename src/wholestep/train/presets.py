@@ -7,7 +7,16 @@ of its training values.
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import os
 from typing import Any
+
+from wholestep.errors import BadOption
+
+FORMS = "a preset, hf:<model_type>, a folder with a config.json, a run, or package.module:callable"
+
+OPTIMIZERS = ("adamw", "sgd")
+SCHEDULES = ("sqrt", "cosine", "constant")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,3 +132,16 @@ IMAGE_DEFAULTS = Preset(
     weight_decay=0.05,
 )
 """... or images."""
+
+
+def refuse_unknown(name: str) -> None:
+    """An error when MODEL is none of its forms; what is a folder, or names a type or a function, is looked at later."""
+    if name in PRESETS or ":" in name or os.path.exists(os.path.expanduser(name)):
+        return
+    if os.sep in name or name.startswith((".", "~")):
+        raise BadOption(f"MODEL {name!r}: there is no such folder", hint=f"name {FORMS}")
+    close = difflib.get_close_matches(name, PRESETS, n=1)
+    presets = ", ".join(PRESETS)
+    if close:
+        raise BadOption(f"MODEL {name!r} is not a preset", hint=f"did you mean {close[0]}? (presets: {presets})")
+    raise BadOption(f"MODEL {name!r} is none of: {FORMS}", hint=f"presets: {presets}")

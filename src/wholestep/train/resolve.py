@@ -20,20 +20,20 @@ from wholestep.errors import BadOption, WholestepError
 RETURNS = "return (model, loss_fn, optimizer, example_batch)"
 
 
-def find_function(name: str) -> Callable[..., Any]:
-    """The function called `package.module:callable`."""
+def find_function(name: str, *, what: str = "MODEL") -> Callable[..., Any]:
+    """The function called `package.module:callable`. `what` it is for, for messages."""
     module_name, colon, function_name = name.partition(":")
     if not colon or not module_name or not function_name:
-        raise BadOption(f"MODEL {name!r} is not package.module:callable", hint=f"name a function, to {RETURNS}")
+        raise BadOption(f"{what} {name!r} is not package.module:callable", hint=f"name a function, to {RETURNS}")
     if os.getcwd() not in sys.path:  # as `python -m` would do
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise BadOption(f"MODEL {name!r}: {error}", hint="run where the module can be imported") from error
+        raise BadOption(f"{what} {name!r}: {error}", hint="run where the module can be imported") from error
     except Exception as error:  # anything may happen while somebody's module is imported
         raise BadOption(
-            f"MODEL {name!r}: importing {module_name} raised {_said(error)}", where=_place(error)
+            f"{what} {name!r}: importing {module_name} raised {_said(error)}", where=_place(error)
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -59,21 +59,26 @@ def parameters(function: Callable[..., Any]) -> tuple[dict[str, Any], bool]:
 
 def call(name: str, function: Callable[..., Any], values: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
     """What the function returns when called with `values`."""
+    made = call_one(name, function, values)
+    if not isinstance(made, tuple) or len(made) != 4:
+        kind = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
+        raise BadOption(f"{name} returned {kind}", hint=RETURNS)
+    return made
+
+
+def call_one(name: str, function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    """Whatever the function returns; what it raises is one line."""
     lacking = [p.name for p in _parameters_without_default(function) if p.name not in values]
     if lacking:
         raise BadOption(
             f"{name} needs {', '.join(lacking)}", hint=f"give --set {lacking[0]}=VALUE, or a default in its source"
         )
     try:
-        made = function(**values)
+        return function(**values)
     except WholestepError:
         raise
     except Exception as error:  # anything may happen in somebody's function
         raise BadOption(f"{name} raised {_said(error)}", where=_place(error)) from error
-    if not isinstance(made, tuple) or len(made) != 4:
-        kind = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
-        raise BadOption(f"{name} returned {kind}", hint=RETURNS)
-    return made
 
 
 def resolve(name: str, values: Mapping[str, Any] | None = None) -> tuple[Any, Any, Any, Any]:

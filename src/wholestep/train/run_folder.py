@@ -3,6 +3,7 @@
     run.json        what was asked, what it resolved to, versions, device, how it went; there from the first moment
     metrics.jsonl   one row per step (train/metrics.py)
     checkpoints/    train/checkpoint.py
+    run.toml        what was asked, as resolved, for `--config` (train/config_file.py)
     explain.txt     what was captured and how it runs
     loss.svg, sample.txt   at the end
 
@@ -127,7 +128,11 @@ def new_run(out: Path | None, name: str, facts: Mapping[str, Any]) -> RunFolder:
 
 
 def new_run_is_possible(out: Path) -> None:
-    """An error when `out` holds something already."""
+    """An error when `out` holds something already, or lies below a file."""
+    for above in out.parents:
+        if above.exists() and not above.is_dir():
+            hint = "name another folder with --out"
+            raise BadOption(f"a run cannot be written to {out}: {above} is not a folder", hint=hint)
     if (out / FACTS).exists():
         raise BadOption(
             f"{out} already holds a run", hint="add --resume to go on with it, or name another folder with --out"
@@ -244,6 +249,15 @@ def newest_run(model: str | None, data: str | None) -> RunFolder:
 MAY_GROW = ("steps",)
 NOT_COMPARED = ("device",)
 """A run may go on elsewhere, though not bit for bit."""
+FOLLOW = (
+    "data_digest",
+    "tokenizer_digest",
+    "config.vocab_size",
+    "config.num_labels",
+    "config.classes",
+    "images.classes",
+)
+"""Decided by data and tokenizer, which are named rather than these."""
 
 
 def refuse_changed(stored: Any, now: Any, where: Path) -> None:
@@ -267,6 +281,7 @@ def first_change(stored: Any, now: Any) -> tuple[str, str, str, str] | None:
             changed.remove(name)
     if not changed:
         return None
+    changed.sort(key=lambda name: name in FOLLOW)
     more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
     return changed[0], _shown(before, changed[0]), _shown(after, changed[0]), more
 

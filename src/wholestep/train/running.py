@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from wholestep.train import checkpoint
 from wholestep.train.checkpoint_files import Stored, set_aside_newer
 from wholestep.train.held_out import evaluating, held_out_loss
 from wholestep.train.job import Job
+from wholestep.train.loggers import Loggers
 from wholestep.train.metrics import (
     METRICS,
     Clock,
@@ -49,9 +51,9 @@ MOST_SCALED_IN_A_ROW = 31
 Status = Literal["finished", "interrupted", "nonfinite"]
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True, repr=False)
 class Outcome:
-    """How a run went."""
+    """How a run went. Printed it reads as the end of `wholestep train` does."""
 
     status: Status
     exit_code: int
@@ -80,6 +82,21 @@ class Outcome:
     trouble: str | None = None
     """What is to be told at the end, in one line."""
 
+    def __str__(self) -> str:
+        from wholestep.train.summary import outcome_lines
+
+        return "\n".join(outcome_lines(self))
+
+    def __repr__(self) -> str:
+        from wholestep.train.summary import headline
+
+        return f"<{' '.join(headline(self).split())}>"
+
+    def _repr_html_(self) -> str:
+        from wholestep.train.summary import outcome_html
+
+        return outcome_html(self)
+
 
 class Run:
     """One call of `train`, once the step is compiled: `begin`, `loop`, `finish`."""
@@ -96,10 +113,11 @@ class Run:
         display: Display,
         interrupts: Interrupts,
         compile_seconds: float,
+        loggers: Loggers,
     ) -> None:
         self.job, self.folder, self.step, self.steps, self.keep = job, folder, step, steps, keep
         self.nonfinite, self.display, self.interrupts = nonfinite, display, interrupts
-        self.compile_seconds = compile_seconds
+        self.compile_seconds, self.loggers = compile_seconds, loggers
         self.save_every = save_every or max(steps // SAVES, FEWEST_STEPS_BETWEEN_SAVES)
         self.by_clock = save_every is None
         self.held_out_every = max(steps // HELD_OUT_TIMES, 1)
@@ -114,8 +132,8 @@ class Run:
 
     # ---- the beginning ----
 
-    def begin(self, stored: Stored | None) -> None:
-        """Restore the checkpoint, if there is one, and open the files."""
+    def begin(self, stored: Stored | None, config: Mapping[str, Any]) -> None:
+        """Restore the checkpoint, if there is one, and open the files. `config`: what the run was asked for, for loggers."""
         at = 0
         if stored is not None:
             found = checkpoint.restore(
@@ -132,6 +150,7 @@ class Run:
         rows = self.metrics.rows
         self.skipped_by_scale = sum(1 for row in rows if row.get("by_loss_scale"))
         self.skipped = sum(1 for row in rows if row.get("skipped")) - self.skipped_by_scale
+        self.loggers.start(config, self.folder.path, at)
         self.clock = Clock(before=float(rows[-1].get("seconds", 0.0)) if rows else 0.0)
         self.last_save = time.monotonic()
         self._write_facts("training")
@@ -196,8 +215,13 @@ class Run:
                 else:
                     self.skipped += 1
                     self._tell_skipped(one)
-            self.metrics.add(row)
-            self.display.row(row)
+            self._add(row)
+
+    def _add(self, row: dict[str, Any]) -> None:
+        """A row of metrics.jsonl, to everybody who wants it."""
+        self.metrics.add(row)
+        self.loggers.log(row)
+        self.display.row(row)
 
     def _is_the_scales(self, one: Measured) -> bool:
         """An overflow of gradients in fp16 with a finite loss: part of training there, unless it never ends."""
@@ -223,8 +247,7 @@ class Run:
         with self.clock.paused():
             loss = held_out_loss(self.step.subject, self.job.held_out)
         row = {"step": self.step.count, "held_out_loss": number(loss), "seconds": round(self.clock.seconds, 4)}
-        self.metrics.add(row)
-        self.display.row(row)
+        self._add(row)
         return number(loss)
 
     def _save_is_due(self) -> bool:
@@ -236,10 +259,11 @@ class Run:
             return
         self._note(self.watch.ready(wait=True))
         self.metrics.flush()
+        self.loggers.flush()
         with self.clock.paused():
             self.saved = checkpoint.save(
                 self.folder.checkpoints, model=self.job.model, optimizer=self.job.optimizer, scheduler=self.job.scheduler,
-                step=self.step, data={"batch": self.step.count}, config=self.job.settings, keep=self.keep,
+                step=self.step, data={"batch": self.step.count}, config=self.job.settings, files=self.job.files, keep=self.keep,
             )  # fmt: skip
         self.saved_at, self.last_save = self.step.count, time.monotonic()
         self.display.saved(self.saved)
@@ -253,7 +277,8 @@ class Run:
         held_out = sample = None
         if status == "finished":
             held_out = self._last_held_out()
-            sample = self._sample()
+            with self.clock.paused():
+                sample = self._sample()
         self.metrics.flush()
         if sample is not None:
             write_whole(self.folder.path / SAMPLE, sample.rstrip("\n") + "\n")

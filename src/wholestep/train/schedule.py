@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-SCHEDULES = ("sqrt", "cosine", "constant")
 COSINE_FLOOR = 0.1
 """The part of the peak at which cosine ends, and stays."""
 

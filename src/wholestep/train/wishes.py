@@ -13,8 +13,7 @@ from typing import Any
 
 from wholestep.data.tokens import KINDS
 from wholestep.errors import BadOption
-from wholestep.train.optimizers import OPTIMIZERS
-from wholestep.train.schedule import SCHEDULES
+from wholestep.train.presets import OPTIMIZERS, SCHEDULES
 
 TRAINING: dict[str, tuple[type, float | None, str]] = {
     "lr": (float, 0.0, "learning rate at its peak"),

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from wholestep.capture.batch import flatten, unflatten
-from wholestep.errors import BadBatch
+from wholestep.errors import BadBatch, WholestepError
 from wholestep.schedule import Recipe
 from wholestep.verify.report import Report
 
@@ -30,10 +30,19 @@ def verify_by_verb(
     def checked(count: int) -> Report:
         return verify(Recipe(recipe.lines[:count], recipe.expects, recipe.source), edges)
 
+    def unless_incomplete(count: int) -> Report | None:
+        """None where lines make sense only with later ones: a weight that is cut before its bias is."""
+        try:
+            return checked(count)
+        except WholestepError:
+            if count == len(recipe):
+                raise
+            return None
+
     if each:
         report = checked(0)
         for count in range(1, len(recipe) + 1 if report.ok else 1):
-            report = checked(count)
+            report = unless_incomplete(count) or report
             if not report.ok:
                 return _blamed(report, recipe, count)
         return report
@@ -43,8 +52,11 @@ def verify_by_verb(
     good, bad, failed = 0, len(recipe), {len(recipe): report}
     while bad - good > 1:
         middle = (good + bad) // 2
-        failed[middle] = checked(middle)
-        good, bad = (middle, bad) if failed[middle].ok else (good, middle)
+        found = unless_incomplete(middle)
+        if found is None or found.ok:
+            good = middle
+        else:
+            bad, failed[middle] = middle, found
     return _blamed(failed[bad], recipe, bad)
 
 

@@ -8,7 +8,7 @@ import json
 import math
 from typing import Any
 
-KINDS = ("random", "loss", "aux", "gradient", "buffer", "parameter", "state")
+KINDS = ("ranks", "random", "loss", "aux", "gradient", "buffer", "parameter", "state")
 SHOWN_ROWS = 8
 
 

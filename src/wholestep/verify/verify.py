@@ -8,6 +8,7 @@ generators are put back.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,10 +19,13 @@ from wholestep.capture.subject import Subject, root_of
 from wholestep.capture.undo import RandomStates
 from wholestep.compiler import compiler_for
 from wholestep.errors import BadBatch, BadOption, UnsupportedModel
+from wholestep.graph.mesh import Mesh
+from wholestep.lower.lockstep import RanksDiffer
 from wholestep.options import options_of
 from wholestep.schedule import Recipe, recipe_of
+from wholestep.verify.blame import module_of_tensor
 from wholestep.verify.by_verb import verify_by_verb
-from wholestep.verify.report import Report
+from wholestep.verify.report import Departure, Report, TensorRow
 from wholestep.verify.side_by_side import Batch, SideBySide
 from wholestep.verify.state import StateCopy
 
@@ -54,7 +58,8 @@ def verify(
             batches are then made of the first one, unless `edge_batches` are given.
         options: all of `wholestep.compile`; the program that is compared is the one it would run, planned for the budget where
             there is one (the references beside it take what they need). Recording it as a CUDA graph replays the same kernels
-            and is not part of the comparison; `check` and `cache` have nothing to do here.
+            and is not part of the comparison; `check` and `cache` have nothing to do here. With `mesh`, its ranks run side by
+            side, and what they must agree on is compared too; gradients and state are compared whole.
 
     Model, optimizer, random generators and the Python values that `loss_fn` can reach are as before when it returns.
     """
@@ -69,6 +74,9 @@ def verify(
         recipe, root, each = recipe_of(options["recipe"]), root_of(model), by_verb == "each"
         return verify_by_verb(of, root, batches, recipe, each=each, edge_batches=edge_batches)
     edge_batches = edge_batches or ()
+    mesh = options.get("mesh")
+    if isinstance(mesh, Mesh) and mesh.num_ranks > 1:  # the one backend that runs several ranks
+        options.setdefault("backend", "interpret")
     chosen = options_of(options)
     listed = batches if isinstance(batches, list) else [batches]
     if not listed:
@@ -137,7 +145,16 @@ def _run_one(beside: SideBySide, batch: Batch, touched: list[StateCopy]) -> bool
     if not touched:
         touched.append(before)
     truth = beside.truth(found, batch)
-    rows = beside.step(found, batch, truth, before, beside.backend)
+    try:
+        rows = beside.step(found, batch, truth, before, beside.backend)
+    except RanksDiffer as error:  # state is as it was before the step
+        row = TensorRow(batch.label, "ranks", error.name, math.inf, 0.0, False)
+        report.rows.append(row)
+        report.note(error.what)
+        report.first_departure = Departure(
+            module_of_tensor(error.name), "ranks", error.name, batch.label, math.inf, 0.0
+        )
+        return False
     report.rows += rows
     if not found.captured.plans and subject.optimizer is not None:
         report.note("the optimizer's update is its own eager code: only gradients are compared")

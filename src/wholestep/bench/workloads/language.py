@@ -29,7 +29,7 @@ def build_language_model(sizes: dict[str, Any], device: torch.device, seed: int)
     form: Form = masked_form(tokens) if family.task == "masked" else labelled_form
     rows, seq = sizes["batch"], sizes["seq"]
     batches = text_batches(tokens, content, form, window=seq, seq=seq, rows=rows, seed=seed, device=device)
-    model = drawn(seed, device, lambda: family.build(config, False))
+    model = drawn(seed, device, lambda: family.build(config, None))
     optimizer = make_optimizer("adamw", model, lr=sizes["lr"], weight_decay=preset.weight_decay)
     part = Part(
         name="model", model=model, loss_fn=family.loss_fn, optimizer=optimizer, example_batch=batches(0), clip_norm=1.0

@@ -21,8 +21,9 @@ from torch import fx
 from wholestep import compat
 from wholestep.capture.front import traced as marks
 from wholestep.capture.front.numbers import Argument, HostPart, split_numbers
-from wholestep.capture.front.replay import MATCHED, Assumed, Replay, Watcher, target_name, user_line
+from wholestep.capture.front.replay import MARKS, Assumed, Replay, Watcher, target_name, user_line
 from wholestep.errors import BadLoss, CaptureRefused
+from wholestep.graph.mesh import RANKS, Ranks
 
 LOSS, AUX, KEPT, NUMBER, NOTHING = "loss", "aux", "kept", "number", "nothing"
 
@@ -64,6 +65,8 @@ class LossGraph:
         self.paths = paths
         self.module = _copied(module)  # Dynamo reads its own graph again after the backend
         rewrite(self.module)
+        self.ranks: Ranks | None = self.module.meta.get(RANKS)
+        """Who runs it, where a rewrite has made it the program of one rank."""
         placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         self.arguments = _arguments(placeholders)
         _check_marks(self.module)
@@ -304,7 +307,8 @@ def _described(module: fx.GraphModule) -> Iterator[str]:
     for node in module.graph.nodes:
         target = _described_target(module, node)
         paths = [entry[0] for entry in (node.meta.get("nn_module_stack") or {}).values()]
-        yield f"{node.op} {target} {one(node.args)} {one(node.kwargs)} {paths[-1:]}{node.meta.get(MATCHED, '')}"
+        marks = [node.meta[fact] for fact in MARKS if fact in node.meta]
+        yield f"{node.op} {target} {one(node.args)} {one(node.kwargs)} {paths[-1:]}{marks or ''}"
 
 
 def _described_target(module: fx.GraphModule, node: fx.Node) -> str:

@@ -27,9 +27,12 @@ from wholestep.capture.front import traced as marks
 from wholestep.capture.modes import is_user_file
 from wholestep.capture.sites import TooFewKeys
 from wholestep.errors import CaptureRefused, WholestepError
+from wholestep.graph.mesh import FORKED, LAYOUT
 
 MATCHED = "matched"
 """In the facts of a node: the line of a recipe whose pattern it is part of."""
+MARKS = (MATCHED, LAYOUT, FORKED)
+"""What a rewrite says of a node, for all that is made of it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,7 +99,8 @@ class Replay(fx.Interpreter):
     def _run_noted(self, n: fx.Node, stack: Mapping[str, Any]) -> Any:
         path = self._path(stack)
         source = self._source(n.meta.get("stack_trace"))
-        named = (("module", path), ("source", source), (MATCHED, n.meta.get(MATCHED)))
+        marked = ((fact, n.meta.get(fact)) for fact in MARKS)
+        named = (("module", path), ("source", source), *marked)
         facts = {k: v for k, v in named if v}
         with compat.annotate(**facts) if facts else contextlib.nullcontext():
             try:

@@ -50,6 +50,8 @@ class Block:
     """Instants between its last use in the forward pass and its first in the backward pass."""
     recomputable: bool = False
     """Whether a cheap operator made it from values that are kept anyway."""
+    foreign: bool = False
+    """Whether it is none of the step's: data, caches, other models of the process."""
 
     def alive(self, instant: int) -> bool:
         return self.born <= instant and (self.died is None or instant < self.died)
@@ -115,6 +117,16 @@ class MemoryProfile:
     def step_peak_bytes(self) -> int:
         """The peak without what is none of the step's; what a prediction is compared with."""
         return self.peak_bytes - self.elsewhere_bytes
+
+    def of_step(self) -> MemoryProfile:
+        """The same without what is none of the step's: then one figure is the peak, measured, predicted and promised."""
+        if not self.elsewhere_bytes:
+            return self
+        mine = [block for block in self.blocks if not block.foreign]
+        made = assemble(mine, self.num_instants, self.phases, system=self.system, device=self.device, notes=self.notes)
+        return dataclasses.replace(
+            made, reserved_bytes=self.reserved_bytes, fragmentation_bytes=self.fragmentation_bytes
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without the blocks."""

@@ -65,6 +65,7 @@ def flops(call: Call) -> int:
 ADAGRAD = define_update(
     "adagrad",
     classes=(TorchAdagrad,),
+    elementwise=True,
     states=STATES,
     numbers=NUMBERS,
     flags={"maximize": "bool"},

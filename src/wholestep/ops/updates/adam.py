@@ -41,6 +41,7 @@ ADAM = Update(
     kind="adamw",
     classes=(Adam, AdamW),
     operator=torch.ops.ws.adamw.default,
+    elementwise=True,
     in_place=adamw.update_in_place,
     states=("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     numbers=("step", "lr", "beta1", "beta2", "eps", "weight_decay"),

@@ -54,6 +54,7 @@ def flops(call: Call) -> int:
 LION = define_update(
     "lion",
     classes=(optim.Lion,),
+    elementwise=True,
     states=STATES,
     numbers=NUMBERS,
     flags={"maximize": "bool"},

@@ -96,6 +96,7 @@ def flops(call: Call) -> int:
 NADAM = define_update(
     "nadam",
     classes=(TorchNAdam,),
+    elementwise=True,
     states=STATES,
     numbers=NUMBERS,
     flags={"maximize": "bool", "decoupled": "bool"},

@@ -87,6 +87,7 @@ def flops(call: Call) -> int:
 RMSPROP = define_update(
     "rmsprop",
     classes=(TorchRMSprop,),
+    elementwise=True,
     states=STATES,
     numbers=NUMBERS,
     flags={"maximize": "bool"},

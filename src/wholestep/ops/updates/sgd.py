@@ -43,6 +43,7 @@ SGD = Update(
     kind="sgd",
     classes=(TorchSGD,),
     operator=torch.ops.ws.sgd.default,
+    elementwise=True,
     in_place=sgd.update_in_place,
     states=("momentum_buffer",),
     numbers=("lr", "momentum", "dampening", "weight_decay"),

@@ -73,6 +73,8 @@ class Update:
     """States kept, flags, numbers -> where the gradient shows, the best place first; nothing where no tensor tells it."""
     flops: Callable[[Call], int]
     """Per element of the parameters."""
+    elementwise: bool = False
+    """Whether every element is updated by itself, so that a part of a parameter is updated as it is in the whole."""
     structure: tuple[str, ...] = ()
     """Keys of a group that a capture fixes."""
     switches: tuple[str, ...] = ()

@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
-from wholestep.cost import Device, Fp32Units, cost_of
+from wholestep.cost.devices import Device
+from wholestep.cost.node_costs import cost_of
+from wholestep.cost.roofline import Fp32Units
 from wholestep.graph.layers import layer_pattern
 from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of
 from wholestep.graph.views import is_cheap_view

@@ -18,8 +18,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wholestep.cost import Device, Fp32Units, NodeCost
-from wholestep.cost.node_costs import number_format
+from wholestep.cost.devices import Device
+from wholestep.cost.node_costs import NodeCost, number_format
+from wholestep.cost.roofline import Fp32Units
 from wholestep.graph.layers import layer_pattern
 from wholestep.ops.call import Call
 from wholestep.ops.flops import flops

@@ -1,8 +1,8 @@
 """Calls of a few steps -> the rows of the table: equal work together, with what was reached and what was lost.
 
 Times are medians over the steps per call, summed over the calls of a row. Lost is measured minus least time: what a perfect
-kernel on this device would give back. It can be negative on a CPU, whose caches are faster than the memory bandwidth that the
-least time assumes.
+kernel on this device would give back. Nothing is lost where a call took no longer than its least time: a cache is faster than
+the memory that the least time assumes, and a peak that was measured while the machine was busy is too low.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from wholestep.graph.layers import layer_pattern
 from wholestep.profile.measure.calls import UNATTRIBUTED, TimedCall
 from wholestep.profile.measure.work import sum_of
+
+BEYOND_CLOCK = 1.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,29 @@ def fitted(
     if factor * total > step_seconds:
         factor = step_seconds / total
     return [dataclasses.replace(call, seconds=factor * call.seconds) for call in calls], factor
+
+
+def beats_the_peak(calls: Sequence[TimedCall]) -> bool:
+    """Whether arithmetic was faster than the device's peak, beyond what a clock may be off: then the peak is too low."""
+    known = [call for call in calls if call.work is not None and call.work.limit == "compute"]
+    groups: dict[str, list[TimedCall]] = defaultdict(list)
+    for call in known:
+        groups[call.key].append(call)
+    return any(
+        sum(c.seconds for c in group) * BEYOND_CLOCK < sum(c.work.compute_seconds for c in group if c.work is not None)
+        for group in groups.values()
+    )
+
+
+def below_the_roof(calls: Sequence[TimedCall]) -> list[TimedCall]:
+    """The calls, none with a least time above the time it took."""
+    return [
+        call if call.work is None or call.work.floor_seconds <= call.seconds
+        else dataclasses.replace(call, work=dataclasses.replace(
+            call.work, floor_seconds=call.seconds, compute_seconds=min(call.work.compute_seconds, call.seconds)
+        ))
+        for call in calls
+    ]  # fmt: skip
 
 
 def rows_of(calls: Sequence[TimedCall], step_seconds: float) -> list[EqualCalls]:

@@ -22,6 +22,8 @@ MOST_WARM_UP = 60
 WARM_UP_SECONDS = 60.0
 SAMPLE_SECONDS = 60.0
 LEAST_SAMPLES = 3
+BUSY = 0.2
+"""A spread beyond which other programs are taken to have run beside the step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,6 +40,14 @@ class Timing:
     @property
     def median(self) -> float:
         return statistics.median(self.steps)
+
+    @property
+    def spread(self) -> float:
+        """How far the middle half of the steps lies apart, over the median."""
+        if len(self.steps) < 4:
+            return max(self.steps) / min(self.steps) - 1
+        low, _, high = statistics.quantiles(self.steps, n=4)
+        return (high - low) / self.median
 
     @property
     def data_median(self) -> float:

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
-from wholestep.cost import Device, Fp32Units, NodeCost, bound, cost_of
-from wholestep.cost.roofline import peak_of
+from wholestep.cost.devices import Device
+from wholestep.cost.node_costs import NodeCost, cost_of
+from wholestep.cost.roofline import Fp32Units, bound, peak_of
 from wholestep.graph.training_graph import tensors_in
 from wholestep.ops.amounts import is_known, stored_bytes
 from wholestep.ops.traffic import READS

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from wholestep.cost import this_device
+from wholestep.cost.measure import this_device
 from wholestep.errors import WholestepError
 from wholestep.graph.bytes import show_bytes
 from wholestep.graph.training_graph import TrainingGraph, tensors_in
@@ -29,6 +29,10 @@ class Fix:
     """What is assumed, and what it costs."""
     exact: bool
     """Whether the training stays the same."""
+    option: str = ""
+    """For the command line: `--memory 12.3GiB`."""
+    python: str = ""
+    """For `wholestep.compile`: `memory="12.3GiB"`; or a line that does it."""
 
 
 def asked_for(peak_bytes: int, *, on_gpu: bool) -> str:
@@ -37,8 +41,13 @@ def asked_for(peak_bytes: int, *, on_gpu: bool) -> str:
     return f'memory="{amount.replace(" ", "")}"'
 
 
-def budget_fix(graph: TrainingGraph, peak_bytes: int, *, limit_bytes: int | None = None) -> Fix | None:
-    """A budget for this step, whose predicted peak is `peak_bytes`; None where planning has nothing (more) to give."""
+def budget_fix(
+    graph: TrainingGraph, peak_bytes: int, *, limit_bytes: int | None = None, slower: float | None = None
+) -> Fix | None:
+    """A budget for this step, whose peak is `peak_bytes`; None where planning has nothing (more) to give.
+
+    With `slower` the leanest plan is meant that costs at most this share of time.
+    """
     on_gpu = any(t.is_cuda for node in graph.placeholders for t in tensors_in(node.meta.get("val")))
     try:
         points = frontier(
@@ -48,6 +57,8 @@ def budget_fix(graph: TrainingGraph, peak_bytes: int, *, limit_bytes: int | None
         return None
     peaks = [peak_bytes - (points[0].peak_bytes - point.peak_bytes) for point in points]
     chosen = len(points) - 1
+    if slower is not None:
+        chosen = max(i for i, point in enumerate(points) if point.seconds <= (1 + slower) * points[0].seconds)
     if limit_bytes is not None:
         takes = [card_bytes(peak) if on_gpu else peak for peak in peaks]
         chosen = next((index for index, taken in enumerate(takes) if taken <= limit_bytes), chosen)
@@ -57,5 +68,7 @@ def budget_fix(graph: TrainingGraph, peak_bytes: int, *, limit_bytes: int | None
 def _told(points: list[Point], chosen: int, peak_bytes: int, on_gpu: bool) -> Fix:
     point = points[chosen]
     slower = 100 * (point.seconds / points[0].seconds - 1) if points[0].seconds else 0.0
-    how = f"{len(point.plan.recompute)} values are made again in the backward pass, about +{slower:.0f} % time"
-    return Fix(f"{asked_for(peak_bytes, on_gpu=on_gpu)} (--memory)", peak_bytes, how, True)
+    how = f"{len(point.plan.recompute)} values are recomputed in the backward pass, about +{slower:.0f} % time"
+    python = asked_for(peak_bytes, on_gpu=on_gpu)
+    option = f"--memory {python.partition('=')[2].strip(chr(34))}"
+    return Fix(f"{python} (--memory)", peak_bytes, how, True, option, python)

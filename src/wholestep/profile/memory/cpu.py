@@ -70,11 +70,12 @@ def measure_step(
     reader = StepReader(before, meaning)
     reader.play(events)
     blocks, phases = reader.finish(after)
-    owned_here = {id(block) for address, block in before.items() if address in known}
+    for address, block in before.items():
+        block.foreign = address not in known
     return assemble(
         blocks, reader.instant + 1, phases, system=system, device=str(device),
         reserved=reader.reserved if device.type == "cuda" else None,
-        elsewhere_bytes=sum(block.bytes for block in before.values() if id(block) not in owned_here),
+        elsewhere_bytes=sum(block.bytes for block in before.values() if block.foreign),
         notes=_notes(reader, events, variant),
     )  # fmt: skip
 

@@ -87,7 +87,8 @@ def _smaller_batch(profile: MemoryProfile, limit: int | None) -> Fix | None:
     rows = next((r for r in halves if limit is not None and peak_with_rows(profile, r) <= limit), None)
     rows = rows or (halves[0] if limit is None else halves[-1])
     how = "what grows with the batch, in proportion; other gradients, so another training"
-    return Fix(f"batch {rows} instead of {now}", peak_with_rows(profile, rows), how, False)
+    name, python = f"batch {rows} instead of {now}", f"loader = DataLoader(dataset, batch_size={rows})"
+    return Fix(name, peak_with_rows(profile, rows), how, False, f"--batch {rows}", python)
 
 
 def _accumulate(profile: MemoryProfile, limit: int | None) -> Fix | None:
@@ -105,7 +106,7 @@ def _accumulate(profile: MemoryProfile, limit: int | None) -> Fix | None:
 
     n = next((n for n in parts if limit is not None and peak(n) <= limit), parts[0] if limit is None else parts[-1])
     how = f"the same training from {n} micro-batches of {now // n}; {show_bytes(gradients)} more for summed gradients"
-    return Fix(f"accumulate={n}", peak(n), how, True)
+    return Fix(f"accumulate={n}", peak(n), how, True, f"--set accumulate={n}", f"accumulate={n}")
 
 
 def _bf16(profile: MemoryProfile) -> Fix | None:
@@ -125,7 +126,7 @@ def _bf16(profile: MemoryProfile) -> Fix | None:
     copies = sum(block.bytes for block in weights) // 2
     peak = peak_if(profile, lambda block: block.bytes // 2 if halved(block) else block.bytes) + copies
     how = f"half of what matrix products and activations leave, {show_bytes(copies)} more for weights in bf16; other rounding"
-    return Fix('precision="bf16"', peak, how, False)
+    return Fix('precision="bf16"', peak, how, False, "--precision bf16", 'precision="bf16"')
 
 
 def _recompute(profile: MemoryProfile) -> Fix | None:

@@ -8,25 +8,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from xml.sax.saxutils import escape, quoteattr
 
+from wholestep.graph.counted import digits
+
 WIDTH = 1000
+NARROW = 372
+"""The same pictures for the screen of a phone: drawn anew, so that text keeps its size."""
 CHARACTER = 6.6
 """Width of a character of 12 px text, generously."""
+LEGEND_LINE = 19
 Scale = Callable[[float], float]
 
 
-def svg(height: float, title: str, description: str, body: Iterable[str], *, kind: str) -> str:
+def svg(height: float, title: str, description: str, body: Iterable[str], *, kind: str, width: float = WIDTH) -> str:
     """The picture; `title` and `description` are read aloud in its place."""
     inside = "\n".join(body)
     return (
-        f'<svg class="picture {kind}" viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label={quoteattr(title)} '
+        f'<svg class="picture {kind}" viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label={quoteattr(title)} '
         f'xmlns="http://www.w3.org/2000/svg">\n<title>{escape(title)}</title>\n<desc>{escape(description)}</desc>\n'
         f"{inside}\n</svg>"
     )
 
 
-def empty(title: str, reason: str, *, kind: str) -> str:
+def empty(title: str, reason: str, *, kind: str, width: float = WIDTH) -> str:
     """In place of a picture for which there are no data."""
-    return svg(60, title, reason, [text(WIDTH / 2, 34, reason, "faint", "middle")], kind=kind)
+    body = [text(width / 2, 34, fitted(reason, width), "faint", "middle", hover=reason)]
+    return svg(60, title, reason, body, kind=kind, width=width)
+
+
+def is_narrow(width: float) -> bool:
+    """Whether labels go above their bars and lists below their plots."""
+    return width < 600
 
 
 def text(x: float, y: float, words: str, kind: str = "ink", anchor: str = "start", *, hover: str = "") -> str:
@@ -65,29 +76,43 @@ def fitted(words: str, width: float, *, character: float = CHARACTER) -> str:
     return f"{words[:head]}…{words[len(words) - (room - 1 - head) :]}"
 
 
-def legend(entries: Iterable[tuple[str, str]], x: float, y: float) -> list[str]:
-    """(class, words) from left to right."""
-    body = []
+def legend(entries: Iterable[tuple[str, str]], x: float, y: float, *, width: float = WIDTH) -> list[str]:
+    """(class, words) from left to right, in as many lines as they need."""
+    body, at = [], x
     for kind, words in entries:
-        body += [rectangle(x, y - 9, 11, 11, kind), text(x + 16, y, words, "faint")]
-        x += 32 + 0.92 * CHARACTER * len(words)
+        long = 32 + 0.92 * CHARACTER * len(words)
+        if at > x and at + long - 16 > width:
+            at, y = x, y + LEGEND_LINE
+        body += [rectangle(at, y - 9, 11, 11, kind), text(at + 16, y, words, "faint")]
+        at += long
     return body
+
+
+def legend_height(entries: Iterable[tuple[str, str]], x: float, *, width: float = WIDTH) -> float:
+    """What `legend` needs beyond its first line."""
+    lines, at = 1, x
+    for _, words in entries:
+        long = 32 + 0.92 * CHARACTER * len(words)
+        if at > x and at + long - 16 > width:
+            at, lines = x, lines + 1
+        at += long
+    return LEGEND_LINE * (lines - 1)
 
 
 def show_ms(ms: float) -> str:
     """`1.25 s`, `12.3 ms`, `45 µs`."""
-    if abs(ms) >= 1000:
-        return f"{ms / 1000:.3g} s"
-    if abs(ms) >= 0.1:
-        return f"{ms:.3g} ms"
+    if abs(ms) >= 999.5:
+        return f"{digits(ms / 1000)} s"
+    if abs(ms) >= 0.0995:
+        return f"{digits(ms)} ms"
     if abs(ms) < 1e-6:  # no clock tells a nanosecond from nothing: what is left of a sum
         return "0 ms"
-    return f"{1000 * ms:.2g} µs"
+    return f"{digits(1000 * ms, 2)} µs"
 
 
 def show_rate(per_second: float, unit: str) -> str:
     """`1.2 TFLOP/s`."""
     for letter, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(per_second) >= size:
-            return f"{per_second / size:.3g} {letter}{unit}/s"
-    return f"{per_second:.3g} {unit}/s"
+        if abs(per_second) >= 0.9995 * size:
+            return f"{digits(per_second / size)} {letter}{unit}/s"
+    return f"{digits(per_second)} {unit}/s"

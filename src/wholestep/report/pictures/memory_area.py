@@ -24,32 +24,34 @@ LAYERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("other", "batch and other", ("batch", "workspace", "other")),
 )
 """(class, words, categories), from the bottom."""
-HEIGHT, TOP, BOTTOM, LEFT, RIGHT = 470, 124, 44, 84, 18
+HEIGHT, TOP, BOTTOM, LEFT, RIGHT = 470, 124, 44, 70, 18
 FLOOR = HEIGHT - BOTTOM
 TITLE = "Memory over one step"
 
 
 def memory_area(
     memory: Mapping[str, Any] | None, *, eager: Mapping[str, Any] | None = None, budget: int | None = None,
-    capacity: int | None = None,
+    capacity: int | None = None, width: float = drawing.WIDTH,
 ) -> str:  # fmt: skip
     """The picture; without a timeline it says so."""
     timeline: Sequence[Any] = (memory or {}).get("timeline") or ()
     if memory is None or not timeline or not memory["peak_bytes"]:
-        return drawing.empty(TITLE, "memory was not measured", kind="memory")
+        return drawing.empty(TITLE, "memory was not measured", kind="memory", width=width)
     last = max(memory["num_instants"] - 1, 1)
-    across = drawing.scale(0, last, LEFT, drawing.WIDTH - RIGHT)
+    across = drawing.scale(0, last, LEFT, width - RIGHT)
     highest = max([memory["peak_bytes"], (eager or {}).get("peak_bytes") or 0])
     shown = [b for b in (budget, capacity) if b is not None and b <= 1.6 * highest]
     up = drawing.scale(0, 1.04 * max([highest, *shown]), FLOOR, TOP)
-    body = [*_bands(memory, across), *_grid(1.04 * max([highest, *shown]), up), *_areas(timeline, across, up)]
+    body = [*_bands(memory, across), *_grid(1.04 * max([highest, *shown]), up, width), *_areas(timeline, across, up)]
     if eager is not None and eager.get("timeline"):
         body.append(_outline(eager, memory, across, up))
-    body += _limits(budget, capacity, shown, up)
-    body += _peak(memory, across, up)
-    entries = [(kind, words) for kind, words, _ in LAYERS]
-    body += drawing.legend(entries + ([("outline-key", "eager PyTorch")] if eager else []), LEFT, HEIGHT - 8)
-    return drawing.svg(HEIGHT, TITLE, _description(memory, eager), body, kind="memory")
+    body += _limits(budget, capacity, shown, up, width)
+    body += _peak(memory, across, up, width)
+    entries = [(kind, words) for kind, words, _ in LAYERS] + ([("outline-key", "eager PyTorch")] if eager else [])
+    left = 4 if drawing.is_narrow(width) else LEFT
+    body += drawing.legend(entries, left, HEIGHT - 8, width=width)
+    height = HEIGHT + drawing.legend_height(entries, left, width=width)
+    return drawing.svg(height, TITLE, _description(memory, eager), body, kind="memory", width=width)
 
 
 def layer_bytes(split: Mapping[str, int], categories: Sequence[str]) -> int:
@@ -126,34 +128,38 @@ def _bands(memory: Mapping[str, Any], across: Scale) -> list[str]:
     return body
 
 
-def _grid(highest: float, up: Scale) -> list[str]:
+def _grid(highest: float, up: Scale, width: float) -> list[str]:
     unit = next((u for u in (2**30, 2**20, 2**10, 1) if highest >= 2 * u), 1)
     body = []
     for value in ticks(0, highest / unit, 5):
         y = up(value * unit)
         body += [
-            line(LEFT, y, drawing.WIDTH - RIGHT, y, "grid"),
+            line(LEFT, y, width - RIGHT, y, "grid"),
             text(LEFT - 8, y + 4, show_bytes(value * unit), "faint", "end"),
         ]
     return body
 
 
-def _limits(budget: int | None, capacity: int | None, shown: Sequence[int], up: Scale) -> list[str]:
+def _limits(
+    budget: int | None, capacity: int | None, shown: Sequence[int], up: Scale, width: float
+) -> list[str]:  # fmt: skip
     body = []
     for bytes_, kind, words in ((budget, "budget", "budget"), (capacity, "capacity", "memory of the device")):
         if bytes_ is not None and bytes_ in shown:
             y = up(bytes_)
-            body.append(line(LEFT, y, drawing.WIDTH - RIGHT, y, kind))
-            body.append(text(drawing.WIDTH - RIGHT - 4, y - 5, f"{words} {show_bytes(bytes_)}", "ink", "end"))
+            body.append(line(LEFT, y, width - RIGHT, y, kind))
+            body.append(text(width - RIGHT - 4, y - 5, f"{words} {show_bytes(bytes_)}", "ink", "end"))
     return body
 
 
-def _peak(memory: Mapping[str, Any], across: Scale, up: Scale) -> list[str]:
+def _peak(memory: Mapping[str, Any], across: Scale, up: Scale, width: float) -> list[str]:
     """A mark, and above the plot what the peak holds; the words lean away from the nearer edge."""
     x, y = across(memory["peak_instant"]), up(memory["peak_bytes"])
-    right = x > drawing.WIDTH / 2
+    right = x > width / 2
     anchor, at = ("end", x - 10) if right else ("start", x + 10)
-    body = [line(x, 20, x, y, "leader"), drawing.dot(x, y, 4, "mark")]
+    if drawing.is_narrow(width):  # from the edge, whatever the place of the peak
+        anchor, at, right = "start", 4.0, False
+    body = [line(x, TOP - 18 if drawing.is_narrow(width) else 20, x, y, "leader"), drawing.dot(x, y, 4, "mark")]
     body.append(text(at, 30, f"peak {show_bytes(memory['peak_bytes'])}", "ink strong", anchor))
     for number, held in enumerate(memory["top"][:3]):
         owner = (
@@ -166,7 +172,7 @@ def _peak(memory: Mapping[str, Any], across: Scale, up: Scale) -> list[str]:
         name = name or owner
         words = f"{show_bytes(held['bytes'])}  {held['category']}: {name}"
         shape = "x".join(map(str, held["shape"] or ()))
-        room = at - LEFT if right else drawing.WIDTH - RIGHT - at
+        room = at - LEFT if right else width - 4 - at
         hover = f"{words} {shape} {held['why']}"
         body.append(text(at, 52 + 19 * number, drawing.fitted(words, room), "faint", anchor, hover=hover))
     return body

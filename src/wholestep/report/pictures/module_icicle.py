@@ -21,18 +21,20 @@ NARROWEST = 1.5
 """Pixels: what is narrower is left out, and its place stays empty."""
 
 
-def module_icicle(tree: Mapping[str, Any] | None) -> str:
+def module_icicle(tree: Mapping[str, Any] | None, *, width: float = drawing.WIDTH) -> str:
     """The picture; without bytes it says so."""
     if not tree or not tree["bytes"]:
-        return drawing.empty(TITLE, "memory was not measured", kind="icicle")
+        return drawing.empty(TITLE, "memory was not measured", kind="icicle", width=width)
     body: list[str] = []
     root = dict(tree) | {"name": "the whole step", "names": ["the whole step"]}
-    depth = _draw(root, LEFT, drawing.WIDTH - LEFT - RIGHT, 0, 1, body)
-    height = (depth + 1) * ROW + 8
+    depth = _draw(root, LEFT, width - LEFT - RIGHT, 0, 1, body)
+    height = float((depth + 1) * ROW + 8)
     largest = sorted(tree["children"], key=lambda child: -child["bytes"])[:3]
     said = ", ".join(f"{label(child)} {show_bytes(child['bytes'])}" for child in largest)
-    body += drawing.legend([(kind, words) for kind, words, _ in LAYERS], LEFT, height + 18)
-    return drawing.svg(height + 28, TITLE, f"{show_bytes(tree['bytes'])}; largest: {said}", body, kind="icicle")
+    entries = [(kind, words) for kind, words, _ in LAYERS]
+    body += drawing.legend(entries, LEFT, height + 18, width=width)
+    height += 28 + drawing.legend_height(entries, LEFT, width=width)
+    return drawing.svg(height, TITLE, f"{show_bytes(tree['bytes'])}; largest: {said}", body, kind="icicle", width=width)
 
 
 def label(place: Mapping[str, Any]) -> str:

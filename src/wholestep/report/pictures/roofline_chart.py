@@ -1,11 +1,13 @@
 """The roofline: rows of the table in, SVG out, both axes logarithmic.
 
-The slope is the memory's bandwidth, the flat lines are the peaks of matrix units and of vector units. The ten costliest rows
-that compute anything are numbered, and named beside the plot, so that names never lie on each other.
+The slope is the memory's bandwidth, the flat lines are the peaks of matrix units and of vector units. What rows reached beyond
+them is drawn as a roof too, and named: a cache's bandwidth, or a peak measured while the machine was busy. The ten costliest
+rows that compute anything are numbered, and named beside the plot, or below a narrow one, so that names never lie on each other.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,42 +17,63 @@ from wholestep.report.pictures.drawing import dot, line, show_ms, show_rate, tex
 
 TITLE = "Roofline: what was reached against what the device allows"
 HEIGHT, TOP, BOTTOM, LEFT, SIDE = 420, 16, 46, 94, 356
-SHOWN = 10
+SHOWN, ENTRY = 10, 32
+BEYOND = 1.001
+"""Rounding apart."""
 
 
-def roofline_chart(rows: Sequence[Mapping[str, Any]], device: Mapping[str, Any], *, number_format: str = "fp32") -> str:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Plot:
+    """Where the plot lies in the picture, and the list of rows beside or below it."""
+
+    width: float
+    left: float
+    end: float
+    bottom: float
+    list_x: float
+    list_y: float
+    list_room: float
+
+
+def _plot(width: float) -> _Plot:
+    if drawing.is_narrow(width):
+        return _Plot(width, 88, width - 16, 300 - BOTTOM, 4, 326, width - 34)
+    return _Plot(width, LEFT, width - SIDE, HEIGHT - BOTTOM, width - SIDE + 20, TOP + 24, SIDE - 50)
+
+
+def roofline_chart(
+    rows: Sequence[Mapping[str, Any]], device: Mapping[str, Any], *, number_format: str = "fp32",
+    width: float = drawing.WIDTH,
+) -> str:  # fmt: skip
     """The picture; without rows that compute it says so."""
     drawn = [r for r in rows if r["flops"] and r["bytes"] and r["ms"] > 0]
     drawn = sorted(drawn, key=lambda r: -r["ms"])[:SHOWN]
     if not drawn:
-        return drawing.empty(TITLE, "no row has FLOPs, bytes and time", kind="roofline")
+        return drawing.empty(TITLE, "no row has FLOPs, bytes and time", kind="roofline", width=width)
     peak = device["peaks"].get(number_format) or device["vector_peak"]
     points = [(row["flops"] / row["bytes"], row["flops"] / row["ms"] * 1e3) for row in drawn]
+    plot, highest = _plot(width), max(peak, *(y for _, y in points))
     ridge = peak / device["bandwidth"]
     xs = _powers([x for x, _ in points] + [ridge / 4, ridge * 4])
-    ys = _powers([y / 2 for _, y in points] + [peak * 1.5])  # room for numbers that are moved down
-    across = drawing.scale(xs[0], xs[1], LEFT, drawing.WIDTH - SIDE)
-    up = drawing.scale(ys[0], ys[1], HEIGHT - BOTTOM, TOP)
-    body = [*_axes(xs, ys, across, up), *_roofs(xs, ys, device, peak, number_format, across, up)]
+    ys = _powers([y / 2 for _, y in points] + [highest * 1.5])  # room for numbers that are moved down
+    across, up = drawing.scale(*xs, plot.left, plot.end), drawing.scale(*ys, plot.bottom, TOP)
+    body = _axes(xs, ys, across, up, plot)
+    body += _roofs(xs, ys, device, peak, number_format, points, across, up)
     true = [(across(math.log10(x)), up(math.log10(y))) for x, y in points]
     for place, at in zip(true, places := _apart(true)):
         body += [line(*place, *at, "leader"), dot(*place, 2.5, "mark")] if place != at else []
     for number, (row, (x, y)) in enumerate(zip(drawn, places), start=1):
-        body += _point(number, row, x, y)
+        body += _point(number, row, x, y, plot)
     without = sum(1 for r in rows if not r["flops"] and r["ms"] > 0)
+    end = plot.list_y + ENTRY * len(drawn)
     if without:
-        body.append(
-            text(
-                drawing.WIDTH - SIDE + 20,
-                HEIGHT - 30,
-                f"without FLOPs, not drawn: {without} {'row' if without == 1 else 'rows'}",
-                "faint",
-            )
-        )
-    said = "; ".join(
+        words = f"without FLOPs, not drawn: {without} {'row' if without == 1 else 'rows'}"
+        body.append(text(plot.list_x, end if drawing.is_narrow(width) else HEIGHT - 30, words, "faint"))
+    described = "; ".join(
         f"{i} {_name(r)} {show_rate(y, 'FLOP')}" for i, (r, (_, y)) in enumerate(zip(drawn, points), start=1)
     )
-    return drawing.svg(HEIGHT, TITLE, said, body, kind="roofline")
+    height = end + 10 if drawing.is_narrow(width) else HEIGHT
+    return drawing.svg(height, TITLE, described, body, kind="roofline", width=width)
 
 
 def _powers(values: Sequence[float]) -> tuple[int, int]:
@@ -73,42 +96,49 @@ def _apart(places: list[tuple[float, float]], least: float = 17.0) -> list[tuple
     return found
 
 
-def _axes(xs: tuple[int, int], ys: tuple[int, int], across: drawing.Scale, up: drawing.Scale) -> list[str]:
-    floor, end = HEIGHT - BOTTOM, drawing.WIDTH - SIDE
+def _axes(
+    xs: tuple[int, int], ys: tuple[int, int], across: drawing.Scale, up: drawing.Scale, plot: _Plot
+) -> list[str]:  # fmt: skip
+    floor, end = plot.bottom, plot.end
     body = []
     for power in range(xs[0], xs[1] + 1):
         body += [line(across(power), TOP, across(power), floor, "grid")]
         body += [text(across(power), floor + 17, f"{10.0**power:g}", "faint", "middle")]
     for power in range(ys[0], ys[1] + 1):
-        body += [line(LEFT, up(power), end, up(power), "grid")]
-        body += [text(LEFT - 8, up(power) + 4, show_rate(10.0**power, "FLOP"), "faint", "end")]
-    return body + [text((LEFT + end) / 2, HEIGHT - 8, "FLOPs per byte moved", "ink", "middle")]
+        body += [line(plot.left, up(power), end, up(power), "grid")]
+        body += [text(plot.left - 6, up(power) + 4, show_rate(10.0**power, "FLOP"), "faint", "end")]
+    return body + [text((plot.left + end) / 2, floor + 38, "FLOPs per byte moved", "ink", "middle")]
 
 
 def _roofs(
     xs: tuple[int, int], ys: tuple[int, int], device: Mapping[str, Any], peak: float, number_format: str,
-    across: drawing.Scale, up: drawing.Scale,
+    points: Sequence[tuple[float, float]], across: drawing.Scale, up: drawing.Scale,
 ) -> list[str]:  # fmt: skip
-    """The slope up to each peak, and the peak to the right edge; clipped to the plot."""
+    """The slope up to each peak, and the peak to the right edge; clipped to the plot. Then what was reached beyond them."""
     bandwidth = device["bandwidth"]
-    start = max(xs[0], ys[0] - math.log10(bandwidth))
     body = []
     peaks = [(peak, "roof", f"{show_rate(peak, 'FLOP')} {number_format}")]
+    reached, moved = max(y for _, y in points), max(y / x for x, y in points)
+    if reached > BEYOND * peak:
+        peaks.insert(0, (reached, "roof dashed", f"{show_rate(reached, 'FLOP')} reached"))
+    start = max(xs[0], ys[0] - math.log10(max(moved, bandwidth)))
     if abs(device["vector_peak"] / peak - 1) > 0.05:
         peaks.append((device["vector_peak"], "roof dashed", f"{show_rate(device['vector_peak'], 'FLOP')} vector units"))
     for value, kind, words in peaks:
         corner = min(max(math.log10(value / bandwidth), start), xs[1])
         body.append(line(across(corner), up(math.log10(value)), across(xs[1]), up(math.log10(value)), kind))
         body.append(text(across(xs[1]) - 6, up(math.log10(value)) - 6, words, "ink", "end"))
-    corner = min(math.log10(max(v for v, _, _ in peaks) / bandwidth), xs[1])
-    low, high = up(start + math.log10(bandwidth)), up(corner + math.log10(bandwidth))
-    body.append(line(across(start), low, across(corner), high, "roof"))
-    angle = math.degrees(math.atan2(high - low, across(corner) - across(start)))
-    x, y = (across(start) + across(corner)) / 2, (low + high) / 2
-    words = f"{show_rate(bandwidth, 'B')} memory"
-    body.append(
-        f'<g transform="translate({x:.1f} {y - 7:.1f}) rotate({angle:.1f})">{text(0, 0, words, "ink", "middle")}</g>'
-    )
+    slopes = [(bandwidth, "roof", "memory", 14 if moved > BEYOND * bandwidth else -7)]
+    slopes += [(moved, "roof dashed", "reached, from caches", -7)] if moved > BEYOND * bandwidth else []
+    for rate, kind, name, offset in slopes:
+        first = max(start, ys[0] - math.log10(rate))
+        corner = min(math.log10(max(v for v, _, _ in peaks) / rate), xs[1])
+        low, high = up(first + math.log10(rate)), up(corner + math.log10(rate))
+        body.append(line(across(first), low, across(corner), high, kind))
+        angle = math.degrees(math.atan2(high - low, across(corner) - across(first)))
+        x, y = (across(first) + across(corner)) / 2, (low + high) / 2
+        words = text(0, offset, f"{show_rate(rate, 'B')} {name}", "ink", "middle")
+        body.append(f'<g transform="translate({x:.1f} {y:.1f}) rotate({angle:.1f})">{words}</g>')
     return body
 
 
@@ -118,20 +148,16 @@ def _name(row: Mapping[str, Any]) -> str:
     return f"{row['name']} {row['phase']}" + (f" {row['module']}" if row["module"] else "")
 
 
-def _point(number: int, row: Mapping[str, Any], x: float, y: float) -> list[str]:
+def _point(number: int, row: Mapping[str, Any], x: float, y: float, plot: _Plot) -> list[str]:
     kind = "compute" if row["bound"] == "compute" else "memory-bound"
     hover = f"{_name(row)}: {show_ms(row['ms'])}, {row['bound']}-bound, least {show_ms(row['floor_ms'])}"
-    side, line_y = drawing.WIDTH - SIDE + 20, TOP + 24 + 32 * (number - 1)
+    side, line_y = plot.list_x, plot.list_y + ENTRY * (number - 1)
+    figures = f"{show_ms(row['ms'])}, {row['bound']}-bound, least {show_ms(row['floor_ms'])}"
     return [
         dot(x, y, 8, kind, hover=hover),
         text(x, y + 4, str(number), "on-dot", "middle", hover=hover),
         dot(side + 8, line_y - 5, 8, kind),
         text(side + 8, line_y - 1, str(number), "on-dot", "middle"),
-        text(side + 24, line_y - 4, drawing.fitted(_name(row), SIDE - 50), "ink", hover=hover),
-        text(
-            side + 24,
-            line_y + 10,
-            f"{show_ms(row['ms'])}, {row['bound']}-bound, least {show_ms(row['floor_ms'])}",
-            "small",
-        ),
+        text(side + 24, line_y - 4, drawing.fitted(_name(row), plot.list_room), "ink", hover=hover),
+        text(side + 24, line_y + 10, figures, "small"),
     ]

@@ -24,3 +24,18 @@ document.querySelectorAll("table.sortable").forEach(function (table) {
     });
   });
 });
+document.querySelectorAll("button.copy").forEach(function (button) {
+  button.addEventListener("click", function () {
+    const code = button.parentElement.querySelector("code");
+    const range = document.createRange();
+    range.selectNodeContents(code);
+    const selection = window.getSelection();
+    selection.removeAllRanges();
+    selection.addRange(range);
+    const written = navigator.clipboard ? navigator.clipboard.writeText(code.textContent) : Promise.reject();
+    written.then(function () { return true; }, function () { return document.execCommand("copy"); }).then(function (done) {
+      button.textContent = done ? "copied" : "selected";
+      setTimeout(function () { button.textContent = "copy"; }, 1500);
+    });
+  });
+});

@@ -2,18 +2,50 @@
 
 from __future__ import annotations
 
-from wholestep.schedule.modules import Modules
-from wholestep.schedule.verb import NoEngineYet, verb
+import dataclasses
+from collections.abc import Mapping
+
+from torch import fx
+
+from wholestep.capture.edits import Rewrite
+from wholestep.capture.front.replay import path_of
+from wholestep.errors import BadOption
+from wholestep.graph.mesh import AXES, FORKED
+from wholestep.schedule.modules import Modules, fits, nearest
+from wholestep.schedule.verb import Verb, verb
 
 
 @verb
-class fork_rng(NoEngineYet):
-    """Let the random numbers of a module differ between the ranks of a mesh axis, where each has a part of the values.
+class fork_rng(Verb):
+    """Let each rank of a mesh axis draw a module's random numbers by itself, where it has a part of the values.
 
-    over: the mesh axis. Without it all ranks draw alike. Example: sch["layers.*.attn"].fork_rng()
+    over: the mesh axis. Without it a part gets the very numbers that it has in the whole, so that a mesh trains what one
+    rank does; with it a step is no longer comparable with one rank. Values that are the same on all ranks stay so: a module that
+    draws for such values is an error. Example: sch["layers.*.attn"].fork_rng()
     """
 
     over: str = "tp"
 
     def check(self, modules: Modules) -> None:
         modules.select(self.at)
+        if self.over not in AXES:
+            raise BadOption(
+                f"fork_rng over={self.over!r}", hint=nearest(str(self.over), list(AXES), f"axes: {', '.join(AXES)}")
+            )
+
+    def rewrite(self) -> Rewrite:
+        return _Forked(self.at, self.over)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Forked:
+    """Marks what the modules compute."""
+
+    at: str
+    over: str
+
+    def __call__(self, module: fx.GraphModule, paths: Mapping[int, str]) -> None:
+        for node in module.graph.nodes:
+            parts = path_of(node.meta.get("nn_module_stack") or {}, paths).split(".")
+            if any(fits(".".join(parts[:count]), self.at) for count in range(len(parts) + 1)):
+                node.meta[FORKED] = self.over

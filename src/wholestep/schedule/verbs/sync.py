@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from wholestep.errors import BadOption
 from wholestep.schedule.modules import Modules, nearest
-from wholestep.schedule.verb import NoEngineYet, verb
+from wholestep.schedule.verb import Verb, verb
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
 WHEN = ("forward", "backward", "forward_input")
 
 
 @verb
-class sync(NoEngineYet):
-    """Exchange a module's values between the ranks of a mesh axis. It follows from `shard`; given, it is checked against that.
+class sync(Verb):
+    """Exchange a module's values between the ranks of a mesh axis.
 
-    operation: all_reduce, all_gather, reduce_scatter or scatter. when: forward (of its output), backward (of the gradient of its
-    input) or forward_input. axis: the dimension that is gathered or scattered. over: the mesh axis.
+    operation: all_reduce follows from `shard`, and a line that asks for it is checked against that. all_gather (a cut value
+    becomes whole), scatter (a whole one is cut) and reduce_scatter (a partial sum is summed up and cut) are carried out, and
+    checked to find such a value. when: forward (the output), forward_input, or backward (the gradient of the input; all_reduce
+    only). axis: the dimension that is gathered or scattered. over: the mesh axis.
     Example: sch["layers.*.mlp.down"].sync("all_reduce")
     """
 
@@ -32,3 +34,6 @@ class sync(NoEngineYet):
                 raise BadOption(f"sync {what}={value!r}", hint=hint)
         if self.operation != "all_reduce" and not isinstance(self.axis, int):
             raise BadOption(f"sync {self.operation} without a dimension", hint="give axis=")
+        if self.operation != "all_reduce" and self.when == "backward":
+            hint = "what the backward pass exchanges follows from the forward pass"
+            raise BadOption(f"sync {self.operation} in the backward pass", hint=hint)

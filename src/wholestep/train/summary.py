@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import shlex
 import textwrap
@@ -10,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from wholestep.cli.display import duration, rate
 from wholestep.graph.bytes import show_bytes
+from wholestep.graph.counted import counted
 from wholestep.report.loss_picture import loss_picture
 from wholestep.report.terminal_picture import chart, sparkline
+from wholestep.train.display import duration, rate
 from wholestep.train.metrics import METRICS, losses_of, read_rows
 from wholestep.train.run_folder import EXPLAIN, PICTURE, SAMPLE, RunFolder, open_run, write_whole
 from wholestep.train.running import Outcome
@@ -25,7 +27,7 @@ def write_picture(run: RunFolder) -> Path:
     """loss.svg of a run, from its metrics."""
     rows = read_rows(run.path / METRICS)
     losses, held = losses_of(rows), losses_of(rows, "held_out_loss")
-    parts = [f"{run.facts.get('parameters', 0):,} parameters", f"{losses[-1][0]:,} steps" if losses else "no steps"]
+    parts = [f"{run.facts.get('parameters', 0):,} parameters", counted(losses[-1][0], "step") if losses else "no steps"]
     parts += [f"held-out loss {held[-1][1]:.4f}"] if held else []
     path = run.path / PICTURE
     write_whole(path, loss_picture(rows, title=title_of(run), subtitle=", ".join(parts)))
@@ -41,29 +43,35 @@ def title_of(run: RunFolder) -> str:
 
 def tell(outcome: Outcome, request: Mapping[str, Any], stream: IO[str]) -> None:
     """The last lines of a run, for people."""
-    run = open_run(outcome.folder)
-    write_picture(run)
-    blocks = blocks_fit(stream)
-    points = [(float(step), loss) for step, loss in losses_of(read_rows(outcome.folder / METRICS))]
-    lines = [_headline(outcome, run), *_losses(outcome)]
-    if stream.isatty():
-        lines += ["", *chart(points, blocks=blocks), ""]
-    elif points:
-        lines.append(f"{'':10}{sparkline(points, blocks=blocks)}")
-    lines += _sample(outcome)
-    lines += [f"files     {outcome.folder}: {', '.join(_files(outcome))}"]
+    write_picture(open_run(outcome.folder))
+    lines = outcome_lines(outcome, blocks=blocks_fit(stream), wide=stream.isatty())
     for label, command in zip(("next", "", ""), next_commands(outcome, request), strict=False):
         lines.append(f"{label:10}{command}")
     print("\n".join(lines), file=stream, flush=True)
 
 
+def outcome_lines(outcome: Outcome, *, blocks: bool = True, wide: bool = False) -> list[str]:
+    """How the run went; `wide` draws the loss over several lines."""
+    points = [(float(step), loss) for step, loss in losses_of(read_rows(outcome.folder / METRICS))]
+    lines = [headline(outcome), *_losses(outcome)]
+    if wide:
+        lines += ["", *chart(points, blocks=blocks), ""]
+    elif points:
+        lines.append(f"{'':10}{sparkline(points, blocks=blocks)}")
+    return [*lines, *_sample(outcome), f"files     {outcome.folder}: {', '.join(_files(outcome))}"]
+
+
+def outcome_html(outcome: Outcome) -> str:
+    """The same for a notebook: the lines, and the picture of the loss."""
+    lines = html.escape("\n".join([headline(outcome), *_losses(outcome), *_sample(outcome)]))
+    rows = read_rows(outcome.folder / METRICS)
+    return f"<pre>{lines}</pre>\n{loss_picture(rows, title=title_of(open_run(outcome.folder)))}"
+
+
 def tell_briefly(outcome: Outcome, stream: IO[str]) -> None:
     """One line, for --quiet."""
-    run = open_run(outcome.folder)
-    write_picture(run)
-    print(
-        _headline(outcome, run) + "; " + "; ".join(line[10:] for line in _losses(outcome)[:1]), file=stream, flush=True
-    )
+    write_picture(open_run(outcome.folder))
+    print(headline(outcome) + "; " + "; ".join(line[10:] for line in _losses(outcome)[:1]), file=stream, flush=True)
 
 
 def as_json(outcome: Outcome, request: Mapping[str, Any]) -> str:
@@ -77,13 +85,13 @@ def next_commands(outcome: Outcome, request: Mapping[str, Any]) -> list[str]:
     """Commands that work from here."""
     folder = shlex.quote(str(outcome.folder))
     more = "" if outcome.status == "interrupted" else f" --steps {2 * outcome.steps}"
-    return [f"wholestep train --resume --out {folder}{more}", f"wholestep explain {folder}", verify_command(request)]
+    return [f"wholestep train --resume --out {folder}{more}", f"wholestep eval {folder}", verify_command(request)]
 
 
 def verify_command(request: Mapping[str, Any]) -> str:
     """`wholestep verify` of what was trained."""
     words = ["wholestep", "verify", str(request.get("model"))]
-    for option in ("data", "batch", "seq", "precision", "memory", "plan"):
+    for option in ("data", "glob", "field", "tokenizer", "batch", "seq", "precision", "memory", "plan"):
         if request.get(option) is not None:
             words += [f"--{option}", str(request[option])]
     for text in request.get("sets") or ():
@@ -100,11 +108,13 @@ def blocks_fit(stream: IO[str]) -> bool:
     return True
 
 
-def _headline(outcome: Outcome, run: RunFolder) -> str:
+def headline(outcome: Outcome) -> str:
+    """`trained   gpt-1m on shakespeare: 1,200 steps in 1:34 (...)`."""
+    run = open_run(outcome.folder)
     speed = "" if outcome.units_per_second is None else f"{rate(outcome.units_per_second)} {outcome.unit}/s, "
     verb = "trained" if outcome.status == "finished" else "stopped"
     return (
-        f"{verb}   {title_of(run)}: {outcome.steps:,} steps in {duration(outcome.seconds)} ({speed}"
+        f"{verb}   {title_of(run)}: {counted(outcome.steps, 'step')} in {duration(outcome.seconds)} ({speed}"
         f"{show_bytes(outcome.memory_bytes)}), compiled in {duration(outcome.compile_seconds)}"
     )
 
@@ -123,7 +133,7 @@ def _losses(outcome: Outcome) -> list[str]:
 
 def by_loss_scaling(count: int) -> str:
     """`3 steps skipped by loss scaling`."""
-    return f"{count} step{'' if count == 1 else 's'} skipped by loss scaling"
+    return f"{counted(count, 'step')} skipped by loss scaling"
 
 
 def _sample(outcome: Outcome) -> list[str]:

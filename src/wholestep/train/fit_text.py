@@ -6,15 +6,20 @@ that says what they are worth.
 
 from __future__ import annotations
 
+import html
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from wholestep.graph.bytes import show_bytes
+from wholestep.graph.counted import counted
 from wholestep.graph.plan import Plan
+from wholestep.plan.frontier import round_up
 from wholestep.report.pictures.drawing import show_ms
+from wholestep.report.pictures.frontier_staircase import Peer, frontier_staircase
 from wholestep.report.terminal_frontier import frontier_plot
-from wholestep.train.fit import Fit, remedies
+from wholestep.train.fit import Fit
+from wholestep.train.remedies import remedies
 
 GIB = 2**30
 KINDS = (
@@ -25,14 +30,15 @@ MOST_LINES = 12
 WIDTH = 110
 
 
-def fit_lines(fit: Fit, *, blocks: bool = True) -> list[str]:
+def fit_lines(fit: Fit, *, blocks: bool = True, plot: bool = True) -> list[str]:
     """A page: the answer, where the memory goes, the plan, the largest batch, time against memory."""
     lines = [verdict(fit)]
     lines += [f"{'help' if i == 0 else '':10}{text}" for i, text in enumerate(remedies(fit))]
     lines += ["", *_memory(fit), "", *_plan(fit), "", *_largest(fit), "", *_frontier(fit)]
     unit = "x" if fit.question.target.times == "relative" else "ms"
     limit = fit.question.budget_bytes / GIB
-    lines += ["", *frontier_plot(plotted(fit), limit=limit, chosen=fit.chosen, unit=unit, blocks=blocks)]
+    if plot:
+        lines += ["", *frontier_plot(plotted(fit), limit=limit, chosen=fit.chosen, unit=unit, blocks=blocks)]
     stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in fit.seconds.items() if name != "all")
     lines += ["", f"note      {_times(fit)}", *(f"note      {note}" for note in fit.notes)]
     return lines + [f"answered  in {fit.seconds['all']:.1f} s ({stages}); no GPU was used"]
@@ -45,7 +51,7 @@ def verdict(fit: Fit) -> str:
     whole = device.title if fit.question.target.times == "relative" else f"{device.title}, {show_bytes(budget)}"
     where = whole if budget == device.memory_bytes else f"{show_bytes(budget)} of {device.title}"
     if not fit.fits:
-        return f"{_title(fit)}: does not fit {where}; the least is {show_bytes(used)}"
+        return f"{_title(fit)}: does not fit {where}; the least is {show_bytes(round_up(used))}"
     return f"{_title(fit)}: fits {where}; takes {show_bytes(used)}, {time_of(fit, point.seconds)} per step (predicted)"
 
 
@@ -61,7 +67,9 @@ def _title(fit: Fit) -> str:
     sizes = f"batch {settings['batch']}" if settings.get("batch") else ""
     sizes += f" x {settings['seq']}" if settings.get("seq") else ""
     parts = f" in {settings['accumulate']} parts" if settings.get("accumulate", 1) > 1 else ""
-    return ", ".join(part for part in (fit.name, sizes + parts, settings["precision"]) if part)
+    mesh = fit.question.mesh
+    ranks = f"each of {mesh.num_ranks} ranks ({mesh})" if mesh is not None and mesh.num_ranks > 1 else ""
+    return ", ".join(part for part in (fit.name, sizes + parts, settings["precision"], ranks) if part)
 
 
 def _times(fit: Fit) -> str:
@@ -87,7 +95,7 @@ def _memory(fit: Fit) -> list[str]:
 def _plan(fit: Fit) -> list[str]:
     told = plan_words(fit.frontier[fit.shown].plan)
     if len(told) > MOST_LINES:
-        told = [*told[:MOST_LINES], f"... and {len(told) - MOST_LINES} lines more (--out plan.toml, --json)"]
+        told = [*told[:MOST_LINES], f"... and {counted(len(told) - MOST_LINES, 'line')} more (--out plan.toml, --json)"]
     return [f"{'plan' if i == 0 else '':10}{text}" for i, text in enumerate(told)]
 
 
@@ -151,6 +159,24 @@ def plotted(fit: Fit) -> Sequence[tuple[float, float]]:
     """(GiB on the card, ms or multiples of the fastest) of every point."""
     unit = fit.frontier[0].seconds if fit.question.target.times == "relative" else 1e-3
     return [(card / GIB, point.seconds / unit) for point, card in zip(fit.frontier, fit.cards)]
+
+
+def fit_picture(fit: Fit, peers: Sequence[Peer] = ()) -> str:
+    """The staircase of a Fit; peers only where times are comparable."""
+    times = fit.question.target.times
+    knees = [(x, y, point.change) for (x, y), point in zip(plotted(fit), fit.frontier)]
+    name, _, answer = verdict(fit).partition(": ")
+    subtitle = answer + (" (not calibrated)" if times == "not calibrated" and "not calibrated" not in answer else "")
+    return frontier_staircase(
+        knees, title=name, subtitle=subtitle, unit="x" if times == "relative" else "ms",
+        budget=fit.question.budget_bytes / GIB, chosen=fit.chosen, peers=() if times == "relative" else peers,
+    )  # fmt: skip
+
+
+def fit_html(fit: Fit) -> str:
+    """For a notebook: the lines down to the frontier, and the staircase of time against memory."""
+    lines = fit_lines(fit, plot=False)
+    return f"<pre>{html.escape(chr(10).join(lines))}</pre>\n{fit_picture(fit)}"
 
 
 def fit_json(fit: Fit) -> dict[str, Any]:

@@ -1,0 +1,40 @@
+"""What the argument parser refuses, as one line that says what to do.
+
+The parser's own suggestions go by letters alone, dashes included: for `--lr` it names `--plan`. Here a training value is found
+under `--set`, and an option only where its name is near.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from wholestep.errors import BadOption
+
+
+def explained(error: Any) -> str:
+    """What to print after `wholestep: `; empty where the parser has printed the help already."""
+    named = getattr(error, "option_name", None)
+    if named and hasattr(error, "possibilities"):  # no such option
+        return str(unknown_option(named, error.ctx))
+    text = " ".join(str(error.format_message()).split())
+    command = getattr(getattr(error, "ctx", None), "command_path", None)
+    missing = getattr(error, "param", None) is not None and text.startswith("Missing")
+    return f"{text} See {command} --help." if missing and command else text
+
+
+def unknown_option(named: str, context: Any) -> BadOption:
+    """The error for an option that the command does not have."""
+    options = [option for parameter in context.command.params for option in getattr(parameter, "opts", ())]
+    options = [option for option in options if option.startswith("--")]
+    word = named.lstrip("-").partition("=")[0]
+    what = f"there is no option {named}"
+    close = difflib.get_close_matches(word, [option[2:] for option in options], n=1, cutoff=0.7)
+    if "--set" in options:
+        from wholestep.train.wishes import TRAINING
+
+        key = word.replace("-", "_")
+        wanted = difflib.get_close_matches(key, TRAINING, n=1, cutoff=0.7 if not close else 1.0)
+        if key in TRAINING or wanted:
+            return BadOption(what, hint=f"did you mean --set {key if key in TRAINING else wanted[0]}=VALUE?")
+    return BadOption(what, hint=f"did you mean --{close[0]}?" if close else f"see {context.command_path} --help")

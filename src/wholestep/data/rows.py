@@ -1,0 +1,162 @@
+"""The documents of one file: a text is one, JSON lines and parquet hold one per row.
+
+In: a path and the field that holds the text. Out: texts as UTF-8, one by one. What is no text is an error that names the file and
+the row: trained on, it would be noise that nobody asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from wholestep.errors import BadOption, WholestepWarning
+
+FIELD = "text"
+JSON_LINES = (".jsonl", ".ndjson")
+PARQUET = (".parquet", ".pq")
+_BOM = b"\xef\xbb\xbf"
+_WIDE = (b"\xff\xfe", b"\xfe\xff")
+_ROWS = 1000
+"""Read at a time."""
+
+
+def has_fields(path: Path) -> bool:
+    return path.suffix.lower() in (*JSON_LINES, *PARQUET)
+
+
+def of_file(path: Path, field: str, *, in_folder: bool) -> Iterator[bytes]:
+    """Its documents. An empty file is passed over in a folder, with a note."""
+    if path.suffix.lower() in PARQUET:
+        yield from _parquet(path, field)
+        return
+    if path.suffix.lower() in JSON_LINES:
+        yield from _json_lines(path, field)
+        return
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise BadOption(f"data {str(path)!r} cannot be read: {error.strerror or error}") from None
+    if content.strip():
+        yield checked_text(content, str(path), hint="leave it out with --glob" if in_folder else "")
+    elif in_folder:
+        warnings.warn(f"{path} is empty, and passed over", WholestepWarning, stacklevel=2)
+    else:
+        raise BadOption(f"data {str(path)!r} is an empty file", hint="give a text of a few thousand characters or more")
+
+
+def checked_text(content: bytes, shown: str, *, hint: str = "") -> bytes:
+    """`content`, found to be UTF-8 without the bytes that no text has."""
+    otherwise = hint or "give a text in UTF-8"
+    if content.startswith(_WIDE):
+        raise BadOption(f"{shown} is text in UTF-16", hint="convert it to UTF-8")
+    if b"\0" in content:
+        raise BadOption(f"{shown} is no text: byte {content.index(0):,} is 0", hint=otherwise)
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        what = f"{shown} is no text in UTF-8: byte {error.start:,} is {content[error.start]:#04x}"
+        raise BadOption(what, hint=hint or "convert it to UTF-8, if it is text") from None
+    return content.removeprefix(_BOM)
+
+
+def _field(row: Any, field: str, shown: str) -> bytes:
+    if not isinstance(row, dict):
+        raise BadOption(f"{shown} is no object with a field {field!r}", hint='a row is {"text": "..."}')
+    if field not in row:
+        names = ", ".join(map(str, row)) or "nothing"
+        raise BadOption(f"{shown} has no field {field!r}", hint=f"it has {names}; choose one with --field")
+    value = row[field]
+    if not isinstance(value, str):
+        raise BadOption(f"{shown}: its {field!r} is {json.dumps(value)[:40]}, no text", hint="mend or remove that row")
+    try:
+        return value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise BadOption(f"{shown}: its {field!r} is no valid Unicode", hint="mend or remove that row") from None
+
+
+def _json_lines(path: Path, field: str) -> Iterator[bytes]:
+    empty = True
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                shown = f"{path} line {number}"
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    why = error.msg if isinstance(error, json.JSONDecodeError) else "no UTF-8, or nested too deeply"
+                    raise BadOption(f"{shown} is not JSON: {why}", hint="mend or remove that line") from None
+                empty = False
+                yield _field(row, field, shown)
+    except OSError as error:
+        raise BadOption(f"data {str(path)!r} cannot be read: {error.strerror or error}") from None
+    if empty:
+        raise BadOption(f"data {str(path)!r} holds no rows", hint='a row is a line such as {"text": "..."}')
+
+
+def _parquet(path: Path, field: str) -> Iterator[bytes]:
+    needs("pyarrow", f"{path}, a parquet file,")
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if field not in names:
+                raise BadOption(
+                    f"{path} has no column {field!r}", hint=f"it has {', '.join(names)}; choose with --field"
+                )
+            number = 0
+            for batch in file.iter_batches(columns=[field], batch_size=_ROWS):
+                for value in batch.column(0).to_pylist():
+                    yield _field({field: value}, field, f"{path} row {number}")
+                    number += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        raise BadOption(f"{path} cannot be read as parquet: {(str(error).splitlines() or [''])[0][:200]}") from None
+    if not number:
+        raise BadOption(f"data {str(path)!r} holds no rows", hint="give a file with rows")
+
+
+# ---- folders of the package datasets ----
+
+
+def is_dataset(folder: Path) -> bool:
+    """Whether `save_to_disk` of the package datasets wrote it."""
+    return (folder / "dataset_dict.json").is_file() or (
+        (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+    )
+
+
+def of_dataset(folder: Path, field: str) -> Iterator[tuple[str, bytes]]:
+    """(name of the split, text) of every row."""
+    needs("datasets", f"{folder}, written by datasets,")
+    import datasets
+
+    try:
+        found = datasets.load_from_disk(str(folder))
+    except Exception as error:  # whatever a damaged folder leads to
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BadOption(f"{folder} cannot be read by the package datasets: {first[:200]}") from None
+    splits = dict(found) if isinstance(found, dict) else {"rows": found}
+    for name, table in splits.items():
+        if field not in table.column_names:
+            listed = ", ".join(table.column_names)
+            raise BadOption(f"{folder} has no column {field!r}", hint=f"it has {listed}; choose with --field")
+        number = 0
+        for part in table.select_columns([field]).iter(batch_size=_ROWS):
+            for value in part[field]:
+                yield name, _field({field: value}, field, f"{folder} row {number} of {name}")
+                number += 1
+
+
+def needs(package: str, why: str, *, install: str | None = None) -> None:
+    """One line when a package is not installed; `install`: its name for pip, where that is another one."""
+    if importlib.util.find_spec(package) is None:
+        name = install or package
+        hint = f"pip install {name}, or 'wholestep[data]'"
+        raise BadOption(f"{why} needs the package {name}, which is not installed", hint=hint)

@@ -1,0 +1,83 @@
+"""`--data package.module:callable`: batches from a function of the user's, for a model of Wholestep's or of transformers.
+
+In: the name, and sizes that the function may ask for by naming a parameter `batch`, `seq` or `seed`. Out: Batches, over the
+iterable it returns (a DataLoader, a dataset of batches). Where it has a parameter `held_out`, it is called once more with True.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wholestep.errors import BadOption
+from wholestep.train import resolve
+from wholestep.train.loader import LoaderBatches, is_iterable_of_batches
+
+MOST_HELD_OUT = 64
+"""Batches kept of what is held out."""
+
+
+class CalledBatches(LoaderBatches):
+    """What the function's iterable gives."""
+
+    def __init__(self, name: str, *, batch: int, seq: int | None, seed: int, device: torch.device) -> None:
+        self.name = name
+        function = resolve.find_function(name, what="data")
+        takes, _ = resolve.parameters(function)
+        given = {"batch": batch, "seq": seq, "seed": seed}
+        self._given = {key: value for key, value in given.items() if key in takes}
+        self._function, self._holds_out = function, "held_out" in takes
+        super().__init__(self._called(), seed, device)
+        self.digest = _digest(self.batch(0))
+
+    def _called(self, **more: Any) -> Any:
+        made = resolve.call_one(self.name, self._function, {**self._given, **more})
+        if not is_iterable_of_batches(made):
+            what = f"{self.name} returned a {type(made).__name__}, nothing to go through"
+            raise BadOption(what, hint="return a DataLoader, or an object whose __iter__ gives batches")
+        return made
+
+    def held_out(self) -> list[Any]:
+        """The first batches that the function holds out; none where it has no such parameter."""
+        return list(itertools.islice(self.passages(False), MOST_HELD_OUT))
+
+    def passages(self, whole: bool) -> Iterator[Any]:
+        """What is held out, once; or every batch of the training part."""
+        if not whole and not self._holds_out:
+            return
+        loader = LoaderBatches(self._called(**({} if whole else {"held_out": True})), self.seed, self.device)
+        for number in itertools.count():
+            made = loader.batch(number)
+            if loader._epoch > 0:
+                return
+            yield made
+
+    def describe(self) -> str:
+        return f"{self.name}: {super().describe()}"
+
+
+def _digest(batch: Any) -> str:
+    """Twelve digits of the first batch: the best that can be known of a function."""
+    digest = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor):
+            digest.update(repr((value.dtype, value.shape)).encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, dict):
+            for key in sorted(value, key=str):
+                digest.update(str(key).encode())
+                add(value[key])
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                add(item)
+        else:
+            digest.update(repr(value).encode())
+
+    add(batch)
+    return digest.hexdigest()[:12]
