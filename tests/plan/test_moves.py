@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from tests.passes.test_offload import captured
 from torch import fx
 
-from wholestep.cost import find_device
+from wholestep.cost.devices import find_device
 from wholestep.errors import BadOption
 from wholestep.graph.copies import copy_graph
 from wholestep.graph.plan import Plan
@@ -43,10 +44,10 @@ def slow_card() -> Any:
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in (("passes.stream_state.MOST_BYTES", 4096), ("plan.moves.MOST_BYTES", 4096)):
-        monkeypatch.setattr(f"wholestep.{name}", size)
-    for module in ("moves", "memory"):
-        monkeypatch.setattr(f"wholestep.plan.{module}.STATE_IN_FLIGHT", 4 * 4096)
+    for module in ("passes.stream_state", "plan.moves"):
+        monkeypatch.setattr(importlib.import_module(f"wholestep.{module}"), "MOST_BYTES", 4096)
+    for module in ("plan.moves", "plan.memory"):
+        monkeypatch.setattr(importlib.import_module(f"wholestep.{module}"), "STATE_IN_FLIGHT", 4 * 4096)
 
 
 def test_room_outside_makes_leaner_plans_and_no_slower_ones() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from wholestep.cost import find_device
+from wholestep.cost.devices import find_device
 from wholestep.errors import BadOption
 from wholestep.tiers import links
 from wholestep.tiers.links import measure_folder, measure_link, told_links
