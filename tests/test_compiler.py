@@ -59,6 +59,7 @@ SHARDS = (
 AGAIN = ("layers.*.1/gelu", "layers.*.0/addmm")
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "memory": [{"memory": "64MiB"}, {"memory": "60KiB"}],
+    "host_memory": [{"host_memory": "1MiB"}],
     "plan": [
         {"plan": Plan(recompute=AGAIN)},
         {"plan": Plan(early_update=False)},
@@ -68,6 +69,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"plan": Plan(layout={"mixed": "channels_last"})},
         {"plan": Plan(recompute=AGAIN, precision={"head": "fp32"}), "precision": "bf16"},
         {"plan": Plan(fuse=("layers.*",))},
+        {"plan": Plan(host=("layers.*.1/gelu",), state={"*": "host"})},
+        {"plan": Plan(file=("layers.*.0/addmm",)), "offload_path": "here"},
     ],
     "recipe": [
         {"recipe": Recipe((make("recompute", "layers.*", every=2), make("precision", "head", "bf16")))},
@@ -87,6 +90,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "those that leave the program as it is": [
         {
             "check": "off",
+            "mesh": None,
             "cuda_graph": False,
             "cache": False,
             "dump": "here",
@@ -109,8 +113,7 @@ def compiled_and_verified(options: dict[str, Any]) -> tuple[Any, Any]:
 @pytest.mark.parametrize("options", CASES)
 def test_what_is_verified_is_what_runs(options: dict[str, Any], tmp_path: Path) -> None:
     options = {"backend": "interpret", "cache": False, **options}
-    if "dump" in options:
-        options["dump"] = str(tmp_path)
+    options |= {name: str(tmp_path) for name in ("dump", "offload_path") if name in options}
     step, report = compiled_and_verified(options)
     assert step.program is not None and report.programs == [step.program], (step.explain(), str(report))
     assert report.ok, str(report)
@@ -119,12 +122,23 @@ def test_what_is_verified_is_what_runs(options: dict[str, Any], tmp_path: Path) 
 def test_no_option_and_no_field_is_forgotten() -> None:
     tried = {name for cases in OPTIONS.values() for case in cases for name in case}
     assert tried == {field.name for field in dataclasses.fields(Options)}
-    decided = {"recompute", "early_update", "precision", "chunked_loss", "kernel", "layout", "fuse"}
+    decided = {
+        "recompute",
+        "early_update",
+        "precision",
+        "chunked_loss",
+        "kernel",
+        "layout",
+        "fuse",
+        "host",
+        "file",
+        "state",
+    }
     told = {
-        "replace",
         "mesh",
         "shard",
         "stages",
+        "replace",
         "reasons",
         "budget_bytes",
         "predicted_bytes",
