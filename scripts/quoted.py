@@ -8,6 +8,7 @@ the other in a fresh folder, with `docs` and `examples` of the repository in it.
 - nothing: line by line. Numbers of lines that tell durations or speeds count for nothing.
 - `shape`: only the first word of every line that has one, for output that differs between machines (losses, samples).
 - `head=N`, `tail=N`: the page shows the first or last N lines, and `...` for the others.
+- `only=a|b`: the page shows the lines that begin with these words, and what is indented below them.
 - `timed`: the page shows how long each command took, as `# 12 s`.
 - `skip`: not run here; another test does.
 """
@@ -84,11 +85,21 @@ def cut(lines: list[str], how: Sequence[str], *, dots: Sequence[str] = ()) -> li
     """The first or last lines, as the comment above the block says; `dots` in place of the others."""
     for word in how:
         name, _, count = word.partition("=")
+        if name == "only":
+            return _only(lines, count.split("|"))
         if name == "head" and len(lines) > int(count):
             return [*lines[: int(count)], *dots]
         if name == "tail" and len(lines) > int(count):
             return [*dots, *lines[-int(count) :]]
     return lines
+
+
+def _only(lines: list[str], words: list[str]) -> list[str]:
+    kept, keep = [], False
+    for line in lines:
+        keep = line.split()[0] in words if line[:1].strip() else keep
+        kept += [line] if keep else []
+    return kept
 
 
 def shown(quote: Quote, output: str, seconds: float, how: Sequence[str]) -> str:

@@ -51,6 +51,11 @@ def doubled(graph: TrainingGraph) -> TrainingGraph:
     return graph
 
 
+SHARDS = (
+    make("shard", "layers.*.0", "weight", 0),
+    make("shard", "layers.*.0", "bias", 0),
+    make("shard", "layers.*.2", "weight", 1),
+)
 AGAIN = ("layers.*.1/gelu", "layers.*.0/addmm")
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "memory": [{"memory": "64MiB"}, {"memory": "60KiB"}],
@@ -71,6 +76,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"recipe": Recipe((make("recompute", "layers.*", every=2), make("precision", "head", "bf16")))},
         {"recipe": Recipe((make("decompose", "head"), make("recompute", "layers.*", ratio=0.0))), "memory": "64MiB"},
     ],
+    "mesh": [{"recipe": Recipe(SHARDS), "mesh": wholestep.Mesh(tp=2), "clip_norm": 0.5}],
     "precision": [{"precision": "bf16"}, {"precision": "fp16"}],
     "accumulate": [{"accumulate": 2}],
     "clip_norm": [{"clip_norm": 0.5}],
@@ -129,10 +135,10 @@ def test_no_option_and_no_field_is_forgotten() -> None:
         "state",
     }
     told = {
+        "replace",
         "mesh",
         "shard",
         "stages",
-        "replace",
         "reasons",
         "budget_bytes",
         "predicted_bytes",

@@ -64,12 +64,14 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
-    if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
-    raise AttributeError(f"module 'wholestep' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a checker takes the imports above, and finds what is misspelt
+
+    def __getattr__(name: str) -> Any:
+        if name in _PUBLIC:
+            return getattr(importlib.import_module(_PUBLIC[name]), name)
+        if name in _MODULES:
+            return importlib.import_module(_MODULES[name])
+        raise AttributeError(f"module 'wholestep' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -80,7 +80,7 @@ def test_json_and_the_default_name(call: Call, tmp_path: Path) -> None:
         (f"{MODEL} --precision fp8", "bf16"),
         (f"{MODEL} --out r.json", ".html"),
         (f"{MODEL} --out nowhere/r.html", "no folder nowhere"),
-        (f"{MODEL} --disable nothing", "no such pass"),
+        (f"{MODEL} --disable nothing", "there is no pass"),
         ("", "MODEL"),
     ],
 )

@@ -164,6 +164,7 @@ def test_what_is_compared() -> None:
     assert quoted.comparable(printed, ["shape"]) == ["trained", "peak"]
     assert quoted.comparable(printed, ["head=1"]) == ["trained in #:# (# tokens/s)"]
     assert quoted.comparable("...\npeak 23.7 GiB\n# 12 s\n", ["tail=1"]) == ["peak 23.7 GiB"]
+    assert quoted.cut(["a  1", "   2", "b  3"], ["only=a|c"]) == ["a  1", "   2"]
     assert quoted.shown(quoted.Quote("x", ""), printed, 3.2, ["tail=1", "timed"]) == "$ x\n...\npeak 23.7 GiB\n# 3 s\n"
 
 

@@ -133,6 +133,8 @@ def test_no_point_lies_above_the_roof() -> None:
             above = [r for r in places if _height(r, x) is not None and _height(r, x) <= y + 0.5]  # type: ignore[operator]
             assert above, f"the point at {x}, {y} is under no roof"
         assert "reached, from caches" in words(tree) and f"{3 * peak / 1e12:.3g} TFLOP/s reached" in words(tree)
+    near = words(parsed(roofline_chart([row(flops=1.02 * peak / 1e3, bytes=1e3, ms=1.0)], DEVICE)))
+    assert "10 TFLOP/s fp32, 10.2 TFLOP/s reached" in near, "one roof with one label"
     assert "reached" not in words(parsed(roofline_chart([row()], DEVICE))) and bandwidth == DEVICE["bandwidth"]
 
 

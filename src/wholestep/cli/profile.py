@@ -63,6 +63,7 @@ def command(
     # before torch is imported: its allocator tells about blocks older than a recording, which the memory profile accounts for
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     options.checked_model(model)
+    options.checked_data(data, glob, model)
     options.checked(precision=precision, backend=backend)
     options.checked_memory(memory)
     options.one_of("--system", system, SYSTEMS)
@@ -90,8 +91,9 @@ def command(
     profile = profile_job(
         job, system=system, backend=backend or "inductor", steps=steps, memory=not no_memory,
         budget=memory, verified=not no_verify, passes=passes, tell=_tell,
-        command=_words(model, sets=sets, data=data, batch=batch, seq=seq, precision=precision, memory=memory, backend=backend,
-                       system=None if system == "wholestep" else system, disable=disable, seed=seed),
+        command=_words(model, sets=sets, data=data, glob=glob, field=field, tokenizer=tokenizer, batch=batch, seq=seq,
+                       precision=precision, memory=memory, backend=backend, disable=disable, seed=seed,
+                       system=None if system == "wholestep" else system),
     )  # fmt: skip
     _tell("")
     _report(profile, page, json)

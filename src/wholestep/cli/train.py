@@ -95,6 +95,7 @@ def command(
       wholestep train --resume --steps 2000
     """
     options.checked_model(model)
+    options.checked_data(data, glob, model)
     options.checked_recipe(recipe)
     options.checked(precision=precision, backend=backend)
     options.checked_memory(memory, plan)

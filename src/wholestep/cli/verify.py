@@ -48,6 +48,7 @@ def command(
       wholestep verify my_package.training:setup --backend interpret --json
     """
     options.checked_model(model)
+    options.checked_data(data, glob, model)
     options.checked(precision=precision, backend=backend)
     options.checked_memory(memory, plan)
     planned, chosen = options.read_plan(plan), options.checked_recipe(recipe)

@@ -23,6 +23,7 @@ from wholestep.cost.measure import this_device
 from wholestep.errors import BadOption, BudgetTooSmall, CompilerMissing
 from wholestep.graph.bytes import parse_bytes, show_bytes
 from wholestep.graph.copies import copy_graph
+from wholestep.graph.counted import counted
 from wholestep.graph.liveness import tensor_bytes
 from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
@@ -276,7 +277,8 @@ class Fitting:
         if not plan.recompute:
             return Note("memory", f"{first}; nothing is made again")
         cost = 100 * ((plan.predicted_seconds or fastest) / fastest - 1)
-        again = f"{len(plan.recompute)} values are made again in the backward pass, about +{cost:.1f} % time"
+        values = counted(len(plan.recompute), "value is", "values are")
+        again = f"{values} made again in the backward pass, about +{cost:.1f} % time"
         return Note("memory", f"{first}; {again}")
 
 
@@ -308,7 +310,8 @@ class ForSpeed:
             return Plan()
         if plan.recompute:
             count = len(plan.recompute)
-            quicker = f"{count} values are quicker to make again than to keep (plan=wholestep.Plan() keeps them)"
+            values = counted(count, "value is", "values are")
+            quicker = f"{values} quicker to make again than to keep (plan=wholestep.Plan() keeps them)"
             self.told = [Note("plan", quicker)]
         return plan
 

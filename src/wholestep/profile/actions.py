@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 WORTH = 0.03
 """Of the step or the peak: less is not worth a line."""
 Action = dict[str, Any]
-_VERIFIED_BY = ("--set", "--data", "--batch", "--seq", "--precision", "--memory", "--backend", "--disable", "--seed")
+_VERIFIED_BY = (
+    "--set", "--data", "--glob", "--field", "--tokenizer", "--batch", "--seq", "--precision", "--memory", "--backend",
+    "--disable", "--seed",
+)  # fmt: skip
 """Options of `wholestep profile` that `wholestep verify` has too."""
 
 
@@ -107,7 +110,8 @@ def _memory(profile: Profile, budget: Fix | None) -> list[Action]:
     others = [fix for fix in ranked_fixes(memory) if not fix.name.startswith("recompute")]
     found = []
     for fix in [*([budget] if budget is not None else []), *others][:3]:
-        title = f"Lower the peak from {show_bytes(memory.peak_bytes)} to {show_bytes(fix.peak_bytes)}"
+        fall = f"from {show_bytes(memory.peak_bytes)} to {show_bytes(fix.peak_bytes)}"
+        title = f"{fix.name.removesuffix(' (--memory)')}: the peak falls {fall}"
         because = _saved(memory) if fix is budget else ""
         then = {"unit": "bytes", "now": memory.peak_bytes, "then": fix.peak_bytes}
         gain = 1 - fix.peak_bytes / memory.peak_bytes

@@ -8,9 +8,7 @@ Profile is plain data: the page and the terminal show what `to_json` holds, noth
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +32,7 @@ from wholestep.lower.footprint.blocks import MemoryProfile
 from wholestep.lower.footprint.predict import predict_profile
 from wholestep.lower.footprint.regions import predict_compiled
 from wholestep.lower.footprint.scratch import measure_scratch
-from wholestep.profile import actions, text
+from wholestep.profile import actions, facts, text
 from wholestep.profile.measure import calls as watching
 from wholestep.profile.measure import kernels, rows
 from wholestep.profile.measure.calls import TimedCall
@@ -372,16 +370,16 @@ class _Session:
         if memory is not None:
             self.notes += [f"memory: {note}" for note in memory.notes]
         return Profile(
-            name=self.job.name, command=self.command, system=self.system, backend=backend, device=_device_facts(device),
+            name=self.job.name, command=self.command, system=self.system, backend=backend, device=facts.device_facts(device),
             settings=self.job.settings, unit=self.job.batches.unit, units=self.job.batches.units,
-            step_ms=_times(timing, self.job.batches.units) | {"compile": 1e3 * self.compile_seconds},
+            step_ms=facts.times(timing, self.job.batches.units) | {"compile": 1e3 * self.compile_seconds},
             rows=tuple(rows.rows_of(calls, step)), phases=rows.by_phase(calls, step), modules=rows.by_module(calls),
             waterfall=tuple(falls), floor_ms=floor, unattributed=foreign / step,
             shares={"gpu_busy": busy, "data_wait": wait_share, "between_calls": max(step - spent, 0.0) / step},
             utilisation=self._utilisation(costs, step, device), busy=self.busy or None, memory=memory,
             eager_memory=eager, predicted_memory=predicted,
-            budget_bytes=_budget_of(variant), predictions=tuple(_predictions(memory, predicted, floor, 1e3 * step)),
-            verified=checked, actions=(), environment=_environment(self.place), notes=tuple(dict.fromkeys(self.notes)),
+            budget_bytes=_budget_of(variant), predictions=tuple(facts.predictions(memory, predicted, floor, 1e3 * step)),
+            verified=checked, actions=(), environment=facts.environment(self.place), notes=tuple(dict.fromkeys(self.notes)),
         )  # fmt: skip
 
     def _graph_floor(self, costs: tuple[NodeCost, ...] | None, device: Device) -> float | None:
@@ -413,44 +411,3 @@ def _plain_step(subject: Subject, batch: Any) -> torch.Tensor:
     """Forward, backward, clip and update in plain PyTorch."""
     micro = [batch] if subject.accumulate == 1 else split_batch(batch, subject.accumulate)
     return eager_step(subject, micro)[0][0]
-
-
-def _times(timing: Timing, units: int) -> dict[str, Any]:
-    return {
-        "median": 1e3 * timing.median, "lowest": 1e3 * min(timing.steps), "highest": 1e3 * max(timing.steps),
-        "all": [1e3 * s for s in timing.steps], "data_median": 1e3 * timing.data_median, "first": 1e3 * timing.first_step,
-        "warm_up_steps": timing.warm_up_steps, "settled": timing.settled, "units_per_second": units / timing.median,
-    }  # fmt: skip
-
-
-def _predictions(
-    memory: MemoryProfile | None, predicted: MemoryProfile | None, floor: float | None, step_ms: float
-) -> list[dict[str, Any]]:  # fmt: skip
-    found: list[dict[str, Any]] = []
-    if memory is not None and predicted is not None:
-        found.append({
-            "name": "memory peak", "predicted": predicted.step_peak_bytes, "measured": memory.peak_bytes, "unit": "bytes",
-        })  # fmt: skip
-    if floor is not None:
-        found.append(
-            {"name": "step time (least, by the roofline)", "predicted": floor, "measured": step_ms, "unit": "ms"}
-        )
-    return found
-
-
-def _device_facts(device: Device) -> dict[str, Any]:
-    return {
-        "title": device.title, "peaks": dict(device.peaks), "vector_peak": device.vector_peak, "bandwidth": device.bandwidth,
-        "memory_bytes": device.memory_bytes, "source": device.source("peaks"), "measured": device.measured,
-    }  # fmt: skip
-
-
-def _environment(place: torch.device) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "torch": torch.__version__, "python": platform.python_version(), "system": platform.platform(terse=True),
-        "threads": torch.get_num_threads(), "device": str(place),
-        "made": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    }  # fmt: skip
-    if place.type == "cuda":
-        found |= {"cuda": torch.version.cuda, "gpu": torch.cuda.get_device_name(place)}
-    return found

@@ -112,7 +112,7 @@ def explain(step: Step) -> str:
             lines.append(f"ranks      {_ranks(graph)}")
         if step.options.recipe is not None:
             recipe = step.options.recipe
-            lines.append(f"recipe     {len(recipe)} lines of {recipe.source}")
+            lines.append(f"recipe     {counted(len(recipe), 'line')} of {recipe.source}")
         if step.plan is not None and step.plan.recompute:
             lines.append(f"plan       {told(step.plan)}")
         if step.plan is not None and step.plan.moves:

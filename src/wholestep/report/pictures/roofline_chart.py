@@ -18,8 +18,8 @@ from wholestep.report.pictures.drawing import dot, line, show_ms, show_rate, tex
 TITLE = "Roofline: what was reached against what the device allows"
 HEIGHT, TOP, BOTTOM, LEFT, SIDE = 420, 16, 46, 94, 356
 SHOWN, ENTRY = 10, 32
-BEYOND = 1.001
-"""Rounding apart."""
+BEYOND, CLOSE = 1.001, 2.0
+"""Rounding apart; roofs that are drawn as one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,7 +119,9 @@ def _roofs(
     body = []
     peaks = [(peak, "roof", f"{show_rate(peak, 'FLOP')} {number_format}")]
     reached, moved = max(y for _, y in points), max(y / x for x, y in points)
-    if reached > BEYOND * peak:
+    if BEYOND * peak < reached < CLOSE * peak:  # two lines would cover each other's words
+        peaks = [(reached, "roof", f"{peaks[0][2]}, {show_rate(reached, 'FLOP')} reached")]
+    elif reached > BEYOND * peak:
         peaks.insert(0, (reached, "roof dashed", f"{show_rate(reached, 'FLOP')} reached"))
     start = max(xs[0], ys[0] - math.log10(max(moved, bandwidth)))
     if abs(device["vector_peak"] / peak - 1) > 0.05:
