@@ -135,10 +135,10 @@ def test_no_option_and_no_field_is_forgotten() -> None:
         "state",
     }
     told = {
+        "replace",
         "mesh",
         "shard",
         "stages",
-        "replace",
         "reasons",
         "budget_bytes",
         "predicted_bytes",
