@@ -34,6 +34,7 @@ _PUBLIC = {
     "compile": "wholestep.api",
     "verify": "wholestep.api",
     "schedule": "wholestep.api",
+    "offload": "wholestep.runtime.offload",
     "train": "wholestep.commands",
     "plan": "wholestep.commands",
     "profile": "wholestep.commands",
@@ -59,16 +60,18 @@ _MODULES = {
 
 __all__ = [
     "Logger", "Mesh", "Plan", "Step", "TrainingGraph", "WholestepError", "WholestepWarning", "compile", "default_passes", "hf",
-    "load", "nn", "optim", "plan", "profile", "recipes", "relational", "save", "schedule", "train", "verify",
+    "load", "nn", "offload", "optim", "plan", "profile", "recipes", "relational", "save", "schedule", "train", "verify",
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
-    if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
-    raise AttributeError(f"module 'wholestep' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a checker takes the imports above, and finds what is misspelt
+
+    def __getattr__(name: str) -> Any:
+        if name in _PUBLIC:
+            return getattr(importlib.import_module(_PUBLIC[name]), name)
+        if name in _MODULES:
+            return importlib.import_module(_MODULES[name])
+        raise AttributeError(f"module 'wholestep' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

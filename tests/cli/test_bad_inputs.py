@@ -55,7 +55,7 @@ BAD: list[tuple[str, str]] = [
     ("train --memory lots", "12GiB"),
     ("train --memory 8GiB --plan plan.toml", "give one of them"),
     ("train --plan nowhere.toml", "there is no plan"),
-    ("train --recipe nowhere.toml", "there is no such file"),
+    ("train --recipe nowhere.toml", "there is no recipe"),
     ("train --nonfinite ignore", "Use stop or skip"),
     ("train --set lr=fast", "a number"),
     ("train --set lr", "key=value"),

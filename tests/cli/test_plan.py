@@ -169,7 +169,7 @@ def test_nothing_is_allocated_for_the_weights(call: Call, monkeypatch: pytest.Mo
         ("gpt-1m --set layer=2", "did you mean layers?"),
         ("gpt-1m --out nowhere/p.toml", "no folder nowhere"),
         ("gpt-1m --svg .", "is a folder"),
-        ("gpt-1m --disable nothing", "no such pass"),
+        ("gpt-1m --disable nothing", "there is no pass"),
         ("gpt-1m --peers nowhere.json", "nowhere.json"),
         ("gpt-1m --batch 3 --set accumulate=2", "cannot be cut"),
     ],

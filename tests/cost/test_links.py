@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import fx
 
-from wholestep.cost import bound, cost_of, find_device
-from wholestep.cost.roofline import HOP_SECONDS
+from wholestep.cost.devices import find_device
+from wholestep.cost.node_costs import cost_of
+from wholestep.cost.roofline import HOP_SECONDS, bound
 
 ws = torch.ops.ws
 

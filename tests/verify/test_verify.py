@@ -144,7 +144,7 @@ def test_the_report_reads_as_text_and_as_json() -> None:
     report = wholestep.verify(model, loss_fn, optimizer, batches(1)[0], steps=1, backend="interpret", eval_too=False)
     facts = json.loads(report.to_json())
     assert facts["ok"] and facts["bitwise"] and len(facts["rows"]) == len(report.rows) == 15
-    assert "equal to eager bit for bit: 15 values over 1 steps" in str(report)
+    assert "equal to eager bit for bit: 15 values over 1 step" in str(report)
 
 
 def test_bad_requests_are_named() -> None:

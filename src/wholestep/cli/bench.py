@@ -199,7 +199,8 @@ def _smoke(chosen: Sequence[Workload], names: Sequence[str], seed: int, out: str
         typer.echo(json_text.dumps({"format": FORMAT, "problems": wrong, "rows": rows}, indent=1))
     else:
         typer.echo(smoke_text(rows, blocks=_blocks()))
-        typer.echo("\n" + "\n".join(wrong or [f"all {len(chosen)} workloads train, captured as in eager"]))
+        all_well = f"{chosen[0].name} trains" if len(chosen) == 1 else f"all {len(chosen)} workloads train"
+        typer.echo("\n" + "\n".join(wrong or [f"{all_well}, captured as in eager"]))
     return 1 if wrong else 0
 
 

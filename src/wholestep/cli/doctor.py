@@ -15,6 +15,7 @@ import typer
 
 from wholestep.cli import options
 from wholestep.disk import cache_folder
+from wholestep.graph.counted import counted
 
 PACKAGES = {
     "triton": "kernels on a GPU; comes with torch for CUDA",
@@ -59,9 +60,14 @@ def examine() -> Iterator[tuple[str, str]]:
     said = compat.untested_version()
     if said is not None:
         yield "torch", said
-    yield "cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+    cores, threads = counted(os.cpu_count() or 1, "core"), counted(torch.get_num_threads(), "thread")
+    yield "cpu", f"{cores}, {threads}, {torch.backends.cpu.get_cpu_capability()}"
     yield "memory", _memory()
     yield "gpu", _gpu()
+    from wholestep.tiers.links import told_links
+
+    for line in told_links(tempfile.gettempdir()):
+        yield "link", line
     compiler = next(
         (path for name in (os.environ.get("CXX"), "g++", "clang++") if name and (path := shutil.which(name))), None
     )

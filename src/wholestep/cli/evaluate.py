@@ -34,6 +34,8 @@ def command(
       wholestep eval runs/gpt-1m-shakespeare --data my_test.txt --json
       wholestep eval runs/resnet-18-digits
     """
+    options.checked_run(run)
+    options.checked_data(data, glob)
     from wholestep.train.evaluate import evaluate
     from wholestep.train.trained import open_trained
 

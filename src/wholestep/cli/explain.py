@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wholestep.cli import options
+from wholestep.graph.counted import counted
 
 if TYPE_CHECKING:
     from wholestep.graph.plan import Plan
@@ -117,7 +118,7 @@ def lines_of(run: RunFolder) -> list[str]:
     if compiled:
         lines.append(
             f"captured    {compiled.get('rung')}, {compiled.get('operations', 0):,} operations, "
-            f"{compiled.get('captures')} captures; compiled in {duration(compiled.get('seconds', 0.0))}"
+            f"{counted(compiled.get('captures') or 0, 'capture')}; compiled in {duration(compiled.get('seconds', 0.0))}"
         )
         lines += [line for fall in compiled.get("falls", [])[:MOST_NOTES] for line in _wrapped("fell", fall, 2)]
         lines += [line for note in compiled.get("notes", [])[:MOST_NOTES] for line in _wrapped("note", note, 1)]
@@ -182,7 +183,7 @@ def _checkpoint_lines(path: Path, facts: dict[str, Any]) -> list[str]:
     from wholestep.graph.bytes import show_bytes
 
     files = ", ".join(f"{name} {show_bytes(size)}" for name, size in facts["files"].items())
-    lines = [f"checkpoint  {path}: after {facts['number']:,} steps, written by torch {facts['torch']}"]
+    lines = [f"checkpoint  {path}: after {counted(facts['number'], 'step')}, written by torch {facts['torch']}"]
     lines += _wrapped("files", files, 2)
     lines += _wrapped("data", str(facts["data"]), 2)
     return lines + _wrapped("config", str(facts["config"]), 6)

@@ -31,10 +31,11 @@ def command(
       wholestep export runs/gpt-1m-shakespeare my_gpt --precision bf16
       wholestep export runs/resnet-18-digits weights.safetensors
     """
+    options.checked(precision=precision)
+    options.checked_run(run)
     from wholestep.train.export import export
     from wholestep.train.trained import open_trained
 
-    options.checked(precision=precision)
     found = export(open_trained(run, tokenizer=tokenizer, device="cpu"), out, precision=precision)
     typer.echo(f"exported  {found.path}: {found.form}")
     for label, line in zip(("open it", "", ""), found.open_with, strict=False):

@@ -53,6 +53,14 @@ Precision = Annotated[
 Memory = Annotated[
     str | None, typer.Option(metavar="BYTES|auto", help="A budget of the card, such as 12GiB; auto is what is free.")
 ]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(metavar="BYTES", help="Host memory in which values and optimizer state may wait, such as 64GiB."),
+]
+OffloadPath = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="DIR", help="A folder for what host memory does not hold; again for several disks."),
+]
 PlanFile = Annotated[
     Path | None, typer.Option("--plan", metavar="FILE", help="A plan that `wholestep plan --out FILE` wrote.")
 ]
@@ -77,6 +85,33 @@ Run = Annotated[
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 
 
+def checked_data(data: str | None, glob: str | None = None, model: str | None = None) -> None:
+    """--data, before torch is loaded: is it there, and may it be text? Every file of it is looked at later."""
+    if data is None or (model is not None and ":" in model and not model.startswith("hf:")):
+        return  # what it means is the function's matter
+    from wholestep.data.sources import list_files
+    from wholestep.data.texts import OTHER_DATA, TEXTS, unknown_data
+
+    path = Path(data).expanduser()
+    if data in (*TEXTS, *OTHER_DATA) or (":" in data and not path.exists()):
+        return
+    if not path.exists():
+        raise unknown_data(data, tuple(OTHER_DATA))
+    if path.is_dir():
+        list_files(path, glob)
+    else:
+        from wholestep.data.rows import look_at
+
+        look_at(path)
+
+
+def checked_run(run: str) -> None:
+    """RUN, before torch is loaded: is there something?"""
+    from wholestep.train.presets import refuse_missing
+
+    refuse_missing(run)
+
+
 def one_of(option: str, value: str | None, known: Sequence[str]) -> None:
     """An error unless `value` is None or known."""
     if value is not None and value not in known:
@@ -99,7 +134,7 @@ def checked_recipe(path: str | Path | None) -> str | None:
     if path is None:
         return None
     if not Path(path).is_file():
-        raise BadOption(f"--recipe {path}: there is no such file", hint="see docs/schedule.md for how to write one")
+        raise BadOption(f"there is no recipe {path}", hint="write one with: wholestep.schedule(model).save(FILE)")
     from wholestep.schedule.recipe_file import read_recipe
 
     read_recipe(Path(path))

@@ -63,6 +63,7 @@ def command(
     # before torch is imported: its allocator tells about blocks older than a recording, which the memory profile accounts for
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     options.checked_model(model)
+    options.checked_data(data, glob, model)
     options.checked(precision=precision, backend=backend)
     options.checked_memory(memory)
     options.one_of("--system", system, SYSTEMS)

@@ -36,11 +36,12 @@ def command(
       wholestep sample runs/gpt-1m-shakespeare --prompt "To be" --tokens 100 --temperature 0
       wholestep sample runs/gpt-1m-shakespeare/checkpoints/step-000600 --seed 7
     """
+    if not top_p > 0:
+        raise BadOption(f"--top-p {top_p}", hint="use more than 0, up to 1")
+    options.checked_run(run)
     from wholestep.train.sampling import Choice, Writer
     from wholestep.train.trained import open_trained
 
-    if not top_p > 0:
-        raise BadOption(f"--top-p {top_p}", hint="use more than 0, up to 1")
     trained = open_trained(run, tokenizer=tokenizer)
     task = None if trained.family is None else trained.family.task
     if trained.family is None or task in NOTHING:

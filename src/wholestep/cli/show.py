@@ -41,6 +41,7 @@ def command(
       wholestep show my_package.training:setup --stage lowered
     """
     options.checked_model(model)
+    options.checked_data(data, glob, model)
     options.one_of("--stage", stage, STAGES)
     options.checked(precision=precision)
     options.checked_memory(memory, plan)

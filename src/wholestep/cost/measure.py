@@ -21,6 +21,7 @@ import torch
 from wholestep.cost.devices import FORMATS, Device, detect, find_device
 from wholestep.disk import cache_folder, read_bytes, write_atomically
 from wholestep.errors import BadOption
+from wholestep.graph.counted import counted
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 REPEATS = 5
@@ -101,7 +102,7 @@ def _measure(kind: str) -> dict[str, Any]:
     if kind == "cpu":
         threads = torch.get_num_threads()
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        facts = {"name": "cpu", "title": f"{_processor()}, {threads} threads", "memory_bytes": memory, "l2_bytes": 0,
+        facts = {"name": "cpu", "title": f"{_processor()}, {counted(threads, 'thread')}", "memory_bytes": memory, "l2_bytes": 0,
                  "num_processors": threads, "link_bandwidth": 0.0}  # fmt: skip
     else:
         card = torch.cuda.get_device_properties(torch.cuda.current_device())

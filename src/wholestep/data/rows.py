@@ -20,6 +20,9 @@ JSON_LINES = (".jsonl", ".ndjson")
 PARQUET = (".parquet", ".pq")
 _BOM = b"\xef\xbb\xbf"
 _WIDE = (b"\xff\xfe", b"\xfe\xff")
+NO_TEXT = (".npy", ".safetensors")
+"""Files of tokens."""
+_LOOK = 2**20
 _ROWS = 1000
 """Read at a time."""
 
@@ -45,7 +48,27 @@ def of_file(path: Path, field: str, *, in_folder: bool) -> Iterator[bytes]:
     elif in_folder:
         warnings.warn(f"{path} is empty, and passed over", WholestepWarning, stacklevel=2)
     else:
-        raise BadOption(f"data {str(path)!r} is an empty file", hint="give a text of a few thousand characters or more")
+        raise _empty(path)
+
+
+def look_at(path: Path) -> None:
+    """An error when the beginning of a file shows that it is no text; what has rows or tokens is looked at by its reader."""
+    if has_fields(path) or path.suffix.lower() in NO_TEXT:
+        return
+    try:
+        with path.open("rb") as file:
+            start = file.read(_LOOK)
+    except OSError as error:
+        raise BadOption(f"data {str(path)!r} cannot be read: {error.strerror or error}") from None
+    if not start:
+        raise _empty(path)
+    if len(start) == _LOOK:  # it may end inside of a letter, or of a line of four bytes each
+        start = start[: start.rfind(b"\n") + 1] or start[:-4]
+    checked_text(start, str(path))
+
+
+def _empty(path: Path) -> BadOption:
+    return BadOption(f"data {str(path)!r} is an empty file", hint="give a text of a few thousand characters or more")
 
 
 def checked_text(content: bytes, shown: str, *, hint: str = "") -> bytes:

@@ -18,6 +18,8 @@ TEXTS = {
     "shakespeare": "nine plays by William Shakespeare, 1.1 MB",
     "stdlib": "the source code of your Python's standard library, the first 8 MB",
 }
+OTHER_DATA = {"digits": "images", "pygraph": "a graph"}
+"""Data with a name that is no text, and what it is."""
 STDLIB_BYTES = 8_000_000
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "ensurepip", "lib2to3"}
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from wholestep.data.rows import NO_TEXT
 from wholestep.errors import BadOption
 
-SUFFIXES = (".npy", ".safetensors")
 _PART = 2**22
 """Ids looked at together when the largest is sought."""
 
 
 def is_token_file(data: str) -> bool:
-    return Path(data).suffix.lower() in SUFFIXES
+    return Path(data).suffix.lower() in NO_TEXT
 
 
 def read_ids(path: Path, field: str | None = None) -> tuple[Any, int]:

@@ -90,8 +90,8 @@ class TextBatches:
         if len(ids) < window:
             raise BadOption(
                 f"data {name!r} has {len(ids):,} tokens, fewer than one window of {window:,} (--seq {seq})",
-                hint=f"use a longer text, or --seq {max(seq - (window - len(ids)), 1)} or less"
-                if len(ids) > 1 else "use a longer text",
+                hint=f"use a longer text, or --seq {seq - (window - len(ids))} or less"
+                if seq - (window - len(ids)) > 1 else "use a longer text",
             )  # fmt: skip
         self.name, self.window, self.seq, self.rows, self.seed, self.form = name, window, seq, batch, seed, form
         self.train, self.held = split(ids, window) if held is None or not len(held) else (ids, held)

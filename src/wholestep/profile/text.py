@@ -6,6 +6,7 @@ import html
 from typing import TYPE_CHECKING
 
 from wholestep.graph.bytes import show_bytes
+from wholestep.graph.counted import counted
 from wholestep.report.page import render_page, show_count, show_gain, show_percent
 from wholestep.report.pictures.drawing import show_ms
 
@@ -22,7 +23,7 @@ def summary_lines(profile: Profile) -> list[str]:
     how = profile.system if profile.system == profile.backend else f"{profile.system}, {profile.backend}"
     lines = [
         f"{profile.name}: {show_ms(times['median'])} per step ({show_ms(times['lowest'])} to {show_ms(times['highest'])}, "
-        f"{len(times['all'])} steps), {show_count(times['units_per_second'])} {profile.unit}/s, {how}"
+        f"{counted(len(times['all']), 'step')}), {show_count(times['units_per_second'])} {profile.unit}/s, {how}"
     ]
     if profile.busy is not None:
         lines.append(f"note      {profile.busy}")
@@ -44,7 +45,7 @@ def summary_lines(profile: Profile) -> list[str]:
         lines.append(f"memory    peak {show_bytes(profile.memory.peak_bytes)} ({told}){eager}")
     if profile.verified is not None:
         verdict = "equal to eager" if profile.verified["ok"] else "DIFFERS from eager"
-        lines.append(f"verified  {verdict}, {len(profile.verified['rows'])} values")
+        lines.append(f"verified  {verdict}, {counted(len(profile.verified['rows']), 'value')}")
     lines += _rows(profile)
     lines += _actions(profile)
     return lines + [f"note      {note}" for note in profile.notes[:2]]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from wholestep.graph.bytes import show_bytes
-from wholestep.graph.counted import digits
+from wholestep.graph.counted import counted, digits
 from wholestep.report.module_tree import module_rows
 from wholestep.report.pictures.drawing import NARROW, WIDTH, show_ms
 from wholestep.report.pictures.memory_area import memory_area
@@ -80,7 +80,7 @@ def pictures_of(profile: Mapping[str, Any], width: float = WIDTH) -> dict[str, s
 def cards_of(profile: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(what, number, a remark) for the head of the page."""
     times, shares, used, memory = profile["step_ms"], profile["shares"], profile["utilisation"], profile["memory"]
-    spread = f"{show_ms(times['lowest'])} to {show_ms(times['highest'])}, {len(times['all'])} steps"
+    spread = f"{show_ms(times['lowest'])} to {show_ms(times['highest'])}, {counted(len(times['all']), 'step')}"
     cards = [("step", show_ms(times["median"]), spread)]
     if profile["system"] == "wholestep":
         cards.append(("compiling", show_ms(times["compile"]), f"then the first step, {show_ms(times['first'])}"))

@@ -20,7 +20,7 @@ from wholestep.data.digits import CLASSES, DigitBatches
 from wholestep.data.images import WANTED, ImageBatches
 from wholestep.data.pygraph import KINDS, PyGraphBatches, read_pygraph
 from wholestep.data.sources import find_source, hash_files, refuse_changed
-from wholestep.data.texts import TEXTS, unknown_data
+from wholestep.data.texts import OTHER_DATA, TEXTS, unknown_data
 from wholestep.data.tokens import RESERVED, Bytes, Examples, Numbers, Tokens, make_tokens, read_tokens
 from wholestep.data.windows import (
     Form,
@@ -38,8 +38,6 @@ from wholestep.train.checkpoint_files import FACTS, open_stored
 from wholestep.train.families import Family
 from wholestep.train.saved import Kept
 
-OTHER_DATA = {"digits": "images", "pygraph": "a graph"}
-"""Data with a name that is no text, and what it is."""
 _WRITES_FROM = 1024
 """Tokens the sample looks back on, for a model without a longest sequence."""
 _CLASSES = ("classes", "num_labels")

@@ -23,12 +23,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from wholestep.data.texts import TEXTS
+from wholestep.data.texts import OTHER_DATA, TEXTS
 from wholestep.data.token_files import is_token_file
 from wholestep.data.tokens import KINDS, TOKENIZER_FILE, bpe_available, find_tokenizer
 from wholestep.errors import BadOption, WholestepWarning
 from wholestep.train import resolve, wishes
-from wholestep.train.build import OTHER_DATA, build, check_data_fits, check_sequence, is_function
+from wholestep.train.build import build, check_data_fits, check_sequence, is_function
 from wholestep.train.checkpoint import load_weights
 from wholestep.train.checkpoint_files import open_stored
 from wholestep.train.families import Family, find_family

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from wholestep.errors import BadBatch
+from wholestep.graph.counted import counted
 
 
 def is_iterable_of_batches(value: Any) -> bool:
@@ -137,7 +138,7 @@ class LoaderBatches:
             _set_states(outside)
 
     def describe(self) -> str:
-        size = f"{len(self.iterable)} batches" if hasattr(self.iterable, "__len__") else "batches"
+        size = counted(len(self.iterable), "batch", "batches") if hasattr(self.iterable, "__len__") else "batches"
         again = (
             "gone through once" if self.once else "gone through again and again, in an order that depends on the seed"
         )

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from wholestep import api
 from wholestep.errors import BadCheckpoint, BadOption
 from wholestep.graph.bytes import show_bytes
+from wholestep.graph.counted import counted
 from wholestep.runtime.step import Step
 from wholestep.train.checkpoint_files import Stored, open_stored
 from wholestep.train.config_file import CONFIG, config_text, resolved
@@ -139,7 +140,7 @@ def _write_config(
     if not request:
         return settings
     table, facts = resolved(request, settings), surroundings(device)
-    place = f"{facts['device'].get('name', facts['device']['type'])}, {facts['device']['threads']} threads"
+    place = f"{facts['device'].get('name', facts['device']['type'])}, {counted(facts['device']['threads'], 'thread')}"
     where = f"Written with torch {facts['versions']['torch']} on {place}: equal bits need the same."
     write_whole(folder.path / CONFIG, config_text(table, file=folder.path / CONFIG, where=where))
     return table

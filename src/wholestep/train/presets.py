@@ -145,3 +145,10 @@ def refuse_unknown(name: str) -> None:
     if close:
         raise BadOption(f"MODEL {name!r} is not a preset", hint=f"did you mean {close[0]}? (presets: {presets})")
     raise BadOption(f"MODEL {name!r} is none of: {FORMS}", hint=f"presets: {presets}")
+
+
+def refuse_missing(run: str) -> None:
+    """An error when there is nothing at that path; whether what is there is a run is looked at later."""
+    if not os.path.exists(os.path.expanduser(run)):
+        what = "is a preset, which has no weights" if run in PRESETS else "is no run: there is no such folder"
+        raise BadOption(f"{run} {what}", hint="give the folder of a run, as `wholestep train` prints it")

@@ -7,11 +7,12 @@ now wins over what the run was started with.
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, WholestepWarning
 from wholestep.graph.bytes import parse_budget
 from wholestep.train import wishes
 from wholestep.train.config_file import DIGEST, read_config
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
 
 ASKED = (
     "model", "sets", "data", "glob", "field", "tokenizer", "batch", "seq", "precision", "steps", "seed", "init", "backend",
-    "disable", "memory", "plan", "recipe", "nonfinite", "save_every", "log",
+    "disable", "memory", "host_memory", "offload_path", "plan", "recipe", "nonfinite", "save_every", "log",
 )  # fmt: skip
 """Kept in run.json and taken from there by --resume, unless it is given again."""
-KINDS: dict[str, Any] = {"sets": list, "disable": list, "init": (str, bool)} | dict.fromkeys(
+KINDS: dict[str, Any] = {"sets": list, "disable": list, "offload_path": list, "init": (str, bool)} | dict.fromkeys(
     ("batch", "seq", "steps", "seed", "save_every"), int
 )
 """What they are in run.json; the others are texts."""
@@ -85,6 +86,7 @@ def run(
     request["model"] = request["model"] or job.name
     extra: dict[str, Any] = {} if passes is None else {"passes": passes}
     extra |= {"plan": fitting(plan, job.settings), "memory": request["memory"], "recipe": request["recipe"]}
+    extra |= {name: request[name] for name in ("host_memory", "offload_path")}
     tell(f"{job.name}: {num_parameters(job.model):,} parameters; data {job.batches.describe()}")
     outcome = train(
         job, out=out if out is not None or folder is None else folder.path, resume=resume,
@@ -154,7 +156,7 @@ def _merged(before: list[str] | None, now: list[str] | None) -> list[str] | None
 def _job(request: dict[str, Any], given: Mapping[str, Any], folder: RunFolder | None) -> Job:
     """What was asked, as a Job; a run that is resumed as it was is made from its own settings, whatever the defaults are now."""
     from wholestep.train.job import make_job, make_job_again
-    from wholestep.train.saved import Kept
+    from wholestep.train.saved import Kept, has_weights
 
     changed = [name for name in ("model", "seed", *MADE_OF) if name != "steps" and given.get(name) is not None]
     if folder is not None and not changed and folder.facts.get("settings"):
@@ -169,7 +171,11 @@ def _job(request: dict[str, Any], given: Mapping[str, Any], folder: RunFolder | 
             raise BadOption(what, hint="mend it, or start a new run") from error
     arguments = {name: request[name] for name in MADE_OF}
     arguments |= {"sets": tuple(request["sets"] or ()), "seed": request["seed"] or 0}
-    return make_job(request["model"], **arguments)
+    job = make_job(request["model"], **arguments)
+    if folder is None and request["model"] and not request["init"] and has_weights(request["model"]):
+        text = f"the weights are drawn anew; --init {request['model']} starts from those that are there"
+        warnings.warn(text, WholestepWarning, stacklevel=2)
+    return job
 
 
 def _run_to_resume(given: Mapping[str, Any], out: Path | None, config: Path | None) -> RunFolder:

@@ -129,6 +129,13 @@ class Kept:
         return _file(self.checkpoint, TOKENIZER_FILE)
 
 
+def has_weights(model: str) -> bool:
+    """Whether there are weights where MODEL says how the model is built."""
+    path = Path(model).expanduser()
+    saved = find_saved(model) if path.exists() else None
+    return saved.checkpoint is not None if saved is not None else path.is_dir() and any(path.glob("*.safetensors"))
+
+
 def weights_at(init: str) -> tuple[Path, Path | None]:
     """What `--init` names: (the folder with the weights, its tokenizer)."""
     saved = find_saved(init)

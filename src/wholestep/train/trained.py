@@ -17,7 +17,7 @@ from wholestep.errors import BadOption
 from wholestep.train.checkpoint import load_weights
 from wholestep.train.families import Family, find_family
 from wholestep.train.job import Job, device_named, own_job, resolve_settings
-from wholestep.train.presets import PRESETS
+from wholestep.train.presets import refuse_missing
 from wholestep.train.saved import CONFIG_FILE, Saved, find_saved
 
 
@@ -54,9 +54,7 @@ def open_trained(name: str, *, tokenizer: str | None = None, device: str | None 
     if saved is not None:
         return _of_run(name, saved, tokenizer, where)
     folder = Path(name).expanduser().absolute()
-    if not folder.exists():
-        what = "is a preset, which has no weights" if name in PRESETS else "is no run: there is no such folder"
-        raise BadOption(f"{name} {what}", hint="give the folder of a run, as `wholestep train` prints it")
+    refuse_missing(name)
     if not (folder / CONFIG_FILE).is_file() or not any(folder.glob("*.safetensors")):
         hint = "give the folder of a run, as `wholestep train` prints it"
         raise BadOption(

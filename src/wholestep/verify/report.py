@@ -8,6 +8,8 @@ import json
 import math
 from typing import Any
 
+from wholestep.graph.counted import counted
+
 KINDS = ("ranks", "random", "loss", "aux", "gradient", "buffer", "parameter", "state")
 SHOWN_ROWS = 8
 
@@ -115,7 +117,7 @@ class Report:
         verdict = "equal to eager" if self.ok else "DIFFERS from eager"
         verdict += " bit for bit" if self.bitwise else ""
         steps = len({row.step for row in self.rows})
-        return f"{verdict}: {len(self.rows)} values over {steps} steps, {self.rung}, backend {self.backend}"
+        return f"{verdict}: {counted(len(self.rows), 'value')} over {counted(steps, 'step')}, {self.rung}, backend {self.backend}"
 
     def _table(self) -> list[str]:
         if not self.rows:
