@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -124,6 +125,13 @@ def test_the_other_commands_of_the_readme(call: Call) -> None:
 def test_every_command_of_the_tutorial_is_run() -> None:
     go_on = {"wholestep train --init runs/mine --data other_texts", "wholestep profile runs/mine"}
     assert set(listed("docs/tutorial.md")) - go_on == set(TUTORIAL | TUTORIAL_SLOW)
+
+
+def test_the_tutorial_adds_up_its_seconds() -> None:
+    page = (quoted.ROOT / "docs" / "tutorial.md").read_text("utf-8")
+    text, found = page.partition("## 6.")[0], re.search(r"took (\d+) minutes (\d+) seconds", page)
+    assert found is not None
+    assert 60 * int(found[1]) + int(found[2]) == sum(map(int, re.findall(r"^# (\d+) s$", text, re.MULTILINE)))
 
 
 def test_the_tutorial_from_own_text_to_transformers(call: Call, tmp_path: Path) -> None:
