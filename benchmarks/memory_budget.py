@@ -3,7 +3,8 @@
 A row is MODEL:SYSTEM[:BUDGET][:BATCH][:LAYERS], for example `llama:eager`, `llama:compile`, `llama:wholestep:26GiB`,
 `gpt2:wholestep:14GiB:32`, `bert:wholestep:6GiB::4`. Same weights, data, seed and precision as in h200.py. Every row has the
 allocated and reserved peak, the bytes the card shows, the time of a step, and the losses. `hard` behind a budget
-(`22GiB!`) also sets the allocator's limit to it, as on a smaller card. Rows are written as they are made and skipped when
+(`22GiB!`) also sets the allocator's limit to it, as on a smaller card. `27GiB+64GiB` allows 64 GiB of host memory beside the
+budget, `+64GiB` without one. Rows are written as they are made and skipped when
 present. With `--jobs 3` three compile at once and are timed in turns.
 
     python benchmarks/memory_budget.py --rows llama:compile,llama:wholestep,llama:wholestep:26GiB --out FILE
@@ -31,8 +32,10 @@ STEPS, TIMED = 24, 8
 
 
 def parse(text: str) -> dict[str, Any]:
-    model, system, budget, batch, layers = [*text.split(":"), "", "", ""][:5]
+    model, system, memory, batch, layers = [*text.split(":"), "", "", ""][:5]
+    budget, _, host = memory.partition("+")
     return {
+        "host": host or None,
         "row": text, "model": model, "system": system, "budget": budget.rstrip("!") or None, "hard": budget.endswith("!"),
         "batch": int(batch or h200.SHAPES[model][0]), "layers": int(layers or h200.LAYERS[model]),
     }  # fmt: skip
@@ -83,7 +86,9 @@ def make_step(row: dict[str, Any], model: Any, optimizer: Any, batch: Any, devic
         return h200.torch_step(row["system"], model, optimizer, device), {}
     import wholestep
 
-    step = wholestep.compile(model, h200.plain_loss, optimizer, batch, precision="bf16", memory=row["budget"])
+    step = wholestep.compile(
+        model, h200.plain_loss, optimizer, batch, precision="bf16", memory=row["budget"], host_memory=row["host"]
+    )
     told: dict[str, Any] = {"explain": step.explain(), "notes": step.notes}
     if step.plan is not None:
         told |= {"plan": step.plan.to_json()}

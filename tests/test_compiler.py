@@ -51,9 +51,15 @@ def doubled(graph: TrainingGraph) -> TrainingGraph:
     return graph
 
 
+SHARDS = (
+    make("shard", "layers.*.0", "weight", 0),
+    make("shard", "layers.*.0", "bias", 0),
+    make("shard", "layers.*.2", "weight", 1),
+)
 AGAIN = ("layers.*.1/gelu", "layers.*.0/addmm")
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "memory": [{"memory": "64MiB"}, {"memory": "60KiB"}],
+    "host_memory": [{"host_memory": "1MiB"}],
     "plan": [
         {"plan": Plan(recompute=AGAIN)},
         {"plan": Plan(early_update=False)},
@@ -63,11 +69,14 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"plan": Plan(layout={"mixed": "channels_last"})},
         {"plan": Plan(recompute=AGAIN, precision={"head": "fp32"}), "precision": "bf16"},
         {"plan": Plan(fuse=("layers.*",))},
+        {"plan": Plan(host=("layers.*.1/gelu",), state={"*": "host"})},
+        {"plan": Plan(file=("layers.*.0/addmm",)), "offload_path": "here"},
     ],
     "recipe": [
         {"recipe": Recipe((make("recompute", "layers.*", every=2), make("precision", "head", "bf16")))},
         {"recipe": Recipe((make("decompose", "head"), make("recompute", "layers.*", ratio=0.0))), "memory": "64MiB"},
     ],
+    "mesh": [{"recipe": Recipe(SHARDS), "mesh": wholestep.Mesh(tp=2), "clip_norm": 0.5}],
     "precision": [{"precision": "bf16"}, {"precision": "fp16"}],
     "accumulate": [{"accumulate": 2}],
     "clip_norm": [{"clip_norm": 0.5}],
@@ -81,6 +90,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "those that leave the program as it is": [
         {
             "check": "off",
+            "mesh": None,
             "cuda_graph": False,
             "cache": False,
             "dump": "here",
@@ -103,8 +113,7 @@ def compiled_and_verified(options: dict[str, Any]) -> tuple[Any, Any]:
 @pytest.mark.parametrize("options", CASES)
 def test_what_is_verified_is_what_runs(options: dict[str, Any], tmp_path: Path) -> None:
     options = {"backend": "interpret", "cache": False, **options}
-    if "dump" in options:
-        options["dump"] = str(tmp_path)
+    options |= {name: str(tmp_path) for name in ("dump", "offload_path") if name in options}
     step, report = compiled_and_verified(options)
     assert step.program is not None and report.programs == [step.program], (step.explain(), str(report))
     assert report.ok, str(report)
@@ -113,8 +122,29 @@ def test_what_is_verified_is_what_runs(options: dict[str, Any], tmp_path: Path) 
 def test_no_option_and_no_field_is_forgotten() -> None:
     tried = {name for cases in OPTIONS.values() for case in cases for name in case}
     assert tried == {field.name for field in dataclasses.fields(Options)}
-    decided = {"recompute", "early_update", "precision", "chunked_loss", "kernel", "layout", "fuse"}
-    told = {"replace", "reasons", "budget_bytes", "predicted_bytes", "predicted_seconds", "made_for"}
+    decided = {
+        "recompute",
+        "early_update",
+        "precision",
+        "chunked_loss",
+        "kernel",
+        "layout",
+        "fuse",
+        "host",
+        "file",
+        "state",
+    }
+    told = {
+        "mesh",
+        "shard",
+        "stages",
+        "replace",
+        "reasons",
+        "budget_bytes",
+        "predicted_bytes",
+        "predicted_seconds",
+        "made_for",
+    }
     assert {field.name for field in dataclasses.fields(Plan)} == decided | told
     used = {
         name for case in OPTIONS["plan"] for name in decided if getattr(case["plan"], name) != getattr(Plan(), name)

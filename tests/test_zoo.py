@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.passes.away import Away
 from tests.zoo.case import Built, OptimizerKind
 from tests.zoo.models import ZOO
 
@@ -89,6 +90,34 @@ def test_the_plans_of_a_gpu_change_no_bit(name: str, leanest: bool, monkeypatch:
     for built in steps_of(name):
         report = verify(built, "adamw", backend="interpret", steps=3, edge_batches=built.edge_batches, eval_too=False)
         assert report.ok and (report.bitwise or not ZOO[name].bitwise), str(report)
+
+
+FEW = ("gpt2", "lstm", "inplace_buffers", "tied_frozen")
+"""Of the zoo by default."""
+
+
+def moved_to_the_host(name: str, monkeypatch: pytest.MonkeyPatch, *, half_recomputed: bool) -> None:
+    """Every value that can leave, and all optimizer state, on the host; half of the values recomputed or none."""
+    monkeypatch.setattr(Away, "half_recomputed", half_recomputed)
+    monkeypatch.setattr(Away, "moved", 0)
+    monkeypatch.setattr("wholestep.compiler.ForSpeed", Away)
+    monkeypatch.setattr("wholestep.passes.stream_state.MOST_BYTES", 10_000)
+    for built in steps_of(name):
+        report = verify(built, "adamw", backend="interpret", steps=2, eval_too=False, cache=False)
+        assert report.ok and (report.bitwise or not ZOO[name].bitwise), str(report)
+        assert Away.moved or report.rung != "whole step"
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_what_leaves_the_card_changes_no_bit_in_a_few(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved_to_the_host(name, monkeypatch, half_recomputed=False)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("half_recomputed", [False, True], ids=["moved", "half recomputed"])
+@pytest.mark.parametrize("name", ZOO)
+def test_what_leaves_the_card_changes_no_bit(name: str, half_recomputed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved_to_the_host(name, monkeypatch, half_recomputed=half_recomputed)
 
 
 def eager_step(built: Built, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:

@@ -34,6 +34,7 @@ _PUBLIC = {
     "compile": "wholestep.api",
     "verify": "wholestep.api",
     "schedule": "wholestep.api",
+    "offload": "wholestep.runtime.offload",
     "train": "wholestep.commands",
     "plan": "wholestep.commands",
     "profile": "wholestep.commands",
@@ -59,7 +60,7 @@ _MODULES = {
 
 __all__ = [
     "Logger", "Mesh", "Plan", "Step", "TrainingGraph", "WholestepError", "WholestepWarning", "compile", "default_passes", "hf",
-    "load", "nn", "optim", "plan", "profile", "recipes", "relational", "save", "schedule", "train", "verify",
+    "load", "nn", "offload", "optim", "plan", "profile", "recipes", "relational", "save", "schedule", "train", "verify",
 ]  # fmt: skip
 
 

@@ -34,6 +34,8 @@ def compile(
     example_batch: Any,
     *,
     memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    offload_path: Any = None,
     plan: Plan | None = None,
     recipe: Any = None,
     mesh: Mesh | None = None,
@@ -65,6 +67,9 @@ def compile(
             or a batch to be cut into n).
         memory: a budget in bytes of the card ("26GiB", "auto" for what is free): values of the forward pass are made again in
             the backward pass where that is needed, as fast as possible; or an error names the smallest budget there is.
+        host_memory: how much of the host's memory ("64GiB") values and optimizer state may wait in: as far as the link to the card
+            hides it without a budget, as far as needed with one. Same bits.
+        offload_path: a folder, or several of different disks, for what does not fit there. Disks are slow: for capacity.
         plan: decisions made earlier (`wholestep plan`), instead of a budget. Without either, a GPU makes again what it computes
             more quickly than it stores it; `plan=Plan()` keeps everything.
         recipe: how the model is to run, verb by verb: a `wholestep.schedule(model)`, or the file of one. A verb beats the budget.
@@ -95,10 +100,10 @@ def compile(
         verbose: progress on stderr; None shows it on a terminal.
     """
     options = Options(
-        memory=memory, plan=plan, recipe=recipe, mesh=mesh, precision=precision, accumulate=accumulate, clip_norm=clip_norm,
-        clip_scope=clip_scope, nonfinite=nonfinite, chunked_loss=chunked_loss, backend=backend, dynamic=dynamic, check=check,
-        guards=guards, passes=passes, early_update=early_update, cuda_graph=cuda_graph, cache=cache, dump=dump, seed=seed,
-        verbose=verbose,
+        memory=memory, host_memory=host_memory, offload_path=offload_path, plan=plan, recipe=recipe, mesh=mesh,
+        precision=precision, accumulate=accumulate, clip_norm=clip_norm, clip_scope=clip_scope, nonfinite=nonfinite,
+        chunked_loss=chunked_loss, backend=backend, dynamic=dynamic, check=check, guards=guards, passes=passes,
+        early_update=early_update, cuda_graph=cuda_graph, cache=cache, dump=dump, seed=seed, verbose=verbose,
     )  # fmt: skip
     compiler = compiler_for(model, loss_fn, optimizer, options, example_batch)
     if compat.untested_version() is not None:
@@ -140,6 +145,11 @@ def _where_it_fits(check: Callable[..., Any]) -> Callable[..., Any]:
     def checked(run: OneStep, variant: Any, *rest: Any, **options: Any) -> Any:
         if variant.subject.device.type == "cpu" and not fits_beside(variant.capture.graph):
             text = "the first step was not checked against eager: that would not fit into memory"
+            run.step._note(check_note("left out", text))
+            return None
+        plan = variant.capture.plan
+        if variant.subject.device.type == "cuda" and plan is not None and "host" in plan.state.values():
+            text = "the first step was not checked against eager, whose optimizer has no state on the host"
             run.step._note(check_note("left out", text))
             return None
         return check(run, variant, *rest, **options)

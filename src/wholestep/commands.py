@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from wholestep.cost.target import find_target
 from wholestep.errors import BadOption, WholestepWarning
 from wholestep.graph.bytes import parse_bytes, show_bytes
+from wholestep.plan.room import room_for
 from wholestep.profile.profile import Profile, profile_job
 from wholestep.train import request
 from wholestep.train.config_file import set_text
@@ -55,6 +56,8 @@ def train(
     save_every: int | None = None,
     nonfinite: str | None = None,
     memory: str | None = None,
+    host_memory: str | None = None,
+    offload_path: Sequence[str | Path] = (),
     plan: str | Path | None = None,
     recipe: str | Path | None = None,
     backend: str | None = None,
@@ -75,7 +78,7 @@ def train(
         out: the folder; None takes `runs/<name>-<data>`. With `resume` it holds the run.
         resume: go on from the newest checkpoint of `out`, or of the newest run.
         config: a file of settings, such as the `run.toml` of a run; what is given here wins.
-        save_every, nonfinite, memory, plan, recipe, backend: as on the command line.
+        save_every, nonfinite, memory, host_memory, offload_path, plan, recipe, backend: as on the command line.
         log: `"csv"`, `"tensorboard"`, `"wandb"`, or objects with the methods of `wholestep.Logger`.
         quiet: print nothing.
     """
@@ -88,7 +91,8 @@ def train(
         given = {
             "model": model, "sets": _sets(settings), "data": data, "batch": batch, "seq": seq, "precision": precision,
             "steps": steps, "seed": seed or None, "backend": backend, "memory": memory, "nonfinite": nonfinite,
-            "save_every": save_every, "log": ",".join(names) or None,
+            "save_every": save_every, "log": ",".join(names) or None, "host_memory": host_memory,
+            "offload_path": [str(Path(path).absolute()) for path in offload_path] or None,
             "plan": None if plan is None else str(Path(plan).absolute()),
             "recipe": None if recipe is None else str(Path(recipe).absolute()),
         }  # fmt: skip
@@ -99,7 +103,12 @@ def train(
     else:
         refused = {"data": data, "batch": batch, "seq": seq, "settings": settings, "config": config}
         job = _own_job(model, loss_fn, optimizer, batches, precision, clip_norm, accumulate, seed, steps, refused)
-        extra = {"memory": memory, "recipe": recipe, "plan": request.fitting(request.plan_at(plan), job.settings)}
+        extra: dict[str, Any] = {
+            "memory": memory,
+            "host_memory": host_memory,
+            "offload_path": list(offload_path) or None,
+        }
+        extra |= {"recipe": recipe, "plan": request.fitting(request.plan_at(plan), job.settings)}
         outcome = train_job(
             job, out=where, resume=resume, save_every=save_every, nonfinite=nonfinite or "stop",  # type: ignore[arg-type]
             backend=backend or "inductor", display=display, loggers=[*make_loggers(",".join(names)), *objects],
@@ -119,6 +128,8 @@ def plan(
     *,
     device: str = "h200",
     memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    offload_path: Sequence[str | Path] = (),
     batch: int | None = None,
     seq: int | None = None,
     precision: str | None = None,
@@ -135,6 +146,7 @@ def plan(
         loss_fn, optimizer, example_batch: as for `wholestep.compile`.
         device: `"h200"`, `"rtx4090"`, ..., an amount such as `"24GiB"`, or `"this"`.
         memory: a budget such as `"40GiB"`; the whole card when None.
+        host_memory, offload_path: where values and optimizer state may wait outside of the card.
         batch, seq, precision, settings: of a model by name.
         clip_norm, accumulate: of your own objects; for a name they are settings.
         recipe: the file of one.
@@ -149,6 +161,7 @@ def plan(
     question = Question(
         model=model if named else type(model).__name__, sets=tuple(_sets(settings) or ()), batch=batch, seq=seq,
         precision=precision, target=target, budget_bytes=budget, recipe=None if recipe is None else str(recipe),
+        room=room_for(host_memory, offload_path),
     )  # fmt: skip
     if named:
         _refuse_objects("plan", loss_fn, optimizer, example_batch, clip_norm, accumulate)

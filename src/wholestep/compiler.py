@@ -56,11 +56,14 @@ from wholestep.passes.pipeline import Pipeline, default_pipeline
 from wholestep.passes.update_early import update_early
 from wholestep.plan.budget import Budget, Fitting, ForSpeed, make_budget
 from wholestep.plan.host import fits_beside, refuse_what_cannot_fit
+from wholestep.plan.room import refuse_room, room_of
 from wholestep.runtime.enforce import Enforced, held_to, make_room
 from wholestep.runtime.progress import Progress
 from wholestep.schedule import Recipe, Scheduled, recipe_of, resolve
 from wholestep.schedule.recipe_file import warn_of_changes
+from wholestep.tiers.files import FileStore
 
+FILES_RUN_DIRECTLY = "steps run directly, without a CUDA graph: threads write and read files beside them"
 Dims = Sequence[dict[int, str]]
 """Per tensor of the batch: dimension -> the name of its symbol."""
 
@@ -85,6 +88,8 @@ class Compiler:
         """Whether a plan beside a recipe has to be what became of it."""
         self.progress = progress or Progress(options.verbose)
         self.pipeline = pipeline_for(options, scheduled)
+        self.room = room_of(options)
+        """Where values may wait outside of the card; None: nowhere."""
         self.code: list[Any] = []
         """Regions that were compiled to measure plans, until one of the plans is lowered."""
 
@@ -106,10 +111,10 @@ class Compiler:
         device, backend = self.subject.device, self.options.backend
         pipeline = self.settled_pipeline
         if self.budget is None:
-            planner: ForSpeed | Fitting = ForSpeed(pipeline, backend, device)
+            planner: ForSpeed | Fitting = ForSpeed(pipeline, backend, device, self.room)
             planning: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         else:
-            planner = Fitting(self.budget, pipeline, backend, device, self.code)
+            planner = Fitting(self.budget, pipeline, backend, device, self.code, self.room)
             planning = self.progress.stage("planning for the memory budget")
         with planning:
             plan = planner.plan(prepared)
@@ -151,6 +156,8 @@ class Compiler:
         plan = self.plan(made)
         layout = {**plan.layout, **layouts_of(made.graph)}
         made.plan = plan if layout == plan.layout else dataclasses.replace(plan, layout=layout)
+        if plan.file and not self.options.folders:
+            raise BadOption(f"{plan.file[0]} is to wait in a file", hint="name a folder for it: offload_path=...")
         self.apply(made, made.plan)
 
     def plan_for(self, captured: Capture) -> tuple[Plan, list[Note]]:
@@ -174,7 +181,13 @@ class Compiler:
     def _finished_by(self) -> str | None:
         """What the passes and the plan depend on; None where that is more than can be named."""
         options = self.options
-        if self.budget is not None or options.plan is not None or options.dump is not None or not options.plain:
+        if (
+            self.room is not None
+            or self.budget is not None
+            or options.plan is not None
+            or options.dump is not None
+            or not options.plain
+        ):
             return None
         device = self.subject.device
         card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -187,7 +200,7 @@ class Compiler:
             refuse_what_cannot_fit(graph, self.subject.optimizer, backend)
         chosen = tune_calls(graph)
         began = time.perf_counter()
-        runner = self._compiled(graph) if backend == "inductor" else lower_interpret(graph)
+        runner = self._compiled(graph) if backend == "inductor" else lower_interpret(graph, store=self.store)
         runner = runner.with_facts(choices={**chosen, **runner.describe().get("choices", {})})
         if self.options.dump is not None:
             self._dump_lowered(runner, backend, time.perf_counter() - began)
@@ -196,6 +209,8 @@ class Compiler:
         runner = self._within_budget(runner, gradients)
         if self.subject.device.type != "cuda" or self.options.cuda_graph is False or backend == "interpret":
             return runner
+        if runner.describe().get("file_bytes"):
+            return runner.with_facts(notes=[*runner.describe()["notes"], FILES_RUN_DIRECTLY])
         kind = CudaGraphsByShape if runner.describe().get("symbolic") else AutoCudaGraph
         batch, targets = graph.indices(Role.BATCH), {output.target for output in graph.outputs}
         written = [i for i in batch if i in targets]
@@ -204,11 +219,12 @@ class Compiler:
     def _compiled(self, graph: TrainingGraph) -> Runner:
         try:
             with self.progress.stage("compiling"):
-                runner = lower_inductor(graph, progress=self.progress.region)
+                runner = lower_inductor(graph, progress=self.progress.region, store=self.store)
         except CompilerMissing:
             warnings.warn("no C++ compiler on PATH: the step runs interpreted", WholestepWarning, stacklevel=2)
-            return lower_interpret(graph)
-        if self.subject.device.type != "cpu" or self.budget is not None:  # what was planned for is what runs
+            return lower_interpret(graph, store=self.store)
+        planned = self.budget is not None or "transfers" in runner.describe()
+        if self.subject.device.type != "cpu" or planned:  # what was planned for is what runs
             return runner
         if not fits_beside(graph):
             return runner.with_facts(
@@ -230,6 +246,11 @@ class Compiler:
         if gradients:  # p.grad, and an update of one's own, take memory beside the step, as much as they like
             return runner
         return runner.within(Enforced(self.budget, self.subject.device))
+
+    @functools.cached_property
+    def store(self) -> FileStore | None:
+        """The files of what leaves the host's memory too."""
+        return FileStore(self.options.folders) if self.options.folders else None
 
     @property
     def make_room(self) -> Callable[..., None] | None:
@@ -269,6 +290,7 @@ def compiler_for(
     if options.clip_scope != "global" and (optimizer is None or optimizers.supported(optimizer) is not None):
         raise BadOption("clip_scope='layer' without a captured update", hint="clip p.grad yourself")
     if dry is None:
+        refuse_room(options, subject.device)
         with contextlib.suppress(CaptureRefused):  # a refusal is for the ladder to tell; an error is better early
             refuse_unsupported(subject)
     budget = None if options.memory is None else make_budget(options.memory, subject, flatten(batch)[0])

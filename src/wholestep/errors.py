@@ -56,6 +56,10 @@ class NotEnoughMemory(WholestepError):
     """The step would not fit into what this machine has left."""
 
 
+class TierFailed(WholestepError):
+    """A file that values wait in could not be written or read; the step is not taken."""
+
+
 class NotBuiltYet(WholestepError):
     """A documented request whose stage is not part of this version."""
 

@@ -31,6 +31,8 @@ class Options:
     """The keywords of `wholestep.compile`."""
 
     memory: str | int | None = None
+    host_memory: str | int | None = None
+    offload_path: Any = None
     plan: Plan | None = None
     recipe: Any = None
     mesh: Mesh | None = None
@@ -60,6 +62,8 @@ class Options:
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise BadOption(f"{name}={getattr(self, name)!r}", hint=f"use one of {', '.join(map(repr, known))}")
+        if self.host_memory is not None:
+            parse_bytes(self.host_memory)
         self._check_memory()
         self._check_updates()
         self._check_mesh()
@@ -93,6 +97,12 @@ class Options:
     def _check_memory(self) -> None:
         if self.plan is not None and self.plan.precision and self.precision == "fp16":
             raise BadOption("a plan with precisions of modules and precision='fp16'", hint="use precision='bf16'")
+        for name in ("host_memory", "offload_path") if self.plan is not None else ():
+            if getattr(self, name) is not None and not (name == "offload_path" and self.plan.file):  # type: ignore[union-attr]
+                hint = "a plan says itself what leaves the card: leave one of them out"
+                raise BadOption(f"{name}={getattr(self, name)!r} together with plan=...", hint=hint)
+        if self.plan is not None and self.plan.file and self.offload_path is None:
+            raise BadOption("a plan that moves values to files", hint="name a folder for them: offload_path=...")
         if self.memory is not None and (self.plan is not None or self.dynamic is True):
             other = "plan=..." if self.plan is not None else "dynamic=True"
             raise BadOption(
@@ -117,6 +127,12 @@ class Options:
         for name, given in others.items():
             if given:
                 raise BadOption(f"clip_scope={self.clip_scope!r} with {name}", hint="leave one of the two out")
+
+    @property
+    def folders(self) -> list[str]:
+        """Where files may lie."""
+        given = self.offload_path
+        return [] if given is None else [str(p) for p in given] if isinstance(given, list | tuple) else [str(given)]
 
     @property
     def plain(self) -> bool:

@@ -128,3 +128,19 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
 def test_a_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     (tmp_path / "p.toml").write_text("format = 1\nchunked_loss = true\n")
     assert read_plan(tmp_path / "p.toml").chunked_loss is True
+
+
+def test_tables_of_a_mesh_come_back_and_are_checked(tmp_path: Path) -> None:
+    plan = Plan(
+        mesh={"tp": 4}, shard={"layers.*.up.weight": "0 tp", "qkv": "0 tp, blocks of 16 16 16"}, stages={"a": "0"}
+    )
+    write_plan(plan, tmp_path / "plan.toml")
+    assert read_plan(tmp_path / "plan.toml") == plan
+    for wrong, text in (
+        ('"ep" = 4', "axes are dp, tp, pp"),
+        ('"tp" = 0', "whole number"),
+        ('"tp" = "4"', "whole number"),
+    ):
+        (tmp_path / "wrong.toml").write_text(f"format = 2\n[mesh]\n{wrong}\n[end]\n")
+        with pytest.raises(BadOption, match=text):
+            read_plan(tmp_path / "wrong.toml")

@@ -29,7 +29,7 @@ from wholestep.graph.liveness import peak_bytes
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import OutputKind, Target, TrainingGraph, tensors_in
 from wholestep.lower import lower_inductor, lower_interpret
-from wholestep.lower.interpret import statement_of
+from wholestep.lower.statements import statement_of
 from wholestep.passes.channels_last import channels_last
 from wholestep.passes.fold_casts import fold_casts
 from wholestep.passes.fold_views import fold_views

@@ -222,3 +222,51 @@ def test_graphs_of_a_mesh_are_kept_on_disk_apart() -> None:
         losses.append(float(step(batch)))
     torch.testing.assert_close(losses, [losses[0]] * 3, rtol=1e-6, atol=0)
     assert RANKS not in model.__dict__
+
+
+def test_a_plan_of_a_mesh_holds_for_that_mesh() -> None:
+    model, optimizer, batch, sch = made()
+    options: dict[str, Any] = {"backend": "interpret", "check": "off"}
+    plan = wholestep.compile(model, square, optimizer, batch, recipe=sch, mesh=Mesh(tp=2), **options).plan
+    assert plan.mesh == {"tp": 2}
+    assert plan.shard == {"layers.*.up.weight": "0 tp", "layers.*.up.bias": "0 tp", "layers.*.down.weight": "1 tp"}
+    wholestep.compile(model, square, optimizer, batch, recipe=sch, mesh=Mesh(tp=2), plan=plan, **options)
+    with pytest.raises(WholestepError, match=r"the plan was made for mesh \{'tp': 2\}, now it is \{'tp': 4\}"):
+        wholestep.compile(model, square, optimizer, batch, recipe=sch, mesh=Mesh(tp=4), plan=plan, **options)
+    with pytest.raises(WholestepError, match=r"made with a recipe that cuts layers.\*.up.weight"):
+        wholestep.compile(model, square, optimizer, batch, plan=plan, **options)
+    with pytest.raises(WholestepError, match="a plan with stages"):
+        wholestep.compile(model, square, optimizer, batch, plan=wholestep.Plan(stages={"layers.1": "1"}), **options)
+
+
+def test_plan_tells_the_bytes_of_one_rank(tmp_path: Path) -> None:
+    from wholestep.cost.target import find_target
+    from wholestep.report.fit_text import fit_lines
+    from wholestep.train.fit import Question, will_it_fit
+
+    recipe = tmp_path / "shards.toml"
+    rows = [
+        f'{{ shard = "model.layers.*.{at}", axis = {axis} }},'
+        for at, axis in (
+            ("self_attn.[qkv]_proj", 0),
+            ("self_attn.o_proj", 1),
+            ("mlp.gate_proj", 0),
+            ("mlp.up_proj", 0),
+            ("mlp.down_proj", 1),
+        )
+    ]
+    recipe.write_text("\n".join(["format = 1", "verbs = [", *rows, "]", "[end]"]))
+    target = find_target("h200")
+    fits = [
+        will_it_fit(
+            Question(
+                model="hf:llama", sets=("num_hidden_layers=2", "vocab_size=256"), batch=2, seq=16, target=target,
+                budget_bytes=target.device.memory_bytes, **more,
+            ),
+            find_batch=False,
+        )
+        for more in ({"recipe": str(recipe), "mesh": Mesh(tp=4)}, {})
+    ]  # fmt: skip
+    ranked, alone = (fit.frontier[fit.shown] for fit in fits)
+    assert 0.2 < ranked.breakdown["weights"] / alone.breakdown["weights"] < 0.3
+    assert ranked.plan.mesh == {"tp": 4} and "each of 4 ranks (Mesh(tp=4))" in fit_lines(fits[0])[0]

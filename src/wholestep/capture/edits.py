@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import fx
 
-Rewrite: TypeAlias = Callable[[fx.GraphModule, Mapping[int, str]], None]
+Rewrite: TypeAlias = Callable[[fx.GraphModule, Mapping[int, str]], object]
 """Changes Dynamo's graph of a loss in place; the second argument is id of a module -> its path."""
 
 

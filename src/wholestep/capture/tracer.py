@@ -21,6 +21,7 @@ from wholestep.capture.front.loss_graph import AUX
 from wholestep.capture.front.replay import Assumed
 from wholestep.capture.gpu_autocast import gpu_autocast
 from wholestep.capture.modes import keyed
+from wholestep.capture.parts import local_part, norms_of_parts
 from wholestep.capture.preflight import autocast_for
 from wholestep.capture.provenance import ModuleCalls
 from wholestep.capture.reading import Reading
@@ -150,7 +151,7 @@ class Tracer:
         self.plans = optimizers.plan_updates(subject.optimizer, names) if self.captured_update else []  # type: ignore[arg-type]
         self.fakes: dict[Input, torch.Tensor] = {}
         for name, tensor in subject.parameters.items():
-            self.fakes[Input(Role.PARAMETER, name)] = self._local(name, self.fake_of(tensor))
+            self.fakes[Input(Role.PARAMETER, name)] = local_part(self.ranks, name, self.fake_of(tensor), self.mode)
         for name, tensor in subject.buffers.items():
             self.fakes[Input(Role.BUFFER, name)] = self.fake_of(tensor)
         self._add_given(batch, dynamic)
@@ -183,15 +184,6 @@ class Tracer:
         if self.subject.dry is not None and (tensor.device.type == "meta" or compat.is_fake(tensor)):
             return compat.stand_in(self.mode, tensor, self.subject.device)
         return compat.to_fake(self.mode, tensor)
-
-    def _local(self, name: str, fake: torch.Tensor) -> torch.Tensor:
-        """What one rank has of a parameter: a plain tensor of its own."""
-        cut = self.ranks.cuts.get(name)
-        if cut is None:
-            return fake
-        size = self.ranks.local_shape(name, fake.shape)[cut.dim]
-        with self.mode:
-            return fake.detach().narrow(cut.dim, 0, size).clone()
 
     def _fake_given(self, tensor: torch.Tensor, dims: dict[int, str]) -> torch.Tensor:
         if not dims:
@@ -397,7 +389,7 @@ class Tracer:
         self, values: dict[Input, torch.Tensor], grads: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm of the gradients, and what the update multiplies them by."""
-        counted = grads | self._norms_of_parts(grads)
+        counted = grads | norms_of_parts(self.ranks, grads)
         in_torch_order = [counted[n] for n in self.parameter_order() if n in grads]
         limit = values.get(Input(Role.HYPER, "clip_norm"))
         given = torch.ones((), dtype=torch.float64, device=self.subject.device) if limit is None else limit
@@ -411,19 +403,6 @@ class Tracer:
         if limit is not None:  # as clip_grad_norm_ on unscaled gradients
             scale = ((norm + 1e-6).reciprocal() * limit.to(norm.dtype)).clamp(max=1.0)
         return norm, scale * inverse
-
-    def _norms_of_parts(self, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What stands in a norm for gradients of which each rank has a part: the norm of all parts together."""
-        ranks = self.ranks
-        found: dict[str, torch.Tensor] = {}
-        for axis in dict.fromkeys(cut.axis for cut in ranks.cuts.values()):
-            names = [n for n in grads if n in ranks.cuts and ranks.cuts[n].axis == axis]
-            if names:
-                wide = torch.float64 if any(grads[n].dtype == torch.float64 for n in names) else torch.float32
-                own = torch.stack([torch.linalg.vector_norm(grads[n], dtype=wide) for n in names])
-                whole = ws.all_reduce(own.square(), axis, ranks.mesh.size(axis)).sqrt()
-                found |= dict(zip(names, whole.unbind(), strict=True))
-        return found
 
     def parameter_order(self) -> list[str]:
         """The optimizer's order: a norm over gradients depends on it in the last bits."""

@@ -64,6 +64,10 @@ def examine() -> Iterator[tuple[str, str]]:
     yield "cpu", f"{cores}, {threads}, {torch.backends.cpu.get_cpu_capability()}"
     yield "memory", _memory()
     yield "gpu", _gpu()
+    from wholestep.tiers.links import told_links
+
+    for line in told_links(tempfile.gettempdir()):
+        yield "link", line
     compiler = next(
         (path for name in (os.environ.get("CXX"), "g++", "clang++") if name and (path := shutil.which(name))), None
     )

@@ -53,6 +53,14 @@ Precision = Annotated[
 Memory = Annotated[
     str | None, typer.Option(metavar="BYTES|auto", help="A budget of the card, such as 12GiB; auto is what is free.")
 ]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(metavar="BYTES", help="Host memory in which values and optimizer state may wait, such as 64GiB."),
+]
+OffloadPath = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="DIR", help="A folder for what host memory does not hold; again for several disks."),
+]
 PlanFile = Annotated[
     Path | None, typer.Option("--plan", metavar="FILE", help="A plan that `wholestep plan --out FILE` wrote.")
 ]

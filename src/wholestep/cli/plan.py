@@ -37,6 +37,8 @@ def command(
     memory: Annotated[
         str | None, typer.Option(metavar="BYTES", help="A budget such as 40GiB; the whole card when not given.")
     ] = None,
+    host_memory: options.HostMemory = None,
+    offload_path: options.OffloadPath = None,
     precision: options.Precision = None,
     recipe: options.RecipeFile = None,
     mesh: options.MeshText = None,
@@ -62,6 +64,7 @@ def command(
     \b
     Examples:
       wholestep plan llama-1b --batch 8 --seq 2048 --device h200 --memory 26GiB
+      wholestep plan llama-1b --batch 8 --seq 2048 --device h200 --memory 16GiB --host-memory 64GiB
       wholestep plan bert-large --batch 64 --device rtx4090 --out plan.toml
       wholestep plan gpt2-medium --device 24GiB --svg frontier.svg
       wholestep plan gpt-10m --recipe recipe.toml --out plan.toml
@@ -82,6 +85,7 @@ def command(
     budget = budget_of(memory, target)
     recipe_file = options.checked_recipe(recipe)
     passes = options.pipeline(disable)
+    from wholestep.plan.room import room_for
     from wholestep.train.fit import Question, will_it_fit
 
     question = Question(
@@ -94,6 +98,7 @@ def command(
         budget_bytes=budget,
         recipe=recipe_file,
         mesh=ranks,
+        room=room_for(host_memory, offload_path),
     )
     fit = will_it_fit(question, passes=passes, check_batch=check_batch, tell=tell_passing)
     tell_passing("")

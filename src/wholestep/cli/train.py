@@ -54,6 +54,8 @@ def command(
         typer.Option(min=1, metavar="N", help="Steps between checkpoints; about ten over a run when not given."),
     ] = None,
     memory: options.Memory = None,
+    host_memory: options.HostMemory = None,
+    offload_path: options.OffloadPath = None,
     plan: options.PlanFile = None,
     recipe: options.RecipeFile = None,
     backend: options.Backend = None,
@@ -85,6 +87,7 @@ def command(
       wholestep train hf:bert --set num_hidden_layers=2 --batch 4 --steps 20
       wholestep train my_package.training:setup --out runs/mine
       wholestep train llama-1b --memory 26GiB
+      wholestep train llama-1b --memory 16GiB --host-memory 64GiB
       wholestep train llama-1b --plan plan.toml
       wholestep train gpt-1m --recipe recipe.toml
       wholestep train gpt-1m --log csv,tensorboard
@@ -103,7 +106,8 @@ def command(
         "tokenizer": tokenizer, "batch": batch, "seq": seq, "precision": precision, "steps": steps,
         "seed": seed, "init": init, "backend": backend, "disable": disable or None,
         "memory": memory, "plan": None if plan is None else str(plan.absolute()), "nonfinite": nonfinite, "save_every": save_every,
-        "recipe": None if recipe is None else str(recipe.absolute()), "log": log,
+        "recipe": None if recipe is None else str(recipe.absolute()), "log": log, "host_memory": host_memory,
+        "offload_path": [str(path.absolute()) for path in offload_path] if offload_path else None,
     }  # fmt: skip
     from wholestep.train.display import make_display
     from wholestep.train.request import run

@@ -21,6 +21,8 @@ def command(
     steps: Annotated[int, typer.Option(min=1, metavar="K", help="How many steps to compare.")] = 5,
     precision: options.Precision = None,
     memory: options.Memory = None,
+    host_memory: options.HostMemory = None,
+    offload_path: options.OffloadPath = None,
     plan: options.PlanFile = None,
     recipe: options.RecipeFile = None,
     mesh: options.MeshText = None,
@@ -70,7 +72,8 @@ def command(
     )
     report = verify(
         job.model, job.loss_fn, job.optimizer, [job.batches.batch(number) for number in range(steps)], steps=steps,
-        edge_batches=job.edge_batches or None, memory=memory, plan=options.fitting_plan(planned, job.settings),
+        edge_batches=job.edge_batches or None, memory=memory, host_memory=host_memory, offload_path=offload_path or None,
+        plan=options.fitting_plan(planned, job.settings),
         recipe=chosen, by_verb=None if chosen is None else "blame", backend=backend, passes=passes, dump=folder,
         mesh=ranks, seed=job.settings.get("seed", 0), **job.compile_options,
     )  # fmt: skip

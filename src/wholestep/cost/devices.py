@@ -51,6 +51,16 @@ class Device:
         machine without cards hand over through its memory."""
         return self.nvlink_bandwidth or self.link_bandwidth or self.bandwidth
 
+    @property
+    def link_alone(self) -> float:
+        """Bytes per second that copies of pinned memory reach in one direction, the other at rest."""
+        return MEASURED_LINKS.get(self.name, (SHARE_OF_LINK * self.link_bandwidth, 0.0))[0]
+
+    @property
+    def link_both(self) -> float:
+        """The same in each direction when both are busy."""
+        return MEASURED_LINKS.get(self.name, (0.0, SHARE_OF_LINK * SHARE_OF_BOTH * self.link_bandwidth))[1]
+
     def peak(self, number_format: str) -> float:
         """FLOP/s of matrix products in this format."""
         if number_format in self.peaks:
@@ -64,6 +74,10 @@ class Device:
 
 PCIE = {3: 16.0, 4: 32.0, 5: 64.0}
 """GB/s of 16 lanes in one direction, as data sheets round it; transfers reach about 85 % (55 of 64 measured on an H200)."""
+SHARE_OF_LINK, SHARE_OF_BOTH = 0.85, 0.73
+"""What copies reach of a link, and of that each way when both are busy: measured on an H200, taken for other cards too."""
+MEASURED_LINKS = {"h200": (55e9, 40e9)}
+"""Card -> bytes per second one way, and each way when both are busy: 1 GiB copies of pinned memory."""
 NO = None
 Peaks = tuple[float, float, float | None, float | None, float, float | None]
 

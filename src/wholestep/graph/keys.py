@@ -27,6 +27,10 @@ def value_keys(graph: TrainingGraph) -> dict[fx.Node, str]:
     for node in graph.operations():
         if phase_of(node) != "forward":
             continue
+        remembered = (node.meta.get("custom") or {}).get("key")
+        if remembered is not None:
+            found[node] = remembered
+            continue
         if node.target is operator.getitem and node.args[0] in found:
             found[node] = f"{found[node.args[0]]}.{node.args[1]}"  # type: ignore[index]
             continue
@@ -35,6 +39,12 @@ def value_keys(graph: TrainingGraph) -> dict[fx.Node, str]:
         seen[module, name] += 1
         found[node] = f"{starred(module, layers.get(node))}/{name}" + (f"#{number}" if number else "")
     return found
+
+
+def remember_keys(graph: TrainingGraph) -> None:
+    """Write the keys beside the values, so that they stay when a pass removes others."""
+    for node, key in value_keys(graph).items():
+        node.meta["custom"] = {**(node.meta.get("custom") or {}), "key": key}
 
 
 def split_key(key: str) -> tuple[str, Sequence[int] | None]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from wholestep.errors import BadOption
+
+if TYPE_CHECKING:
+    import torch
 
 AXES = ("dp", "tp", "pp")
 LAYOUT = "layout"
@@ -106,7 +107,11 @@ class Cut:
     def own(self, whole: torch.Tensor, rank: int, parts: int) -> torch.Tensor:
         """What one rank has, in memory of its own."""
         views = self.views(whole, rank, parts)
-        return views[0].clone() if len(views) == 1 else torch.cat(views, self.dim)
+        if len(views) == 1:
+            return views[0].clone()
+        import torch  # plans and the command line read meshes without it
+
+        return torch.cat(views, self.dim)
 
     def put(self, whole: torch.Tensor, rank: int, parts: int, own: torch.Tensor) -> None:
         """Write what one rank has into the whole."""

@@ -42,6 +42,12 @@ class Plan:
     predicted_seconds: float | None = _field(None, "of one step on the device under [made_for]")
     recompute: tuple[str, ...] = ()
     """Values of the forward pass that are not kept for the backward pass but made again there; `key@12` in the first 12 layers."""
+    host: tuple[str, ...] = ()
+    """Values that wait for the backward pass in the host's memory; `key@12` in the first 12 layers, which still compile once."""
+    file: tuple[str, ...] = ()
+    """The same in files (`compile(offload_path=...)`)."""
+    state: Mapping[str, str] = _field({})
+    """Parameter or pattern (`layers.*.mlp.*`) -> where its optimizer state lies: `card` or `host`; the last that matches counts."""
     precision: Mapping[str, str] = _field({}, numbers=True)
     """Module path or pattern (`lm_head`, `*.attn`) -> fp32, bf16 or fp16, where it is not what the whole step has."""
     layout: Mapping[str, str] = _field({})
@@ -66,6 +72,21 @@ class Plan:
     """Value -> why: bytes freed, what it is made from, what that costs."""
     made_for: Mapping[str, Any] = _field({})
     """Model, batch, sequence, precision, device, versions: what must still hold for the plan to be used."""
+
+    def __post_init__(self) -> None:
+        """A value has one place."""
+        seen: dict[str, str] = {}
+        for place in ("recompute", "host", "file"):
+            for base in dict.fromkeys(key.partition("@")[0] for key in getattr(self, place) if isinstance(key, str)):
+                if base in seen:
+                    hint = "leave it out of one of them"
+                    raise BadOption(f"{base} is listed under {seen[base]} and under {place}", hint=hint)
+                seen[base] = place
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything waits outside of the card."""
+        return bool(self.host or self.file or "host" in self.state.values())
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT} | dataclasses.asdict(self)

@@ -21,12 +21,14 @@ from wholestep.graph.bytes import show_bytes
 from wholestep.graph.plan import FORMAT, Plan
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+STATE_PLACES = ("card", "host")
 ALWAYS = ("recompute", "reasons", "made_for")
 """Written even where there is nothing in them."""
 HEAD = """\
 # A plan of Wholestep for one training step. Use it with: wholestep train MODEL --plan FILE
 # It is refused where anything under [made_for] has changed. Lines may be edited: what is listed under `recompute` is not
-# kept for the backward pass but computed again there; taking a line out keeps that value, and costs its memory.
+# kept for the backward pass but computed again there; taking a line out keeps that value, and costs its memory. What is listed
+# under `host` or `file` waits there for the backward pass.
 """
 
 
@@ -100,10 +102,13 @@ def _checked(plan: Plan) -> Plan:
     for axis, size in plan.mesh.items():
         if axis not in AXES or not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise BadOption(f"mesh.{axis} = {size!r}", hint=f"axes are {', '.join(AXES)}, each a whole number of ranks")
-    for table in ("precision", "layout", "kernel", "replace", "shard", "stages", "reasons"):
+    for table in ("state", "precision", "layout", "kernel", "replace", "shard", "stages", "reasons"):
         odd = next((key for key, value in getattr(plan, table).items() if not isinstance(value, str)), None)
         if odd is not None:
             raise BadOption(f"{table}.{odd} = {getattr(plan, table)[odd]!r}", hint="write it in quotes")
+    for path, place in plan.state.items():
+        if place not in STATE_PLACES:
+            raise BadOption(f"state.{path} = {place!r}", hint=f"use one of {', '.join(STATE_PLACES)}")
     for path, precision in plan.precision.items():
         if precision not in PRECISIONS:
             raise BadOption(f"precision.{path} = {precision!r}", hint=f"use one of {', '.join(PRECISIONS)}")

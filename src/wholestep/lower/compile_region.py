@@ -36,8 +36,9 @@ from wholestep.graph.strides import inverse, memory_order
 from wholestep.graph.training_graph import tensors_in
 from wholestep.lower import region_cache
 from wholestep.lower.driver import build_driver
-from wholestep.lower.interpret import constants_of, statement_of
+from wholestep.lower.interpret import constants_of
 from wholestep.lower.regions import Region
+from wholestep.lower.statements import statement_of
 
 aten = torch.ops.aten
 

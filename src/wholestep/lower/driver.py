@@ -121,11 +121,13 @@ def build_driver(
     if consume:
         lines.append("    inputs.clear()")
     lines.append("    _ = None")
-    cuts = {len(statements) // share for share in CUTS} if len(statements) >= MIN_CALLS and not consume else set()
+    # an event of one recording cannot be waited for in the next
+    may_cut = len(statements) >= MIN_CALLS and not consume and not any(statement.is_ordered for statement in statements)
+    cuts = {len(statements) // share for share in CUTS} if may_cut else set()
     for index, statement in enumerate(statements):
         if index in cuts and index:
             lines.append(f"    {scope.constant(_cut, 'cut')}()")
-        read = _nodes_in((statement.args, statement.kwargs))
+        read = nodes_in((statement.args, statement.kwargs))
         dying = [scope.value(node) for node in read if last[node] == index and node not in kept]
         bound = [node if node in used else None for node in statement.results]
         rendered = _render(statement, bound, dying, scope)
@@ -153,7 +155,7 @@ def _execute(source: str, scope: _Scope) -> Callable[[list[Any]], tuple[Any, ...
 def _last_uses(statements: Sequence[Statement]) -> dict[fx.Node, int]:
     last: dict[fx.Node, int] = {}
     for index, statement in enumerate(statements):
-        for node in _nodes_in((statement.args, statement.kwargs)):
+        for node in nodes_in((statement.args, statement.kwargs)):
             last[node] = index
     return last
 
@@ -202,7 +204,7 @@ def _literal(value: Any, scope: _Scope) -> str:
     return scope.constant(value, "constant")
 
 
-def _nodes_in(value: Any) -> list[fx.Node]:
+def nodes_in(value: Any) -> list[fx.Node]:
     """The distinct nodes of an argument structure, in order of appearance."""
     found: dict[fx.Node, None] = {}
     fx.map_arg(value, lambda node: found.setdefault(node))

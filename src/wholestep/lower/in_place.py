@@ -29,6 +29,7 @@ from wholestep.graph.training_graph import OutputKind, TrainingGraph, tensors_in
 from wholestep.graph.views import shares_memory
 from wholestep.lower.aliases import alias_roots
 from wholestep.ops import IN_PLACE, record_of
+from wholestep.ops.offload import copy_out_into, lies_on_host
 
 aten = torch.ops.aten
 
@@ -74,6 +75,8 @@ class _Writes:
     """Values cloned as soon as they exist: their memory is overwritten before they are returned or copied."""
     copies: list[tuple[fx.Node, Any]]
     """(placeholder, new value)"""
+    sent: dict[fx.Node, fx.Node]
+    """Copy of new state that leaves the card -> the placeholder on the host that it is written to at once."""
 
 
 def in_place_twins() -> dict[Any, Callable[..., None]]:
@@ -167,6 +170,12 @@ def _analyse(training: TrainingGraph, order: list[fx.Node], returned: list[Any],
             if names is not None:
                 twins[node] = table[node.target]
                 renamed.update(names)
+    sent = _sent(updates)
+    renamed |= {
+        value: target
+        for target, value in updates.items()
+        if record_of(value).trip == "out_done" and value.args[1] in sent
+    }
     # After its update a renamed result lives in the placeholder, which is not written again in this step.
     copies = [(target, value) for target, value in updates.items() if renamed.get(value) is not target]
     snapshots = {
@@ -176,7 +185,17 @@ def _analyse(training: TrainingGraph, order: list[fx.Node], returned: list[Any],
     }
     # A returned alias of live state would change under the caller's hands at the next step.
     snapshots.update(value for value in returned if isinstance(value, fx.Node) and _lives_in_state(value, renamed))
-    return _Writes(twins, renamed, snapshots, copies)
+    return _Writes(twins, renamed, snapshots, copies, sent)
+
+
+def _sent(updates: dict[fx.Node, Any]) -> dict[fx.Node, fx.Node]:
+    """Copies of new state that end on the host, where the old one lies: what was read of that has come in before."""
+    done = {
+        value: target
+        for target, value in updates.items()
+        if isinstance(value, fx.Node) and record_of(value).trip == "out_done"
+    }
+    return {value.args[1]: target for value, target in done.items() if lies_on_host(target)}  # type: ignore[misc]
 
 
 def _lives_in_state(value: fx.Node, renamed: dict[fx.Node, fx.Node]) -> bool:
@@ -213,20 +232,31 @@ def _in_place_names(
     Every list argument but the gradients is written, and the results are those lists one after the other.
     """
     written, read = _written_and_read(node)
-    if not all(isinstance(entry, fx.Node) and entry.op == "placeholder" for entry in written):
+    if not all(
+        isinstance(entry, fx.Node) and (entry.op == "placeholder" or _is_fresh(entry, node)) for entry in written
+    ):
         return None
     if len(set(written)) != len(written):
         return None
     results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     if len(results) != len(node.users):
         return None
-    if any(updates.get(target) is not results.get(index, node) for index, target in enumerate(written)):
+    if any(
+        updates.get(target) is not results.get(index, node)
+        for index, target in enumerate(written)
+        if target.op == "placeholder"
+    ):
         return None
     if any(roots[entry] & set(written) for entry in read):
         return None
     if any(last_read[target] > position[node] for target in written):
         return None
-    return {results[index]: target for index, target in enumerate(written)}
+    return {results[index]: target for index, target in enumerate(written) if index in results}
+
+
+def _is_fresh(value: fx.Node, update: fx.Node) -> bool:
+    """State that came from the host for this update alone: nobody else has it."""
+    return record_of(value).trip == "in_done" and set(value.users) == {update} and set(value.args[0].users) == {value}  # type: ignore[union-attr]
 
 
 def _written_and_read(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -264,6 +294,11 @@ def _emit(
             twin = graph.call_function(writes.twins[node], *_mapped(node, new))
             twin.meta = dict(node.meta, val=None)
             new[node] = twin
+        elif node in writes.sent:
+            _call(graph, copy_out_into, (new[node.args[0]], new[writes.sent[node]]), node, None)  # type: ignore[index]
+            new[node] = new[writes.sent[node]]
+        elif record_of(node).trip == "out_done" and node.args[1] in writes.sent:
+            new[node] = copy_node(graph, node, new)
         elif node in writes.renamed:
             new[node] = new[writes.renamed[node]]
         elif node.op != "placeholder":
@@ -281,7 +316,7 @@ def _emit(
                 target.meta.get("val"),
             )
     graph.output(tuple(saved.get(value) or new[value] if isinstance(value, fx.Node) else value for value in returned))
-    origin = {copy: node for node, copy in new.items() if node not in writes.renamed}
+    origin = {copy: node for node, copy in new.items() if node not in writes.renamed and node not in writes.sent}
     return ImperativeGraph(graph, training.module, origin, len(writes.twins), len(writes.copies), len(writes.snapshots))
 
 

@@ -19,19 +19,25 @@ from wholestep.graph.training_graph import TrainingGraph
 from wholestep.lower.compile_region import Compiled, compile_region, forget_compiled, require_compiler
 from wholestep.lower.driver import Statement, build_driver
 from wholestep.lower.in_place import ImperativeGraph, write_state_in_place
-from wholestep.lower.interpret import constants_of, statement_of
+from wholestep.lower.interpret import constants_of
 from wholestep.lower.keep_roundings import keep_roundings
 from wholestep.lower.lift_numbers import lift_numbers
 from wholestep.lower.overlap import one_wait_for_all
+from wholestep.lower.races import refuse_races
 from wholestep.lower.regions import Piece, Region, split_regions
 from wholestep.lower.runner import Runner
+from wholestep.lower.streams import streams_for
+from wholestep.lower.transfers import Transfers, device_of
 from wholestep.ops.updates import BY_IN_PLACE
+from wholestep.tiers.files import FileStore
 
 Progress = Callable[[str, int, int], None]
 
 
-def lower_inductor(graph: TrainingGraph, *, watch: Sequence[str] = (), progress: Progress | None = None) -> Runner:
-    """A Runner of compiled regions; `progress(text, done, total)` is called before each compilation."""
+def lower_inductor(
+    graph: TrainingGraph, *, watch: Sequence[str] = (), progress: Progress | None = None, store: FileStore | None = None
+) -> Runner:
+    """A Runner of compiled regions; `progress(text, done, total)` is called before each compilation; `store` as in `interpret`."""
     started = time.perf_counter()
     imperative = imperative_form(graph, watch)
     pieces = split_regions(imperative)
@@ -39,13 +45,20 @@ def lower_inductor(graph: TrainingGraph, *, watch: Sequence[str] = (), progress:
     require_compiler(regions)
     split_seconds = time.perf_counter() - started
     compiled = compile_together(regions, progress)
+    device = device_of(imperative.graph)
+    transfers = Transfers(device, store)
+    statements = _statements(pieces, compiled, transfers)
+    if transfers.facts():
+        refuse_races(statements, imperative.results)
+        transfers.ready()
     driver = build_driver(
         imperative.placeholders,
-        _statements(pieces, compiled),
+        statements,
         imperative.results,
         constants_of(imperative.graph, imperative.owner),
+        streams=streams_for(device),
     )
-    facts = _facts(imperative, pieces, compiled)
+    facts = _facts(imperative, pieces, compiled) | transfers.facts()
     facts |= {"split_seconds": split_seconds, "seconds": time.perf_counter() - started, "driver": driver.source}
     return Runner(driver.function, len(graph.inputs), facts, keep=list(compiled.values()))
 
@@ -90,16 +103,17 @@ def _compile_distinct(regions: list[Region], progress: Progress | None) -> dict[
     return compiled
 
 
-def _statements(pieces: list[Piece], compiled: dict[str, Compiled]) -> list[Statement]:
+def _statements(pieces: list[Piece], compiled: dict[str, Compiled], transfers: Transfers) -> list[Statement]:
     read = {node for piece in pieces if isinstance(piece, Region) for node in piece.reads}
-
-    def statement(piece: Piece) -> Statement:
+    found: list[Statement] = []
+    for piece in pieces:
         if isinstance(piece, fx.Node):
-            return statement_of(piece, exactly=piece in read)
+            found += transfers.statements(piece, exactly=piece in read)
+            continue
+        transfers.passed()
         function = compiled[piece.signature].function
-        return Statement(function, piece.reads, {}, piece.defines, unpack=True, boxed=True, comment=piece.title)
-
-    return [statement(piece) for piece in pieces]
+        found.append(Statement(function, piece.reads, {}, piece.defines, unpack=True, boxed=True, comment=piece.title))
+    return found
 
 
 def _facts(imperative: ImperativeGraph, pieces: list[Piece], compiled: dict[str, Compiled]) -> dict[str, Any]:

@@ -21,8 +21,9 @@ from wholestep.errors import WholestepError
 from wholestep.graph.mesh import LAYOUT, PARTIAL, Cut
 from wholestep.graph.training_graph import Input, OutputKind, Role, TrainingGraph, phase_of
 from wholestep.lower.in_place import ImperativeGraph, write_state_in_place
-from wholestep.lower.interpret import constants_of, statement_of
+from wholestep.lower.interpret import constants_of
 from wholestep.lower.runner import Runner
+from wholestep.lower.statements import statement_of
 from wholestep.ops.record import arguments_of, record_of
 
 

@@ -18,6 +18,7 @@ from wholestep.ops import (
     grouped_mm,
     linear_cross_entropy,
     linear_cross_entropy_record,
+    offload,
     packed_recurrent,
     random_bits,
     recurrent,
@@ -36,6 +37,7 @@ IN_ORDER = overloads("in_order")
 
 __all__ = [
     "DECOMPOSITIONS", "IN_ORDER", "IN_PLACE", "adamw", "add_rows", "aten", "attention", "clip", "collectives", "ctc", "draw",
-    "dropout", "grouped_mm", "linear_cross_entropy", "linear_cross_entropy_record", "packed_recurrent", "random_bits", "record_of",
+    "dropout", "grouped_mm", "linear_cross_entropy", "linear_cross_entropy_record", "offload", "packed_recurrent", "random_bits",
+    "record_of",
     "recurrent", "relational", "require", "scatter_shared", "sgd", "sparse_mm", "traffic",
 ]  # fmt: skip

@@ -87,6 +87,10 @@ class Operator:
     gives those that it announces; it gives others, or picks elements by their place in memory. Not said: it wants its own."""
     compiled: bool = True
     """Whether a compiler may see it."""
+    trip: Literal["", "copy_out", "out_done", "copy_in", "in_done"] = ""
+    """Which part it is of a value's way to the host and back (`offload.py`)."""
+    on_host: bool = False
+    """Whether its result lies in the host's memory: it takes none of the card, whatever device its tensor names."""
     guards: bool = False
     """Whether it ends a step in which a fact does not hold, and has to run before whatever rests on that fact."""
     decomposition: Callable[..., Any] | None = None

@@ -86,8 +86,12 @@ TABLE: tuple[PassRow, ...] = (
         "before recompute, whose copies belong to the region of what they repeat"),
     PassRow("recompute", "apply", "what the plan does not keep is made again in the backward",
         "after all that reads the names of values; after it nothing may merge equal ones"),
+    PassRow("offload", "apply", "what the plan moves waits in the host's memory or in files",
+        "after recompute, whose copies read what comes back"),
     PassRow("update_early", "apply", "each layer updated right behind its backward",
         "after recompute, which reads parameters once more before they are replaced"),
+    PassRow("stream_state", "apply", "optimizer state that the plan leaves on the host comes for its update alone",
+        "after update_early, whose updates it feeds"),
 )
 # fmt: on
 

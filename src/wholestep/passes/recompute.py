@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from wholestep.errors import BadOption
-from wholestep.graph.keys import layer_ranks, split_key, value_keys
+from wholestep.graph.keys import layer_ranks, remember_keys, split_key, value_keys
 from wholestep.graph.layers import layers_of
 from wholestep.graph.plan import Plan
 from wholestep.graph.segments import backward_segments
@@ -31,7 +31,11 @@ from wholestep.passes.pipeline import compiler_pass
 @compiler_pass(numerics="bitwise")
 def recompute(graph: TrainingGraph, plan: Plan) -> TrainingGraph:
     """saved(x) in the backward => f(kept) there, for every x in `plan.recompute`."""
-    return _Rewrite(graph, plan.recompute).run() if plan.recompute else graph
+    if not plan.recompute:
+        return graph
+    if plan.host or plan.file:  # what is removed here must not change the names that the next pass reads
+        remember_keys(graph)
+    return _Rewrite(graph, plan.recompute).run()
 
 
 class _Rewrite:
@@ -47,7 +51,7 @@ class _Rewrite:
         self.place = {node: index for index, node in enumerate(graph.graph.nodes)}
         self.copies: dict[tuple[str, fx.Node], fx.Node] = {}
         """(backward of which layer, node of the forward pass) -> its copy there."""
-        _refuse_unknown(chosen, self.ranks)
+        refuse_unknown(chosen, self.ranks, "recomputes")
 
     def run(self) -> TrainingGraph:
         for segment, node in backward_segments(self.graph):
@@ -109,13 +113,14 @@ def _maker(value: fx.Node) -> fx.Node:
     return value.args[0] if value.target is operator.getitem else value  # type: ignore[return-value]
 
 
-def _refuse_unknown(chosen: tuple[str, ...], known: Mapping[str, Mapping[str | None, int]]) -> None:
+def refuse_unknown(chosen: tuple[str, ...], known: Mapping[str, Mapping[str | None, int]], verb: str) -> None:
+    """An error for a key that the step does not have, with the nearest, or for more layers than there are."""
     for key in sorted(chosen):
         base, wanted = split_key(key)
         if base not in known:
             near = difflib.get_close_matches(base, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "the plan was made for another model or version: plan again"
-            raise BadOption(f"the plan recomputes {key!r}, which the step does not compute", hint=hint)
+            raise BadOption(f"the plan {verb} {key!r}, which the step does not compute", hint=hint)
         if wanted is not None and (not wanted or max(wanted) >= len(known[base])):
             hint = f"leave {key[len(base) :]} out"
-            raise BadOption(f"the plan recomputes {key!r}, and there are {len(known[base])} such layers", hint=hint)
+            raise BadOption(f"the plan {verb} {key!r}, and there are {len(known[base])} such layers", hint=hint)

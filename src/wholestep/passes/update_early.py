@@ -65,7 +65,7 @@ def update_early(
                     graph.notes.append(WAITS)
                     break
                 clipping = None
-            made = _split(graph.graph, update, parts)
+            made = split_update(graph.graph, update, parts)
             norms += [] if clipping is None else [_clip_alone(graph.graph, node, clipping) for node in made]
             changed = True
         _join_norms(graph, norms)
@@ -96,7 +96,7 @@ class _Places:
             if node.op == "output":
                 continue  # what is returned is copied before it is overwritten
             read_at.update(
-                dict.fromkeys(_list(node, "grads") if node in updates else node.all_input_nodes, position[node])
+                dict.fromkeys(update_list(node, "grads") if node in updates else node.all_input_nodes, position[node])
             )
         last: dict[Any, int] = {}
         for entry, place in read_at.items():
@@ -112,18 +112,18 @@ class _Places:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """Some members of an update node, by number, and the node before which they can be updated."""
 
     members: tuple[int, ...]
     before: fx.Node
 
 
-def _parts(update: fx.Node, places: _Places, min_bytes: int) -> list[_Part]:
+def _parts(update: fx.Node, places: _Places, min_bytes: int) -> list[Part]:
     """Members by the border at which they are ready; small ones wait for the next border."""
-    parameters, gradients = _list(update, "params"), _list(update, "grads")
-    written = _written(update)
-    if not _separable(update, len(parameters)) or any(
+    parameters, gradients = update_list(update, "params"), update_list(update, "grads")
+    written = written_lists(update)
+    if not is_separable(update, len(parameters)) or any(
         node not in places.last_read for entry in written for node in entry
     ):
         return []
@@ -132,23 +132,23 @@ def _parts(update: fx.Node, places: _Places, min_bytes: int) -> list[_Part]:
         for i, gradient in enumerate(gradients)
     ]
     waiting = set(range(len(parameters)))
-    parts: list[_Part] = []
+    parts: list[Part] = []
     for border in places.borders:
         if places.position[border] >= places.position[update]:
             break
         due = sorted(i for i in waiting if ready[i] < places.position[border])
         if due and sum(_bytes(gradients[i]) for i in due) >= min_bytes:
-            parts.append(_Part(tuple(due), border))
+            parts.append(Part(tuple(due), border))
             waiting -= set(due)
     if waiting:
-        parts.append(_Part(tuple(sorted(waiting)), update))
+        parts.append(Part(tuple(sorted(waiting)), update))
     return parts
 
 
-def _split(graph: fx.Graph, update: fx.Node, parts: list[_Part]) -> list[fx.Node]:
+def split_update(graph: fx.Graph, update: fx.Node, parts: list[Part]) -> list[fx.Node]:
     """One node per part in place of `update`, and the results of `update` taken from them."""
     made = []
-    count = len(_list(update, "params"))
+    count = len(update_list(update, "params"))
     results: dict[int, list[fx.Node]] = {}
     for user in update.users:
         results.setdefault(int(user.args[1]), []).append(user)  # type: ignore[arg-type]
@@ -160,7 +160,7 @@ def _split(graph: fx.Graph, update: fx.Node, parts: list[_Part]) -> list[fx.Node
                 {key: _chosen(value, part.members) for key, value in update.kwargs.items()},
             )
             made.append(node)
-            order = [kind * count + i for kind in range(len(_written(update))) for i in part.members]
+            order = [kind * count + i for kind in range(len(written_lists(update))) for i in part.members]
             node.meta = dict(update.meta, val=[update.meta["val"][old] for old in order])
             node.meta["custom"] = dict(update.meta["custom"])
             for index, old in enumerate(order):
@@ -173,7 +173,7 @@ def _split(graph: fx.Graph, update: fx.Node, parts: list[_Part]) -> list[fx.Node
     return made
 
 
-def _known_early(scale: Any, parts: Sequence[_Part], places: _Places) -> bool:
+def _known_early(scale: Any, parts: Sequence[Part], places: _Places) -> bool:
     """Whether no update has to wait for its factor: there is none, or the forward tells it (an assumption about data)."""
     return scale is None or all(places.position[scale] < places.position[part.before] for part in parts)
 
@@ -189,7 +189,7 @@ def _clip_alone(graph: fx.Graph, update: fx.Node, clipping: fx.Node) -> fx.Node:
     """Clip what `update` consumes by its own norm, which is returned."""
     with graph.inserting_before(update):
         alone = graph.call_function(
-            clipping.target, (_list(update, "grads"), *clipping.args[1:]), dict(clipping.kwargs)
+            clipping.target, (update_list(update, "grads"), *clipping.args[1:]), dict(clipping.kwargs)
         )  # type: ignore[arg-type]
         results = [graph.call_function(operator.getitem, (alone, index)) for index in (0, 1)]
     for node, value in ((alone, clipping.meta["val"]), *zip(results, clipping.meta["val"], strict=True)):
@@ -234,20 +234,20 @@ def _argument(node: fx.Node, name: str) -> Any:
     return None
 
 
-def _list(node: fx.Node, name: str) -> list[fx.Node]:
+def update_list(node: fx.Node, name: str) -> list[fx.Node]:
     return list(_argument(node, name) or ())
 
 
-def _written(node: fx.Node) -> list[list[fx.Node]]:
+def written_lists(node: fx.Node) -> list[list[fx.Node]]:
     """The lists that are replaced, in the order of the results; empty ones have no results."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     lists = [(name, _argument(node, name)) for name in names if name != "grads"]
     return [list(value) for _, value in lists if isinstance(value, list | tuple) and value]
 
 
-def _separable(node: fx.Node, count: int) -> bool:
+def is_separable(node: fx.Node, count: int) -> bool:
     """Whether every list has one tensor per parameter and every user takes one result."""
-    whole = all(len(entry) == count for entry in [*_written(node), _list(node, "grads")])
+    whole = all(len(entry) == count for entry in [*written_lists(node), update_list(node, "grads")])
     return whole and all(user.target is operator.getitem for user in node.users)
 
 

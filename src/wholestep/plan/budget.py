@@ -34,6 +34,7 @@ from wholestep.lower.footprint.regions import predict_compiled
 from wholestep.lower.footprint.scratch import measure_scratch
 from wholestep.passes.pipeline import Pipeline
 from wholestep.plan.frontier import CONTEXT_BYTES, SLACK, Point, fastest, frontier, round_up, too_small
+from wholestep.plan.moves import Room
 from wholestep.plan.rebatch import at_traced_sizes, sized_by_data
 
 LIBRARY_BYTES = 72 << 20
@@ -51,6 +52,8 @@ WORTH_TRYING = 0.02
 """Beside a plan that fits, another is compiled only if it should be faster by this share: compiling takes as long as all else."""
 MISSED_BY = 0.02
 """Plans that are compiled should fit with this to spare: predictions are off by as much, and a miss is compiled in vain."""
+HIDDEN = 0.01
+"""Of the time of a step: without a budget, what leaves the card must not cost more."""
 UNMEASURED = 0.03
 """What the leanest plan is expected to take beyond that, where memory did not suffice to measure it: up to 0.02 was seen."""
 
@@ -140,10 +143,11 @@ class Fitting:
     """Plans one captured step for a budget and carries the plan out."""
 
     def __init__(
-        self, budget: Budget, pipeline: Pipeline, backend: str, device: torch.device, code: list[Any] | None = None
-    ) -> None:
+        self, budget: Budget, pipeline: Pipeline, backend: str, device: torch.device, code: list[Any] | None = None,
+        room: Room | None = None,
+    ) -> None:  # fmt: skip
         """`code`: where compiled regions are held until the plan that was chosen is lowered."""
-        self.budget, self.pipeline, self.backend = budget, pipeline, backend
+        self.budget, self.pipeline, self.backend, self.room = budget, pipeline, backend, room
         self.code: list[Any] = [] if code is None else code
         self.compiled = backend == "inductor"
         """Whether a plan has to be compiled to be measured; else it costs nothing to try."""
@@ -175,7 +179,9 @@ class Fitting:
         try:
             peak = self.budget.peak() - self.state_bytes
             sized = at_traced_sizes(graph) if sized_by_data(graph) else graph
-            return frontier(sized, self.device, self.pipeline.carry_out, targets=TARGETS, near=peak, exact=False)
+            return frontier(
+                sized, self.device, self.pipeline.carry_out, targets=TARGETS, near=peak, exact=False, room=self.room
+            )
         except ValueError as error:
             raise BadOption(f"memory= with symbolic sizes: {error}", hint="use dynamic=False") from error
 
@@ -263,6 +269,11 @@ class Fitting:
         takes = self.budget.takes(plan.predicted_bytes or 0)
         first = f"memory: {self.budget.said} of the card allowed, {show_bytes(round_up(takes))} predicted"
         fastest = self.points[0].seconds
+        if plan.moves:
+            point = next(
+                point for point in self.points if (point.plan.host, point.plan.state) == (plan.host, plan.state)
+            )
+            first += f"; {show_bytes(point.host_bytes)} wait on the host, {show_bytes(point.moved_bytes['out'])} leave per step"
         if not plan.recompute:
             return Note("memory", f"{first}; nothing is made again")
         cost = 100 * ((plan.predicted_seconds or fastest) / fastest - 1)
@@ -277,8 +288,8 @@ class ForSpeed:
     On a GPU and compiled, that is; a step that is interpreted, or runs on a CPU, keeps everything.
     """
 
-    def __init__(self, pipeline: Pipeline, backend: str, device: torch.device) -> None:
-        self.pipeline = pipeline
+    def __init__(self, pipeline: Pipeline, backend: str, device: torch.device, room: Room | None = None) -> None:
+        self.pipeline, self.room = pipeline, room
         self.worth_planning = backend == "inductor" and device.type == "cuda"
         self.told: list[Note] = []
         """About the latest plan."""
@@ -289,7 +300,10 @@ class ForSpeed:
         if not self.worth_planning:
             return Plan()
         try:
-            plan = fastest(at_traced_sizes(prepared.graph), this_device("cuda"), self.pipeline.carry_out)
+            graph, device = at_traced_sizes(prepared.graph), this_device("cuda")
+            if self.room is not None:
+                return self._hidden(frontier(graph, device, self.pipeline.carry_out, targets=TARGETS, room=self.room))
+            plan = fastest(graph, device, self.pipeline.carry_out)
         except Exception as error:  # nobody asked for a plan, so a step must not fail for want of one
             reason = f"planning failed ({type(error).__name__}: {error})"
             self.told = [Note("plan", f"everything is kept for the backward pass: {reason}"[:300])]
@@ -300,6 +314,20 @@ class ForSpeed:
             quicker = f"{values} quicker to make again than to keep (plan=wholestep.Plan() keeps them)"
             self.told = [Note("plan", quicker)]
         return plan
+
+    def _hidden(self, points: list[Point]) -> Plan:
+        """The leanest that is as fast as the fastest: what the link hides waits on the host."""
+        best = hidden(points)
+        if best.plan.moves:
+            out = show_bytes(best.moved_bytes["out"])
+            text = f"{out} wait on the host: {show_bytes(points[0].peak_bytes - best.peak_bytes)} less of the card"
+            self.told = [Note("plan", f"{text}, about +{100 * (best.seconds / points[0].seconds - 1):.1f} % time")]
+        return best.plan
+
+
+def hidden(points: list[Point]) -> Point:
+    """The leanest of the points that take at most 1 % longer than the fastest."""
+    return min((p for p in points if p.seconds <= (1 + HIDDEN) * points[0].seconds), key=lambda point: point.peak_bytes)
 
 
 def state_bytes(update: TrainingGraph | None) -> int:

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from wholestep.cost.devices import Device
 from wholestep.errors import BudgetTooSmall
 from wholestep.graph.bytes import show_bytes
 from wholestep.graph.copies import copy_graph
+from wholestep.graph.keys import split_key
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.plan.memory import Decision, MemoryPlanner
+from wholestep.plan.moves import Room
 from wholestep.plan.peak import WORKSPACE, Timeline, timeline
-from wholestep.plan.problem import Problem, make_problem
+from wholestep.plan.placed import moved, placed, reasons_to_move
+from wholestep.plan.problem import Problem, Value, make_problem
 from wholestep.plan.seconds import Clock
 
 Apply = Callable[[TrainingGraph, Plan], TrainingGraph]
@@ -51,6 +54,12 @@ class Point:
     """At the peak; sums to `peak_bytes`."""
     change: str
     """What is different from the point before."""
+    host_bytes: int = 0
+    """Of the host's memory and of files: what waits there, and state that lies there."""
+    moved_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """`out` and `in`: over the link, per step."""
+    waits: float = 0.0
+    """Seconds of the step in which the card waits for copies."""
 
 
 def card_bytes(peak_bytes: int, slack: float = SLACK) -> int:
@@ -71,6 +80,7 @@ def frontier(
     targets: int = TARGETS,
     near: int | None = None,
     exact: bool = True,
+    room: Room | None = None,
     timed: bool = True,
 ) -> list[Point]:
     """The plans worth having, from the fastest to the leanest. The graph is left as it is.
@@ -79,9 +89,10 @@ def frontier(
         targets: how many sizes are looked at between the two.
         near: a peak that somebody asked for: plans about it are looked at more finely.
         exact: carry every plan out and look at it event by event; else the planner's own sums have to do.
+        room: where values and state may wait outside of the card; None: nowhere.
         timed: whether the device's speed is known, so that reasons may name milliseconds.
     """
-    study = Study(graph, device, apply, timed=timed)
+    study = Study(graph, device, apply, room, timed=timed)
     points = [study.kept]
     points += [
         study.carried_out(one) if exact else study.summed_up(one) for one in _decisions(study, targets, near, few=exact)
@@ -94,21 +105,23 @@ def fastest(graph: TrainingGraph, device: Device, apply: Apply) -> Plan:
     return Study(graph, device, apply).quickest.plan
 
 
-def leanest(graph: TrainingGraph, device: Device, apply: Apply) -> Point:
+def leanest(graph: TrainingGraph, device: Device, apply: Apply, room: Room | None = None) -> Point:
     """The plan that takes the least memory."""
-    study = Study(graph, device, apply)
+    study = Study(graph, device, apply, room)
     return min(study.kept, study.carried_out(study.least), key=lambda point: point.peak_bytes)
 
 
 class Study:
     """One step on one device: the memory and the time of its plans."""
 
-    def __init__(self, graph: TrainingGraph, device: Device, apply: Apply, *, timed: bool = True) -> None:
+    def __init__(
+        self, graph: TrainingGraph, device: Device, apply: Apply, room: Room | None = None, *, timed: bool = True
+    ) -> None:
         self.graph, self.apply, self.clock, self.timed = graph, apply, Clock(device), timed
         self.workspace = WORKSPACE if device.link_bandwidth else 0  # a CPU's libraries hold none
         planned = apply(copy_graph(graph), Plan())
         whole = timeline(planned, workspace=self.workspace)
-        self.problem = make_problem(planned, whole, self.clock)
+        self.problem = make_problem(planned, whole, self.clock, room)
         self.planner = MemoryPlanner(self.problem)
         self.kept = self._point(whole, Plan())
         """Everything kept."""
@@ -136,29 +149,33 @@ class Study:
     def carried_out(self, decision: Decision) -> Point:
         """A plan as it really becomes: its graph, event by event."""
         plan = self._plan(decision)
-        return self._point(timeline(self.apply(copy_graph(self.graph), plan), workspace=self.workspace), plan)
+        return self._point(timeline(self.apply(copy_graph(self.graph), plan), workspace=self.workspace), plan, decision)
 
     def summed_up(self, decision: Decision) -> Point:
         """A plan by how the planner's sums for it differ from those for the fastest; what fills the memory only for the leanest."""
         seconds = self.fastest.seconds + decision.seconds - self.first.seconds
         peak = int(self.fastest.peak_bytes + decision.bytes - self.first.bytes)
         plan = dataclasses.replace(self._plan(decision), predicted_bytes=peak, predicted_seconds=seconds)
-        return Point(plan, peak, seconds, self.carried_out(decision).breakdown if decision is self.least else {}, "")
+        breakdown = self.carried_out(decision).breakdown if decision is self.least else {}
+        return Point(plan, peak, seconds, breakdown, "", **moved(self.problem.moves, decision.away))
 
     def _plan(self, decision: Decision) -> Plan:
-        return Plan(recompute=decision.again, reasons=_reasons(decision, self.problem, self.timed))
+        places = placed(self.problem.moves, decision.away)
+        return Plan(recompute=decision.again, reasons=_reasons(decision, self.problem, self.timed), **places)
 
-    def _point(self, line: Timeline, plan: Plan) -> Point:
-        seconds = self.clock.step(line.works, line.sizes)
-        plan = dataclasses.replace(plan, predicted_bytes=line.peak_bytes, predicted_seconds=seconds)
-        return Point(plan, line.peak_bytes, seconds, line.breakdown(), "")
+    def _point(self, line: Timeline, plan: Plan, decision: Decision | None = None) -> Point:
+        timing = self.clock.step(line.works, line.sizes)
+        plan = dataclasses.replace(plan, predicted_bytes=line.peak_bytes, predicted_seconds=timing.seconds)
+        moves = moved(self.problem.moves, decision.away) if decision is not None else {}
+        point = Point(plan, line.peak_bytes, timing.seconds, line.breakdown(), "", **moves)
+        return dataclasses.replace(point, moved_bytes=timing.moved_bytes, waits=timing.waits) if plan.moves else point
 
 
 def _decisions(study: Study, targets: int, near: int | None, *, few: bool) -> Iterable[Decision]:
     """From the second fastest to the leanest. Which targets there are does not depend on `near`, only which of them are
     looked at: two budgets choose from one and the same list."""
     first, least = study.first, study.least
-    seen = {(), first.again, least.again}
+    seen = {((), ()), first.choice, least.choice}
     most = min(first.bytes, study.quickest.peak_bytes)
     finest = (most - least.bytes) / (targets * FINER)
     low, high = (
@@ -168,8 +185,8 @@ def _decisions(study: Study, targets: int, near: int | None, *, few: bool) -> It
         target = most - step * finest
         if step % FINER == 0 or low < target <= high:
             decision = study.planner.within(target)
-            if decision is not None and decision.again not in seen:
-                seen.add(decision.again)
+            if decision is not None and decision.choice not in seen:
+                seen.add(decision.choice)
                 yield decision
     yield least
 
@@ -198,18 +215,29 @@ def _not_faster(point: Point, quickest: Point) -> Point:
 def _told(point: Point, before: Point | None, problem: Problem) -> Point:
     if before is None:
         return dataclasses.replace(
-            point, change="everything kept" if not point.plan.recompute else _names(point, problem, ())
+            point, change="everything kept" if not point.plan.recompute else _names(point, problem, Plan())
         )
-    more = _names(point, problem, before.plan.recompute)
+    more = _names(point, problem, before.plan)
     return dataclasses.replace(point, change=f"{more}: -{show_bytes(before.peak_bytes - point.peak_bytes)}")
 
 
-def _names(point: Point, problem: Problem, before: Sequence[str]) -> str:
-    """The largest values that are newly made again, in words."""
-    new = [problem.values[key] for key in point.plan.recompute if key not in before and problem.values[key].near]
-    largest = [short(value.key) for value in sorted(new, key=lambda v: -v.bytes)[:3]]
-    rest = len(new) - len(largest)
-    return "make again " + (", ".join(largest) or "the same from less") + (f" and {rest} more" if rest > 0 else "")
+def _names(point: Point, problem: Problem, before: Plan) -> str:
+    """The largest values that are newly made again or moved, in words."""
+    plan = point.plan
+    again = [problem.values[key] for key in plan.recompute if key not in before.recompute and problem.values[key].near]
+    away = [
+        problem.values[split_key(key)[0]] for key in (*plan.host, *plan.file) if key not in (*before.host, *before.file)
+    ]
+    told = [f"{word} {_few(new)}" for word, new in (("make again", again), ("move", away)) if new]
+    state = [pattern for pattern in plan.state if pattern not in before.state]
+    told += [f"state of {len(state)} kinds of parameters on the host"] if state else []
+    return "; ".join(told) or "make again the same from less"
+
+
+def _few(values: Sequence[Value]) -> str:
+    largest = [short(value.key) for value in sorted(values, key=lambda v: -v.bytes)[:3]]
+    rest = len(values) - len(largest)
+    return ", ".join(largest) + (f" and {rest} more" if rest > 0 else "")
 
 
 def short(key: str) -> str:
@@ -229,7 +257,7 @@ def _reasons(decision: Decision, problem: Problem, timed: bool) -> dict[str, str
         sources = ", ".join(sorted(short(s) for s in value.made_from)[:3]) or "parameters and the batch"
         cost = f" in {1e3 * unit.seconds:.2f} ms" if timed else ""
         found[key] = f"frees {show_bytes(value.bytes)}; made again from {sources}{cost}"
-    return found
+    return found | reasons_to_move(problem.moves, decision.away)
 
 
 def choose(points: Sequence[Point], budget_bytes: int, *, slack: float = SLACK) -> Point:

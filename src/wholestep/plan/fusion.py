@@ -59,6 +59,7 @@ def written_out(graph: TrainingGraph) -> tuple[list[Work], dict[fx.Node, Any]]:
     found: list[Work] = []
     for node, region in regions.items():
         makes = tuple(s for s in dict.fromkeys(flat_numbers(numbers[node])) if s not in lasting)
+        makes = () if record_of(node).on_host else makes
         direct = {s for entry in node.all_input_nodes for s in flat_numbers(numbers.get(entry))}
         reads = frozenset(t for s in direct for t in inside.get(s, (s,)))
         operations = 1 + sum(depth.get(s, 0) for s in direct)

@@ -1,13 +1,24 @@
-"""The memory planner: which saved values to keep and which to make again, least time for a number of bytes.
+"""The memory planner: which saved values to keep, which to make again and which to move, least time for a number of bytes.
 
-In: a Problem and a target in bytes. Out: the keys of the values to make again. One binary variable per value (kept), two per
-operation (made again near, made again far); equal layers share them, so a model of any depth has a few hundred. Solved
-exactly by HiGHS.
+In: a Problem and a target in bytes. Out: the keys of the values to make again, and what leaves the card. One binary variable per
+value (kept), two per operation (made again near, made again far); equal layers share them, so a model of any depth has a few
+hundred. Solved exactly by HiGHS.
 
     keep(v) + again(maker(v)) >= 1                   for every value v the backward pass reads
     keep(s) + again(maker(s)) >= again(w)            for every operand s of an operation w
     rest + sum keep bytes + sum again bytes <= target    in every stretch of the backward pass
     minimise  sum again seconds + sum keep seconds to write and read
+
+Where there is room outside of the card (`moves.py`), a share of the layers of a value that is kept may wait there, one binary
+variable per share, and optimizer state may lie there:
+
+    keep(v) >= away(v, first share) >= away(v, second share) ...
+    rest + sum keep bytes + sum again bytes - sum away bytes freed <= target
+    sum away bytes <= room on the host
+    sum away bytes / link <= seconds of the window + wait(window)      in every window, each way
+    minimise  ... + sum wait(window)
+
+A value may be made again from one that comes back: whatever is kept, here or there, may be read.
 """
 
 from __future__ import annotations
@@ -22,6 +33,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
+from wholestep.plan.moves import STATE_IN_FLIGHT
 from wholestep.plan.problem import Problem
 
 SECONDS_PER_SOLVE = 4.0
@@ -41,6 +53,12 @@ class Decision:
     """What that takes beyond keeping all; less than nothing where computing is quicker than storing."""
     bytes: float
     """The largest sum over all stretches, as the problem counts them."""
+    away: tuple[int, ...] = ()
+    """Numbers of the moves that are made."""
+
+    @property
+    def choice(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        return self.again, self.away
 
 
 class MemoryPlanner:
@@ -62,9 +80,18 @@ class MemoryPlanner:
         for value in self.values:
             if value.stored and value.count:
                 self.again_bytes[value.unit] += AGAIN_AT_ONCE * value.bytes / value.count
+        self.moves = [] if problem.moves is None else list(problem.moves.moves)
+        self.away = range(self.target + 1, self.target + 1 + len(self.moves))
+        """Variables: whether a move is made; then whether any state is moved; then the seconds waited in every window."""
+        self.any_state = self.away.stop
+        windows = len(problem.moves.windows) if problem.moves is not None and self.moves else 0
+        self.waits = range(self.any_state + 1, self.any_state + 1 + windows)
+        self.size = self.waits.stop if self.moves else self.target + 1
+        self.whole = sum(unit.seconds for unit in self.units) or 1.0
         self._rows: list[tuple[list[int], list[float], float]] = []
         self._needs()
         self._memory()
+        self._links()
 
     def least(self) -> Decision:
         """The plan that takes the fewest bytes, whatever the time."""
@@ -117,18 +144,47 @@ class MemoryPlanner:
                 for u in self.units
                 if stretch in u.stretches and again[u.key]
             ]
+            terms += [(i, m.freed[stretch] / self.scale) for i, m in zip(self.away, self.moves) if m.freed.get(stretch)]
+            terms += [(self.any_state, -STATE_IN_FLIGHT / self.scale)] if self.moves else []
             self._row(terms, rest / self.scale)
 
+    def _links(self) -> None:
+        """What may leave, and what the link moves in time."""
+        moves = self.problem.moves
+        if moves is None or not self.moves:
+            return
+        for index, move in zip(self.away, self.moves):
+            before = self.any_state if move.value is None else self.keep[move.value]
+            before = before if move.after is None else self.away[move.after]
+            self._row([(before, 1.0), (index, -1.0)], 0.0)
+        if not moves.room.files:
+            held = [(i, -m.host_bytes / self.scale) for i, m in zip(self.away, self.moves)]
+            self._row(held, -moves.room.host_bytes / self.scale)
+        for number, (wait, seconds) in enumerate(zip(self.waits, moves.windows, strict=True)):
+            leaving, coming = [(wait, 1.0)], [(wait, 1.0)]
+            for index, move in zip(self.away, self.moves):
+                out, back = move.out.get(number, 0), move.back.get(number, 0)
+                if out:
+                    shared = moves.seconds_shared if move.value is None else 0.0
+                    leaving.append((index, -out * (moves.seconds_out + shared) / self.whole))
+                    back += out * shared / moves.seconds_in  # type: ignore[assignment]
+                if back:
+                    coming.append((index, -back * moves.seconds_in / self.whole))
+            for terms in (leaving, coming):
+                if len(terms) > 1:
+                    self._row(terms, -seconds / self.whole)
+
     def _solve(self, cost_of_bytes: float, most: float) -> Decision | None:
-        size = self.target + 1
+        size, whole = self.size, self.whole
         cost = np.zeros(size)
-        whole = sum(unit.seconds for unit in self.units) or 1.0
         for value in self.values:
             # of two equal plans the one that keeps less
             cost[self.keep[value.key]] = value.holding / whole + 1e-7 * value.bytes / self.scale
         for unit in self.units:  # as shares of the forward pass, again for the solver's sake
             cost[self.near[unit.key]] = cost[self.far[unit.key]] = unit.seconds / whole + 1e-6
         cost[self.target] = cost_of_bytes
+        for index, move in zip(self.away, self.moves):  # of two equal plans the one that moves less
+            cost[index] = 1e-6 + 1e-7 * move.host_bytes / self.scale
         lower, upper = np.zeros(size), np.ones(size)
         for value in self.values:
             if (value.near or value.far) and value.bytes < SMALL_SHARE * self.scale * 1000:
@@ -139,6 +195,10 @@ class MemoryPlanner:
                 upper[self.near[unit.key]] = upper[self.far[unit.key]] = 0
         integral = np.ones(size)
         integral[self.target] = 0
+        if self.moves:
+            integral[self.waits.start : self.waits.stop] = 0
+            upper[self.waits.start : self.waits.stop] = np.inf
+            cost[self.waits.start : self.waits.stop] = 1.0
         with _solver_is_silent():
             found = milp(
                 cost, integrality=integral, bounds=Bounds(lower, upper), constraints=self._constraints(size),
@@ -169,7 +229,12 @@ class MemoryPlanner:
             + sum(self.again_bytes[u.key] for u in twice if i in u.stretches)
             for i, rest in enumerate(self.problem.rest)
         ]
-        return Decision(tuple(sorted(again)), seconds, max(sums, default=0.0))
+        away = tuple(number for number, index in enumerate(self.away) if chosen[index])
+        if self.moves:
+            seconds += self.whole * float(sum(x[self.waits.start : self.waits.stop]))
+            in_flight = STATE_IN_FLIGHT if any(self.moves[n].value is None for n in away) else 0
+            sums = [s + in_flight - sum(self.moves[n].freed.get(i, 0) for n in away) for i, s in enumerate(sums)]
+        return Decision(tuple(sorted(again)), seconds, max(sums, default=0.0), away)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from torch import fx
 from wholestep.graph.liveness import donated, flat_numbers, tensor_bytes, with_tensors
 from wholestep.graph.training_graph import OutputKind, Role, TrainingGraph, phase_of
 from wholestep.ops.call import read_call
+from wholestep.ops.offload import lies_on_host
 from wholestep.ops.record import record_of
 from wholestep.plan.fusion import Work, written_out
 
@@ -143,6 +144,6 @@ def _lasting(graph: TrainingGraph) -> dict[str, int]:
     found: dict[str, int] = defaultdict(int)
     for entry, node in zip(graph.inputs, graph.placeholders, strict=True):
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and not lies_on_host(node):
             found[INPUTS.get(entry.role, "batch and numbers")] += -(-tensor_bytes(value) // ROUNDING) * ROUNDING
     return dict(found)

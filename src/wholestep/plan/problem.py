@@ -28,6 +28,7 @@ from wholestep.graph.views import is_cheap_view, is_cheap_view_or_entry
 from wholestep.ops.flops import flops
 from wholestep.ops.record import may_recompute
 from wholestep.plan.fusion import is_fusable
+from wholestep.plan.moves import Moves, Room, make_moves
 from wholestep.plan.peak import Timeline
 from wholestep.plan.seconds import Clock
 
@@ -77,11 +78,13 @@ class Problem:
     units: dict[str, Unit]
     rest: list[int]
     """Per stretch of the backward pass, and at the end of the forward pass: bytes that no decision changes, what lasts included."""
+    moves: Moves | None = None
+    """What could leave the card, where there is room for it."""
 
 
-def make_problem(graph: TrainingGraph, line: Timeline, clock: Clock) -> Problem:
+def make_problem(graph: TrainingGraph, line: Timeline, clock: Clock, room: Room | None = None) -> Problem:
     """What there is to decide for this step on the clock's device."""
-    return _Builder(graph, line, clock).build()
+    return _Builder(graph, line, clock).build(room)
 
 
 class _Builder:
@@ -95,14 +98,15 @@ class _Builder:
         self.values: dict[str, Value] = {}
         self.units: dict[str, Unit] = {}
 
-    def build(self) -> Problem:
+    def build(self, room: Room | None) -> Problem:
         self._makers()
         segments = backward_segments(self.graph)
         stretches = _stretches(segments)
         self._units(segments, stretches)
         self._needs(segments, stretches)
         self._holding()
-        return Problem(self.values, self.units, self._rest(stretches))
+        moves = None if room is None else make_moves(self.graph, self.line, self.clock, stretches, room)
+        return Problem(self.values, self.units, self._rest(stretches), moves)
 
     def _makers(self) -> None:
         for node in self.graph.operations():

@@ -19,8 +19,11 @@ from wholestep.capture.optimizers import UpdatePlan
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT
+from wholestep.errors import WholestepError
 from wholestep.graph.training_graph import Input, Role, TrainingGraph
+from wholestep.ops.offload import lies_on_host
 from wholestep.runtime.feed import Feed
+from wholestep.tiers.arena import pinned_like
 
 Columns = tuple[list[dict], list[str], list[torch.Tensor]]
 """Tables, keys, and the tensors expected there; columns rather than rows, so that C loops can compare them."""
@@ -48,6 +51,13 @@ class Binding:
         if subject.clip_norm is not None:
             sizes["clip_norm"] = 1
         sizes |= {f"number{i}": 1 for i in range(num_numbers)}
+        self.on_host = {
+            entry.name
+            for graph in graphs
+            for entry, node in zip(graph.inputs, graph.placeholders, strict=True)
+            if entry.role is Role.STATE and lies_on_host(node)
+        }
+        """States that lie in the host's memory."""
         self.feed = Feed(subject.device, capture.num_sites, sizes)
         self.kinds = _kinds(subject)
         """Of parameters and buffers, as they were captured."""
@@ -125,30 +135,37 @@ class Binding:
             return
         self._make_states(optimizer)
         for plan, members in self.members.items():
-            parameters = [self.subject.parameters[n] for n in members]
-            self._bind_group(optimizer, plan, parameters)
+            self._bind_group(optimizer, plan, {n: self.subject.parameters[n] for n in members})
+        guard_state(optimizer, self.on_host)
         self.state_tables = list(optimizer.state.values())
         self._count_steps()
 
     def _make_states(self, optimizer: Optimizer) -> None:
         """Where there are none yet, in the order in which torch would make them."""
-        plans = {id(self.subject.parameters[n]): plan for plan, names in self.members.items() for n in names}
+        plans = {id(self.subject.parameters[n]): (plan, n) for plan, names in self.members.items() for n in names}
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            plan = plans.get(id(parameter))
+            plan, name = plans.get(id(parameter), (None, ""))
             if plan is None or optimizer.state.get(parameter):
                 continue
             if plan.state_keys or plan.update.counts_steps:
-                optimizer.state[parameter] = optimizers.new_state(optimizer, plan, parameter)
+                state = optimizers.new_state(optimizer, plan, parameter)
+                optimizer.state[parameter] = {key: self._placed(f"{name}/{key}", value) for key, value in state.items()}
 
-    def _bind_group(self, optimizer: Optimizer, plan: UpdatePlan, parameters: list[torch.Tensor]) -> None:
+    def _placed(self, name: str, state: torch.Tensor) -> torch.Tensor:
+        """Pinned memory of the host for a state that lies there; where all memory is the host's it stays what it is."""
+        return pinned_like(state).copy_(state) if name in self.on_host and state.is_cuda else state
+
+    def _bind_group(self, optimizer: Optimizer, plan: UpdatePlan, parameters: dict[str, torch.Tensor]) -> None:
         tables = []
-        for parameter in parameters:
+        for name, parameter in parameters.items():
             table = optimizer.state.get(parameter, {})
             for key in plan.state_keys:
                 if table.get(key) is None:
                     table[key] = optimizers.new_state(optimizer, plan, parameter)[key]
+                if f"{name}/{key}" in self.on_host:
+                    table[key] = self._on_host(table[key], parameter)
                 # torch keeps a number on the CPU (NAdam's product of momenta), where no graph of a GPU reads it
-                if table[key].device != parameter.device:
+                elif table[key].device != parameter.device:
                     table[key] = table[key].to(parameter.device)
                 self._watch(table, key)
             tables.append(table)
@@ -156,6 +173,12 @@ class Binding:
             self.counters[plan] = _shared_counter(tables)
             for table in tables:
                 self._watch(table, "step")
+
+    def _on_host(self, state: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """The state where its graph reads it: what `load_state_dict` brought, to the card or pageable, is copied once."""
+        if not parameter.is_cuda or (state.device.type == "cpu" and state.is_pinned()):
+            return state
+        return pinned_like(state).copy_(state)
 
     def _watch(self, table: dict, key: str) -> None:
         tables, keys, tensors = self.states
@@ -251,6 +274,38 @@ class Binding:
             elif self.steps[plan] == 0.0 and plan.state_keys:
                 assert self.subject.optimizer is not None
                 optimizers.mark_stepped(self.subject.optimizer, [self.subject.parameters[n] for n in members])
+
+
+_HOOKS = "_wholestep_hooks"
+"""On an optimizer whose state lies on the host: what refuses `step()` by hand, and what makes `state_dict()` wait."""
+
+
+def guard_state(optimizer: Optimizer, on_host: set[str]) -> None:
+    """State on the host is written by copies that the host does not wait for, so whoever asks for it has to; and
+    `optimizer.step()` cannot update a parameter of the card by state of the host: one line instead of torch's error."""
+    before = getattr(optimizer, _HOOKS, None)
+    if before is not None:
+        for hook in before:
+            hook.remove()
+        delattr(optimizer, _HOOKS)
+    if not on_host:
+        return
+
+    def refuse(owner: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(_apart(p, t) for p, state in owner.state.items() for k, t in state.items() if k != "step"):
+            hint = "call the Step, which brings it to the card, or compile without host_memory= and state in the plan"
+            raise WholestepError("optimizer.step() by hand while optimizer state lies on the host", hint=hint)
+
+    def wait(owner: Optimizer) -> None:
+        if any(p.is_cuda for p in owner.state):
+            torch.cuda.synchronize()
+
+    setattr(optimizer, _HOOKS, (optimizer.register_step_pre_hook(refuse), optimizer.register_state_dict_pre_hook(wait)))
+
+
+def _apart(parameter: torch.Tensor, state: Any) -> bool:
+    """Whether a state lies on the host and its parameter does not; numbers without dimensions may."""
+    return isinstance(state, torch.Tensor) and state.dim() > 0 and parameter.is_cuda and not state.is_cuda
 
 
 _KNOWN = "_wholestep_count"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from wholestep.capture.ladder import COMPILED, EAGER
+from wholestep.graph.bytes import show_bytes
 from wholestep.graph.counted import counted
 from wholestep.graph.keys import operator_name
 from wholestep.graph.notes import Note
@@ -27,9 +28,32 @@ MOST_KERNELS = 6
 
 def told(plan: Plan) -> str:
     """The decisions of a plan in one line: the values that the backward pass makes again, largest reasons first."""
-    names = [key.replace("/", " ") for key in plan.reasons] or [key.replace("/", " ") for key in plan.recompute]
+    moved = {*plan.host, *plan.file, *plan.state}
+    reasons = [key for key in plan.reasons if key not in moved]
+    names = [key.replace("/", " ") for key in reasons] or [key.replace("/", " ") for key in plan.recompute]
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return f"made again in the backward pass: {', '.join(names[:4])}{more}"
+
+
+def told_moves(plan: Plan, facts: Mapping[str, Any]) -> list[str]:
+    """What leaves the card, why, and how much of it: one line per kind."""
+    lines = []
+    for tier, names in (
+        ("host", plan.host),
+        ("file", plan.file),
+        ("state", [n for n, p in plan.state.items() if p == "host"]),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            why = next((plan.reasons[name] for name in names if name in plan.reasons), "as the plan says")
+            lines.append(f"{tier}: {', '.join(name.replace('/', ' ') for name in names[:3])}{more} ({why})")
+    moved = facts.get("moved_bytes")
+    if moved:
+        arena = show_bytes(facts.get("host_bytes", 0) + facts.get("file_bytes", 0))
+        lines.append(
+            f"per step {show_bytes(moved['out'])} out, {show_bytes(moved['in'])} in; {arena} set aside for values"
+        )
+    return lines
 
 
 def unordered(graph: TrainingGraph, device: str, *, compiled: bool) -> str | None:
@@ -91,6 +115,8 @@ def explain(step: Step) -> str:
             lines.append(f"recipe     {counted(len(recipe), 'line')} of {recipe.source}")
         if step.plan is not None and step.plan.recompute:
             lines.append(f"plan       {told(step.plan)}")
+        if step.plan is not None and step.plan.moves:
+            lines += [f"offload    {line}" for line in told_moves(step.plan, step.regions)]
         precisions = summary(graph)
         if precisions is not None:
             lines.append(f"precision  {precisions}")

@@ -12,7 +12,7 @@ from wholestep.graph.layers import layer_pattern
 from wholestep.graph.mesh import RANKS, Cut, Mesh, Ranks
 from wholestep.schedule.modules import Modules
 from wholestep.schedule.recipe import Recipe
-from wholestep.schedule.sharding import Sync, localise
+from wholestep.schedule.sharding import Localised, Sync, localise
 from wholestep.schedule.sharding.layout import cut_of
 from wholestep.schedule.verbs.shard import shard
 
@@ -70,7 +70,7 @@ def syncs_of(recipe: Recipe, modules: Modules) -> list[Sync]:
 
 def localised(
     ranks: Ranks, syncs: Sequence[Sync], root: nn.Module, graph: fx.GraphModule, paths: Mapping[int, str]
-) -> None:
+) -> Localised:
     """Rewrite a graph of the loss into the program of one rank, and say in its facts how parameters are cut there."""
     known = {id(parameter): name for name, parameter in root.named_parameters()}
     names: dict[fx.Node, str] = {}
@@ -80,3 +80,4 @@ def localised(
             names[node] = name
     found = localise(graph, ranks.cuts, ranks.mesh, names=names, paths=paths, syncs=syncs)
     graph.meta[RANKS] = dataclasses.replace(ranks, cuts=found.cuts)
+    return found

@@ -32,9 +32,11 @@ from wholestep.ops.tuned import calls_that_ask
 from wholestep.ops.tuner import TUNER
 from wholestep.schedule.cuts import cuts_of, localised, shard_table, syncs_of
 from wholestep.schedule.modules import Modules, inside
+from wholestep.schedule.moves import moved_by_lines
 from wholestep.schedule.recipe import Recipe
 from wholestep.schedule.verb import AUTO, NoEngineYet, Verb, shown
 from wholestep.schedule.verbs.cudagraph import cudagraph
+from wholestep.schedule.verbs.offload import offload
 from wholestep.schedule.verbs.precision import precision
 from wholestep.schedule.verbs.replace import replace
 from wholestep.schedule.verbs.replace_all import replace_all
@@ -61,7 +63,11 @@ class Scheduled:
         """A plan that is given beside the recipe must say what the recipe says, for it is what became of it. Kernels may be
         missing: one that was made on another machine could not ask for them."""
         settled = self.settle(plan, graph)
-        other = {name for name in ("recompute", "fuse") if set(getattr(settled, name)) != set(getattr(plan, name))}
+        other = {
+            name
+            for name in ("recompute", "host", "file", "fuse")
+            if set(getattr(settled, name)) != set(getattr(plan, name))
+        }
         for name in ("precision", "kernel"):
             now, before = getattr(settled, name), getattr(plan, name)
             if any(now[place] != value for place, value in before.items()):
@@ -71,7 +77,7 @@ class Scheduled:
                 now, before = (dict(getattr(one, name)) for one in (settled, plan))
                 raise BadOption(f"the plan was made for {name} {before}, now it is {now}", hint="make the plan again")
         for name in sorted(other):
-            line = self.recipe.of(name)[0]
+            line = self.recipe.of("offload" if name in ("host", "file") else name)[0]
             hint = "make the plan again with the recipe, or give one of them"
             raise BadOption(f"the plan says something else about {name} than {self.recipe.place(line)}", hint=hint)
         return settled
@@ -82,9 +88,13 @@ class Scheduled:
         again = self._recompute(plan.recompute, graph, reasons)
         fused = [place for line in self.recipe.of("fuse") for place in self._fused(line)]
         kernels = self._kernels(graph)
+        plan = _with_recomputed(plan, again, reasons)
+        moving = self.recipe.of("offload")
+        if moving:
+            plan = dataclasses.replace(plan, **moved_by_lines(moving, plan, graph, self.modules, self.recipe.place))
         return dataclasses.replace(
-            plan, recompute=again, precision={**plan.precision, **self.precision}, kernel={**plan.kernel, **kernels},
-            fuse=tuple(dict.fromkeys((*plan.fuse, *fused))), replace={**plan.replace, **self._replaced()}, reasons=reasons,
+            plan, precision={**plan.precision, **self.precision}, kernel={**plan.kernel, **kernels},
+            fuse=tuple(dict.fromkeys((*plan.fuse, *fused))), replace={**plan.replace, **self._replaced()},
             mesh=graph.ranks.mesh.to_table(), shard=shard_table(graph.ranks.cuts),
         )  # fmt: skip
 
@@ -214,6 +224,15 @@ def _leaves(node: fx.Node, within: Any) -> bool:
     return False
 
 
+def _with_recomputed(plan: Plan, again: tuple[str, ...], reasons: dict[str, str]) -> Plan:
+    """What a line recomputes does not wait elsewhere, whatever the planner says."""
+    bases = {split_key(key)[0] for key in again}
+    away: dict[str, Any] = {
+        tier: tuple(k for k in getattr(plan, tier) if split_key(k)[0] not in bases) for tier in ("host", "file")
+    }
+    return dataclasses.replace(plan, recompute=again, reasons=reasons, **away)
+
+
 def _name(value: Any) -> str:
     return value if isinstance(value, str) else shown(value)
 
@@ -244,7 +263,7 @@ def resolve(recipe: Recipe, root: nn.Module, mesh: Mesh | None = None) -> Schedu
     modules = Modules(root)
     recipe.check(modules)
     for line in recipe:
-        if isinstance(line, NoEngineYet):
+        if isinstance(line, NoEngineYet | offload):
             line.refuse(recipe.place(line))
     changes = [change for line in recipe for change in line.changes(modules)]
     changes.sort(key=lambda change: bool(getattr(change, "wraps", False)))

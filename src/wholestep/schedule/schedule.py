@@ -20,13 +20,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from wholestep.capture.edits import Edits
+from wholestep.capture.edits import Edits, Rewrite
 from wholestep.capture.front import Front, LossGraph
 from wholestep.capture.subject import make_subject, root_of
 from wholestep.errors import BadOption, CaptureRefused
 from wholestep.graph.layers import layer_pattern
+from wholestep.graph.mesh import Mesh, Ranks
 from wholestep.schedule import verb as verbs_table
 from wholestep.schedule import verbs  # noqa: F401 - registers them
+from wholestep.schedule.cuts import cuts_of, localised, syncs_of
 from wholestep.schedule.modules import Modules, inside, joined
 from wholestep.schedule.pattern import trace_pattern
 from wholestep.schedule.recipe import Recipe
@@ -39,6 +41,7 @@ from wholestep.schedule.recipe_file import (
     write_recipe,
 )
 from wholestep.schedule.rewrite import Found, found_in
+from wholestep.schedule.sharding import Localised
 from wholestep.schedule.verb import Verb, make
 
 
@@ -197,13 +200,22 @@ class Schedule(Place):
         paths = {id(module): path for path, module in self.model.named_modules()}
         return found_in(graph.module.graph, pattern, paths, lambda path: any(inside(path, at) for at in scopes))
 
-    def _forward(self) -> LossGraph:
+    def exchanges(self, mesh: Mesh) -> Localised:
+        """What ranks of a mesh exchange in the forward pass, module by module, with bytes and the reason: it follows from `shard`.
+        Needs a batch, wholestep.schedule(model, example=...); nothing is changed. An `enter` is a sum in the backward pass."""
+        found: list[Localised] = []
+        ranks, syncs = Ranks(mesh, cuts_of(self.recipe, self.modules, mesh)), syncs_of(self.recipe, self.modules)
+        self._forward(lambda graph, paths: found.append(localised(ranks, syncs, self.modules.root, graph, paths)))
+        return found[0]
+
+    def _forward(self, *rewrites: Rewrite) -> LossGraph:
         """The forward pass as the front end sees it; it does not run."""
         if self.example is None:
             hint = "give one: wholestep.schedule(model, example=batch)"
             raise BadOption("operators are looked for in the forward pass, which needs an example batch", hint=hint)
         try:
             subject = make_subject(self.model, _sum_of_outputs, None)
+            subject.edits = Edits(rewrites=rewrites)
             found: LossGraph = Front(subject).look(self.example, lambda graph, args: graph)
             return found
         except CaptureRefused as refused:

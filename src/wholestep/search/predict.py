@@ -122,7 +122,7 @@ class Predictor:
         seconds, parts = best.seconds, settings["accumulate"]
         if step.captured.update is not None:
             update = timeline(step.captured.update, workspace=0)
-            seconds = parts * seconds + Clock(device).step(update.works, update.sizes)
+            seconds = parts * seconds + Clock(device).step(update.works, update.sizes).seconds
         card = on_the_card(peak, self.target)
         fits = card <= question.budget_bytes
         told = f"takes {show_bytes(card)} of {show_bytes(question.budget_bytes)}"

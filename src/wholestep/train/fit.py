@@ -26,6 +26,7 @@ from wholestep.options import Options
 from wholestep.passes.pipeline import Pipeline
 from wholestep.plan.budget import state_bytes
 from wholestep.plan.frontier import TARGETS, Point, card_bytes, frontier, leanest, peak_for_card
+from wholestep.plan.moves import Room
 from wholestep.plan.rebatch import rebatched
 from wholestep.train.dry_job import DryJob, make_dry_job
 from wholestep.train.plan_use import made_for
@@ -57,6 +58,8 @@ class Question:
     """Of the card."""
     recipe: Any = None
     """A Recipe, or the file of one: what it says is part of every plan."""
+    room: Room | None = None
+    """Where values and optimizer state may wait outside of the card."""
     mesh: Mesh | None = None
     """The ranks that run the step; memory and times are those of one."""
 
@@ -248,7 +251,10 @@ def _planned(question: Question, step: CapturedStep) -> _Planned:
     allowed = peak_for_card(question.budget_bytes) if question.target.is_gpu else question.budget_bytes
     near = allowed - state_bytes(step.captured.update)
     timed = question.target.times != "relative"
-    points = plans_of(step.captured.graph, question.target.device, step.passes, targets=targets, near=near, timed=timed)
+    points = plans_of(
+        step.captured.graph, question.target.device, step.passes, targets=targets, near=near, timed=timed,
+        room=question.room,
+    )  # fmt: skip
     points = [_settled(point, step) for point in points]
     if step.captured.update is not None:
         points = _with_state(points, step.captured.update)
@@ -271,9 +277,10 @@ def plans_of(
     targets: int = TARGETS,
     near: int | None = None,
     timed: bool = True,
+    room: Room | None = None,
 ) -> list[Point]:
     """The plans worth having, from the fastest to the leanest."""
-    return frontier(graph, device, passes.carry_out, targets=targets, near=near, timed=timed)
+    return frontier(graph, device, passes.carry_out, targets=targets, near=near, timed=timed, room=room)
 
 
 def on_the_card(peak_bytes: int, target: Card) -> int:
@@ -316,7 +323,8 @@ def _largest(
 
     def least(wanted: int) -> int:
         tell(f"planning batch {wanted * parts}")
-        point = leanest(rebatched(step.captured.graph, wanted / rows), question.target.device, step.passes.carry_out)
+        graph = rebatched(step.captured.graph, wanted / rows)
+        point = leanest(graph, question.target.device, step.passes.carry_out, question.room)
         return on_the_card(point.peak_bytes + state, question.target)
 
     found, known, certain = largest_fitting(least, {rows: min(planned.cards)}, question.budget_bytes)

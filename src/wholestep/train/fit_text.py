@@ -108,6 +108,7 @@ def plan_words(plan: Plan) -> list[str]:
         told.append("the loss is computed in chunks, so that the logits are never whole")
     if not plan.recompute:
         told.append("nothing is recomputed: all that the backward pass needs is kept")
+    told += _moved_words(plan)
     groups: dict[str, list[str]] = defaultdict(list)
     for name in plan.recompute:
         module, _, value = name.rpartition("/")
@@ -116,6 +117,21 @@ def plan_words(plan: Plan) -> list[str]:
         told.append(f"recompute {module or 'outside of modules'}: {', '.join(values)}")
         whys = dict.fromkeys(plan.reasons.get(f"{module}/{value}" if module else value, "") for value in values)
         told += [f"    {why}" for why in whys if why]
+    return told
+
+
+def _moved_words(plan: Plan) -> list[str]:
+    """What waits outside of the card, and why."""
+    told = []
+    for tier, names in (("host memory", plan.host), ("files", plan.file)):
+        for name in names:
+            told.append(f"to {tier}: {name}")
+            told += [f"    {plan.reasons[name]}"] if name in plan.reasons else []
+    state = [name for name, place in plan.state.items() if place == "host"]
+    if state:
+        more = f" and {len(state) - 4} more" if len(state) > 4 else ""
+        told.append(f"optimizer state on the host: {', '.join(state[:4])}{more}")
+        told += [f"    {plan.reasons[state[0]]}"] if state[0] in plan.reasons else []
     return told
 
 
@@ -169,7 +185,8 @@ def fit_json(fit: Fit) -> dict[str, Any]:
     points = [
         {
             "peak_bytes": point.peak_bytes, "card_bytes": card, "seconds": point.seconds, "breakdown": dict(point.breakdown),
-            "change": point.change, "recompute": list(point.plan.recompute),
+            "change": point.change, "recompute": list(point.plan.recompute), "host_bytes": point.host_bytes,
+            "moved_bytes": {way: point.moved_bytes.get(way, 0) for way in ("out", "in")}, "wait_seconds": point.waits,
         }
         for point, card in zip(fit.frontier, fit.cards)
     ]  # fmt: skip

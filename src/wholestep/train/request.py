@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 ASKED = (
     "model", "sets", "data", "glob", "field", "tokenizer", "batch", "seq", "precision", "steps", "seed", "init", "backend",
-    "disable", "memory", "plan", "recipe", "nonfinite", "save_every", "log",
+    "disable", "memory", "host_memory", "offload_path", "plan", "recipe", "nonfinite", "save_every", "log",
 )  # fmt: skip
 """Kept in run.json and taken from there by --resume, unless it is given again."""
-KINDS: dict[str, Any] = {"sets": list, "disable": list, "init": (str, bool)} | dict.fromkeys(
+KINDS: dict[str, Any] = {"sets": list, "disable": list, "offload_path": list, "init": (str, bool)} | dict.fromkeys(
     ("batch", "seq", "steps", "seed", "save_every"), int
 )
 """What they are in run.json; the others are texts."""
@@ -86,6 +86,7 @@ def run(
     request["model"] = request["model"] or job.name
     extra: dict[str, Any] = {} if passes is None else {"passes": passes}
     extra |= {"plan": fitting(plan, job.settings), "memory": request["memory"], "recipe": request["recipe"]}
+    extra |= {name: request[name] for name in ("host_memory", "offload_path")}
     tell(f"{job.name}: {num_parameters(job.model):,} parameters; data {job.batches.describe()}")
     outcome = train(
         job, out=out if out is not None or folder is None else folder.path, resume=resume,

@@ -126,17 +126,21 @@ def _joint(target: Any, given: Sequence[Any]) -> list[Any]:
 # ---- from a function to its ranks ----
 
 
+def copied(module: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(module, graph)
+
+
 def graph_of(function: Callable[..., Any], *args: Any) -> tuple[fx.GraphModule, list[Any]]:
     """Dynamo's graph of a call, and what its inputs were."""
     made: list[tuple[fx.GraphModule, list[Any]]] = []
 
     def take(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        for node in module.graph.nodes:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
         given = [node.meta["grapharg"].example for node in module.graph.nodes if node.op == "placeholder"]
-        made.append((fx.GraphModule(module, graph), given))
+        made.append((copied(module), given))
         return module.forward
 
     torch._dynamo.reset()
@@ -146,7 +150,7 @@ def graph_of(function: Callable[..., Any], *args: Any) -> tuple[fx.GraphModule, 
 
 def check(
     function: Callable[..., Any], parameters: Mapping[str, torch.Tensor], inputs: Sequence[Any],
-    cuts: Mapping[str, Cut | tuple[int, str]], ranks: int, **more: Any,
+    cuts: Mapping[str, Cut | tuple[int, str]], *ranks: int, **more: Any,
 ) -> Localised:  # fmt: skip
     """Compare function(parameters, *inputs), its loss and its gradients, with its ranks; raise where they differ.
 
@@ -155,9 +159,12 @@ def check(
     parameters = {n: v.detach().clone().requires_grad_(v.is_floating_point()) for n, v in parameters.items()}
     known = {id(value): name for name, value in parameters.items()}
     module, given = graph_of(function, parameters, *inputs)
-    places = [n for n in module.graph.nodes if n.op == "placeholder"]
-    names = {node: known[id(value)] for node, value in zip(places, given) if id(value) in known}
-    return compare(module, given, names, cuts, ranks, **more)
+    for count in ranks:
+        copy = copied(module)
+        places = [n for n in copy.graph.nodes if n.op == "placeholder"]
+        names = {node: known[id(value)] for node, value in zip(places, given) if id(value) in known}
+        found = compare(copy, given, names, cuts, count, **more)
+    return found
 
 
 def compare(

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from wholestep.errors import WholestepError
 from wholestep.graph.mesh import Cut
 
-NETS = 160
+NETS = 120
 PER_TEST = 20
 
 
@@ -33,8 +33,9 @@ class Net:
         self.cuts: dict[str, Cut | tuple[int, str]] = {}
         self.live: list[fx.Node] = []
         torch.manual_seed(seed)
-        self.input(torch.randn(2, 4, 8, dtype=torch.float64))
+        x = self.input(torch.randn(2, 4, 8, dtype=torch.float64))
         self.ids = self.input(torch.tensor([[0, 7, 3], [5, 1, 7]]), live=False)
+        self.live = [self.call(torch.mul, x, self.parameter(4, 8, whole=True))]  # all that follows learns
         for _ in range(self.random.randint(4, 9)):
             self.random.choice(STEPS)(self)
         loss = None
@@ -42,6 +43,7 @@ class Net:
             one = self.call(torch.mean, self.call(torch.square, node, live=False), live=False)
             loss = one if loss is None else self.call(torch.add, loss, one, live=False)
         self.graph.output(loss)
+        self.learns = loss.meta["example_value"].requires_grad  # type: ignore[union-attr]
         self.module = fx.GraphModule({}, self.graph)
 
     def input(self, value: torch.Tensor, *, live: bool = True) -> fx.Node:
@@ -57,11 +59,11 @@ class Net:
         with self.graph.inserting_after(last):
             return self.graph.placeholder(f"input{len(self.given)}")
 
-    def parameter(self, *shape: int) -> fx.Node:
+    def parameter(self, *shape: int, whole: bool = False) -> fx.Node:
         node = self.input(torch.randn(shape, dtype=torch.float64).div(2).requires_grad_(), live=False)
         self.names[node] = name = f"p{len(self.names)}"
         dims = [d for d, size in enumerate(shape) if size % self.ranks == 0]
-        if dims and self.random.random() < 0.6:
+        if dims and not whole and self.random.random() < 0.6:
             self.cuts[name] = (self.random.choice(dims), "tp")
         return node
 
@@ -99,8 +101,8 @@ def unary(net: Net) -> None:
 
 def binary(net: Net) -> None:
     x = net.pick()
-    fitting = [n for n in net.live if _broadcasts(shape(n), shape(x))]
-    net.call(net.random.choice((torch.add, torch.mul, torch.sub, torch.maximum)), x, net.random.choice(fitting))
+    other = net.random.choice([n for n in net.live if _broadcasts(shape(n), shape(x))])
+    net.call(net.random.choice((torch.add, torch.mul, torch.maximum) + (torch.sub,) * (other is not x)), x, other)
 
 
 def _broadcasts(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
@@ -203,7 +205,7 @@ def embed(net: Net) -> None:
 
 
 def drop(net: Net) -> None:
-    net.call(F.dropout, net.pick(), 0.4, True)
+    net.call(F.dropout, net.call("contiguous", net.pick(), live=False), 0.4, True)  # torch draws in the order of memory
 
 
 def masked(net: Net) -> None:
@@ -271,27 +273,53 @@ STEPS: tuple[Callable[[Net], None], ...] = (
 )  # fmt: skip
 
 
-def outcome(seed: int) -> str:
-    """What became of one net."""
+def made(seed: int) -> Net:
+    """A net that has something cut, and learns."""
     while True:
         try:
             net = Net(seed)
+            if net.cuts and net.learns:
+                return net
         except IndexError:  # no value that fits
-            seed += 100_000
-            continue
-        if net.cuts:
-            break
+            pass
         seed += 100_000
+
+
+def outcome(seed: int, edit: Callable[[fx.Graph], None] | None = None) -> str:
+    """What became of one net: nothing, or why it is refused."""
+    net = made(seed)
     try:
-        compare(net.module, net.given, net.names, net.cuts, net.ranks, tolerance=1e-8)
+        compare(net.module, net.given, net.names, net.cuts, net.ranks, tolerance=1e-8, edit=edit)
     except WholestepError as error:
         return str(error)
     return ""
 
 
 @pytest.mark.parametrize("first", range(0, NETS, PER_TEST))
-@pytest.mark.filterwarnings("ignore::wholestep.errors.WholestepWarning")
+@pytest.mark.filterwarnings("ignore:.*stays whole")
 def test_never_wrong(first: int) -> None:
     found = [outcome(seed) for seed in range(first, first + PER_TEST)]
     assert not [text for text in found if "please report" in text]
-    assert sum(not text for text in found) >= PER_TEST // 3  # most are refused where a column follows a column
+    assert sum(not text for text in found) >= PER_TEST // 2  # others are refused, most where a column follows a column
+
+
+@pytest.mark.filterwarnings("ignore:.*stays whole")
+def test_an_enter_that_is_dropped_is_found() -> None:
+    planted, missed = 0, []
+
+    def drop(graph: fx.Graph) -> None:
+        nonlocal planted
+        entered = graph.find_nodes(op="call_function", target=torch.ops.ws.enter)
+        planted += bool(entered)
+        for node in entered:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+    for seed in range(30):
+        before = planted
+        try:
+            outcome(seed, drop)
+        except AssertionError:
+            continue
+        missed += [seed] if planted > before else []
+    assert planted >= 10 and not missed, (planted, missed)

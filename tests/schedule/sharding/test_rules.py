@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.schedule.sharding.ranks import check
+from torch.utils.checkpoint import checkpoint
 
 from wholestep.errors import WholestepError
 from wholestep.graph.mesh import Cut
@@ -205,6 +206,30 @@ def switched(p: Any, x: Any) -> Any:
     return y.double().square().mean()
 
 
+def checkpointed(p: Any, x: Any) -> Any:
+    inside = lambda x: F.linear(F.gelu(F.linear(x * p["g"], p["a"])), p["o"])  # noqa: E731
+    return (x + checkpoint(inside, x, use_reentrant=False)).square().mean()
+
+
+def multihead(p: Any, x: Any, hidden: Any, weights: bool) -> Any:
+    """nn.MultiheadAttention, of one input and of two, with masks of both kinds."""
+    options = dict(
+        training=True, need_weights=weights, key_padding_mask=hidden, attn_mask=torch.ones(5, 5).triu(1).bool()
+    )
+    rest = (16, 4, p["w"], p["b"], None, None, False, 0.2, p["o"], p["ob"])
+    out, seen = F.multi_head_attention_forward(x, x, x, *rest, **options)
+    other, _ = F.multi_head_attention_forward(out, x, x + 1, *rest, **options)
+    return (out + other).square().mean() + (seen.square().sum() if weights else 0)
+
+
+def gated(p: Any, x: Any) -> Any:
+    y = F.glu(F.conv2d(x, p["a"], padding=1), dim=1)
+    y = F.max_pool2d(F.conv2d(y, p["c"], p["d"], groups=8), 2)
+    return (y * p["s"]).square().mean()
+
+
+MULTIHEAD = {"w": (48, 16), "b": (48,), "o": (16, 16), "ob": (16,)}
+HIDDEN = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
 LINEAR = {"a": (16, 8), "ab": (16,), "b": (8, 16), "bb": (8,)}
 HEADS = {"q": (16, 8), "k": (16, 8), "v": (16, 8), "o": (8, 16), "bias": (1, 4, 1, 1)}
 X, X3 = reals(3, 8), reals(2, 5, 8)
@@ -251,36 +276,34 @@ CASES: dict[str, Case] = {
     "channels": (channels, {"a": (8, 3, 3, 3), "b": (8,), "c": (4, 8, 1, 1), "d": (4,)}, (reals(2, 3, 4, 4),), {"a": 0, "c": 1}),
     "positions by heads": (heads_bias, {"q": (16, 8), "r": (4, 4)}, (X3,), {"q": 0, "r": 1}),
     "autocast": (switched, {"a": (16, 8), "o": (8, 16)}, (X,), {"a": 0, "o": 1}),
+    "multi-head": (multihead, MULTIHEAD, (reals(5, 2, 16), HIDDEN, False), {"w": 0, "b": 0, "o": 1}),
+    "multi-head, weights": (multihead, MULTIHEAD, (reals(5, 2, 16), HIDDEN, True), {"w": 0, "o": 1}),
+    "gates, channels, pools": (gated, {"a": (16, 3, 3, 3), "c": (8, 1, 1, 1), "d": (8,), "s": (8, 1, 1)}, (reals(2, 3, 4, 4),),
+                               {"a": 0, "c": 0}),
+    "checkpoint": (checkpointed, {"a": (16, 8), "g": (8,), "o": (8, 16)}, (X,), {"a": 0, "o": 1}),
 }  # fmt: skip
 ROUGH = {"autocast": 3e-2}
 """bf16 sums in another order."""
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.filterwarnings("ignore:.*stays whole")
 @pytest.mark.parametrize("name", CASES)
-def test_followed(name: str, ranks: int) -> None:
+def test_followed(name: str) -> None:
     function, shapes_, inputs, cuts = CASES[name]
     torch.manual_seed(0)
     parameters = {n: reals(*shape) for n, shape in shapes_.items()}
-    found = check(
-        function,
-        parameters,
-        inputs,
-        {n: (dim, "tp") for n, dim in cuts.items()},
-        ranks,
-        tolerance=ROUGH.get(name, 1e-9),
-    )
+    given = {n: (dim, "tp") for n, dim in cuts.items()}
+    found = check(function, parameters, inputs, given, 2, 4, tolerance=ROUGH.get(name, 1e-9))
     assert found.collectives
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("padding", [None, 0, -1])
-def test_a_cut_vocabulary_knows_every_id(ranks: int, padding: int | None) -> None:
+def test_a_cut_vocabulary_knows_every_id(padding: int | None) -> None:
     def looked_up(p: Any, tokens: Any) -> Any:
         rows = F.embedding(tokens, p["e"], padding)
         return (rows * torch.arange(1.0, 33.0).view(8, 4)).sum(), rows
 
-    check(looked_up, {"e": reals(8, 4)}, (torch.arange(8),), {"e": (0, "tp")}, ranks)
+    check(looked_up, {"e": reals(8, 4)}, (torch.arange(8),), {"e": (0, "tp")}, 2, 4)
 
 
 def test_an_id_that_no_rank_has_fails_as_without_a_mesh() -> None:

@@ -33,6 +33,7 @@ from wholestep.lower.footprint.blocks import (
 from wholestep.lower.footprint.facts import Facts, facts_of, short_name
 from wholestep.lower.footprint.scratch import Scratch
 from wholestep.lower.in_place import ImperativeGraph, write_state_in_place
+from wholestep.ops.offload import lies_on_host
 
 CUDA_ROUNDING = 512
 """Bytes to which CUDA's caching allocator rounds every block."""
@@ -127,7 +128,7 @@ class _Walk:
 
     def inputs(self, graph: TrainingGraph, imperative: ImperativeGraph) -> None:
         for node in imperative.graph.nodes:
-            if node.op in ("placeholder", "get_attr"):
+            if node.op in ("placeholder", "get_attr") and not lies_on_host(node):
                 self._bind(node, born=0, lasting=True)
         # keys and numbers lie in one buffer of the runtime's, a slot of 16 bytes each (runtime/feed.py)
         for entry, node in zip(graph.inputs, imperative.placeholders, strict=True):
@@ -143,7 +144,7 @@ class _Walk:
                 self.used_at[number].append((phase, self.instant))
         measured = zip(call.scratch.results, call.scratch.late, strict=True) if call.scratch is not None else None
         for node in call.defines:
-            if not _writes(node):
+            if not _writes(node) and not lies_on_host(node):
                 self._bind(node, born=self.instant, lasting=False, measured=measured)
         if call.boxed:  # what it reads last dies while it runs; its scratch was measured so
             self._release(dying)

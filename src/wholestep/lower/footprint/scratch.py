@@ -25,7 +25,7 @@ from wholestep.lower.footprint import cuda
 from wholestep.lower.footprint.events import Event, mark, record
 from wholestep.lower.footprint.owners import storage_of
 from wholestep.lower.in_place import write_state_in_place
-from wholestep.lower.interpret import statement_of
+from wholestep.lower.statements import statement_of
 from wholestep.ops import multi_tensor
 from wholestep.ops.updates import BY_IN_PLACE
 from wholestep.ops.updates.operators import BYTES_AT_ONCE

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, WholestepError
 from wholestep.graph import mesh
 from wholestep.schedule.operators import call_to
 from wholestep.schedule.sharding.layout import WHOLE, parameter_cut
-from wholestep.schedule.sharding.registry import rule_for
+from wholestep.schedule.sharding.registry import Rule, rule_for
 from wholestep.schedule.sharding.values import Called, Value, mapped, plain_shape
-from wholestep.schedule.sharding.writer import Writer
+from wholestep.schedule.sharding.writer import Recut, Writer
 
 
 class Borders(Protocol):
@@ -126,11 +126,20 @@ class Program(Writer):
             return self._as_it_is(call, node)
         rule = rule_for(call.name)
         if rule is not None:
-            return rule(self, call)
+            return self._ruled(rule, call)
         for value in found:
             if value.cut is not None:
                 self.refuse_cut(call.name, value)
         return self._as_it_is(self.with_values(call, self.reduced), None)
+
+    def _ruled(self, rule: Rule, call: Called) -> Any:
+        try:
+            return rule(self, call)
+        except (WholestepError, Recut):
+            raise
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [""])[0][:160]
+            self.refuse(f"it cannot be followed: {type(error).__name__}: {reason}", "please report this")
 
     def _as_it_is(self, call: Called, node: fx.Node | None) -> Any:
         if node is not None:
@@ -160,6 +169,22 @@ class Program(Writer):
         if not same or lost:
             what = "a gradient is lost" if lost else f"{local} {result.example.dtype} for {shape} {example.dtype}"
             self.refuse(f"its part of a rank is not what it should be: {what}", "please report this")
+
+    def inlined(self, body: fx.GraphModule, values: Sequence[Any]) -> Any:
+        """The calls of a graph inside of this one, written here; what it returns."""
+        here, given = self.at, iter(values)
+        for node in body.graph.nodes:
+            if node.op == "placeholder":
+                self.env[node] = next(given)
+            elif node.op == "output":
+                break
+            elif node.op == "get_attr":
+                self.refuse("a graph inside of the loss has tensors of its own", "pass them as arguments")
+            else:
+                self.at = node
+                self.env[node] = self._written(node)
+        self.at = here
+        return fx.map_arg(node.args[0], self.env.__getitem__)
 
     def summed(self, value: Value) -> Value:
         """A partial value summed up, in the way in which it leaves its module."""

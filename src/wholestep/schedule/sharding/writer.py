@@ -195,10 +195,9 @@ class Writer:
 
     def rank(self) -> Value:
         """This rank's place on the axis, a number of no dimensions."""
-        device = next(
-            v.device for n in self.module.graph.nodes if isinstance(v := n.meta.get("example_value"), torch.Tensor)
-        )
-        return self.emit(ws.axis_index, self.axis, self.parts, device, layout=WHOLE)
+        examples = (node.meta.get("example_value") for node in self.module.graph.nodes)
+        device = next(value.device for value in examples if isinstance(value, torch.Tensor))
+        return self._kept(("rank",), lambda: self.emit(ws.axis_index, self.axis, self.parts, device, layout=WHOLE))
 
     def _kept(self, key: tuple[Any, ...], make: Callable[[], Value]) -> Value:
         key = (*key, torch.is_grad_enabled())

@@ -6,6 +6,7 @@ from wholestep.schedule.sharding.rules import (
     embeddings,
     losses,
     marks,
+    multihead,
     norms,
     picks,
     products,
@@ -15,5 +16,6 @@ from wholestep.schedule.sharding.rules import (
 )
 
 __all__ = [
-    "attention", "elementwise", "embeddings", "losses", "marks", "norms", "picks", "products", "random", "reductions", "views",
+    "attention", "elementwise", "embeddings", "losses", "marks", "multihead", "norms", "picks", "products", "random",
+    "reductions", "views",
 ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""What leaves the loss: the loss itself and aux are whole on every rank. Gradients that hooks see lie as their parameters do."""
+"""What is no computation: the loss and aux are whole on every rank, gradients that hooks see lie as their parameters do, and an
+activation checkpoint is what it holds, for Wholestep plans what is kept."""
 
 from __future__ import annotations
 
@@ -34,3 +35,9 @@ def gradients(p: Program, call: Called) -> Any:
 @rule(f"{_MODULE}.mark_gradients")
 def mark_gradients(p: Program, call: Called) -> Any:
     return p.again(call, WHOLE, p.reduced)
+
+
+@rule("torch.ops.higher_order.tag_activation_checkpoint")
+def checkpoint(p: Program, call: Called) -> Any:
+    body = getattr(p.module, str(call.args[0].node.target))
+    return p.inlined(body, call.args[1:])

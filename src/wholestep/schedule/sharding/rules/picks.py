@@ -224,3 +224,27 @@ def triangle(p: Program, call: Called) -> Any:
     if x.cut is not None and x.cut.dim >= x.dim - 2:
         p.refuse_cut(call.name, x)
     return p.again(call, x.layout, p.reduced)
+
+
+@rule("glu")
+def glu(p: Program, call: Called) -> Any:
+    """One half of a dimension by the sigmoid of the other."""
+    one, other = p.call("chunk", p.reduced(call.first), 2, call.get("dim", -1))
+    return p.call(torch.mul, one, p.call(torch.sigmoid, other))
+
+
+@rule(
+    "max_pool1d",
+    "max_pool2d",
+    "avg_pool1d",
+    "avg_pool2d",
+    "adaptive_avg_pool1d",
+    "adaptive_avg_pool2d",
+    "upsample_nearest2d",
+)
+def pool(p: Program, call: Called) -> Any:
+    """Over the last dimensions, of rows and channels that may be cut."""
+    x = p.reduced(call.first)
+    if x.cut is not None and x.cut.dim >= x.dim - int(call.name[-2]):
+        p.refuse_cut(call.name, x)
+    return p.again(call, x.layout, p.reduced)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -53,6 +54,10 @@ def _sizes(p: Program, call: Called, shape: Sequence[int], cut: Cut) -> tuple[An
     given = call.args[1:] if call.name in ("view", "reshape") else ()
     if len(given) == 1 and isinstance(given[0], tuple | list):
         given = tuple(given[0])
+    if (
+        len(given) == 1 and isinstance(given[0], Value) and isinstance(given[0].example, tuple)
+    ):  # sizes of another value
+        given = tuple(p.emit(operator.getitem, given[0], dim, layout=WHOLE) for dim in range(len(shape)))
     if len(given) != len(shape) and call.varies:
         p.refuse_cut(f"{call.name} to sizes that vary", call.first)
     sizes: list[Any] = list(given) if len(given) == len(shape) else list(shape)

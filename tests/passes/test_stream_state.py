@@ -1,0 +1,131 @@
+"""Optimizer state that lies on the host: the same bits, updated in place, a few parts of it on the card at a time."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from tests.passes.stacks import Stack, id_batches, next_token
+from torch.utils._pytree import tree_leaves
+
+import wholestep
+from wholestep.errors import BadOption
+from wholestep.graph.plan import Plan
+from wholestep.graph.training_graph import Role
+from wholestep.lower import lower_interpret
+from wholestep.lower.footprint.predict import predict_profile
+from wholestep.ops.offload import lies_on_host
+from wholestep.passes.pipeline import default_pipeline
+from wholestep.passes.stream_state import AT_ONCE
+from wholestep.passes.update_early import update_early
+from wholestep.plan.peak import timeline
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+}
+
+
+def run(plan: Plan | None, make: Any = OPTIMIZERS["adamw"], **options: Any) -> tuple[list[float], list[Any], Any]:
+    torch.manual_seed(0)
+    model = Stack(width=32)
+    optimizer = make(model.parameters())
+    pipeline = default_pipeline().replaced("update_early", functools.partial(update_early, min_bytes=0))
+    given = id_batches(4)
+    step = wholestep.compile(
+        model, next_token, optimizer, given[0], plan=plan, passes=pipeline, backend="interpret", cache=False, **options
+    )
+    return [float(step(b)) for b in given], tree_leaves((model.state_dict(), optimizer.state_dict())), step
+
+
+def equal(mine: list[Any], others: list[Any]) -> bool:
+    pairs = zip(mine, others, strict=True)
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+
+@pytest.mark.parametrize(("name", "clip_norm"), [("adamw", None), ("adamw", 0.1), ("momentum", None), ("nadam", 0.1)])
+def test_every_bit_stays(name: str, clip_norm: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wholestep.passes.stream_state.MOST_BYTES", 10000)
+    kept_losses, kept, before = run(Plan(), OPTIMIZERS[name], clip_norm=clip_norm)
+    losses, state, after = run(Plan(state={"*": "host", "head.*": "card"}), OPTIMIZERS[name], clip_norm=clip_norm)
+    assert losses == kept_losses and equal(state, kept)
+    assert predict_profile(after.graph).peak_bytes < predict_profile(before.graph).peak_bytes
+    assert timeline(after.graph).lasting["optimizer state"] < timeline(before.graph).lasting["optimizer state"]
+    facts = lower_interpret(after.graph).describe()
+    assert facts["in_place_updates"] > 2 and facts["copied_updates"] == 0, "written where it lies"
+
+
+def test_what_lies_on_the_host_is_what_the_plan_says() -> None:
+    _, _, step = run(Plan(state={"blocks.*": "host", "blocks.0.*": "card"}))
+    away = {
+        entry.name
+        for entry, node in zip(step.graph.inputs, step.graph.placeholders, strict=True)
+        if entry.role is Role.STATE and lies_on_host(node)
+    }
+    assert away and all(name.startswith(("blocks.1", "blocks.2", "blocks.3")) for name in away)
+    assert not any(
+        lies_on_host(n) for e, n in zip(step.graph.inputs, step.graph.placeholders) if e.role is not Role.STATE
+    )
+
+
+def test_a_few_parts_are_on_the_card_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With clipping all updates stand at the end: the buffers of the parts are what state takes of the card."""
+    monkeypatch.setattr("wholestep.passes.stream_state.MOST_BYTES", 20000)
+    _, _, step = run(Plan(state={"*": "host"}), clip_norm=1.0)
+    alive = most = 0
+    sizes = {}
+    for node in step.graph.operations():
+        if node.target is torch.ops.ws.copy_in.default:
+            sizes[node] = node.meta["val"].nbytes
+            alive += sizes[node]
+            most = max(most, alive)
+        elif node.target is torch.ops.ws.out_done.default:
+            alive -= node.meta["val"].nbytes
+    assert alive == 0 and 20000 < most <= AT_ONCE * 20000 + max(sizes.values())
+
+
+def test_a_pattern_that_names_nothing_is_refused() -> None:
+    with pytest.raises(BadOption, match=r"'blcks.\*.up.weight'.*did you mean blocks.\*.up.weight"):
+        run(Plan(state={"blcks.*.up.weight": "host"}))
+
+
+def test_the_micro_steps_of_an_accumulating_step_have_no_state() -> None:
+    given = id_batches(4, rows=4)
+
+    def train(plan: Plan) -> tuple[list[float], list[Any]]:
+        torch.manual_seed(0)
+        model = Stack()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step = wholestep.compile(
+            model, next_token, optimizer, given[0], plan=plan, accumulate=2, backend="interpret", cache=False
+        )
+        return [float(step(given[i : i + 2])) for i in (0, 2)], tree_leaves(
+            (model.state_dict(), optimizer.state_dict())
+        )
+
+    losses, state = train(Plan(state={"blocks.*": "host"}))
+    kept_losses, kept = train(Plan())
+    assert losses == kept_losses and equal(state, kept)
+
+
+def test_a_step_by_hand_on_state_of_the_host_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    plan = Plan(state={"blocks.*": "host"})
+    step = wholestep.compile(
+        model, next_token, optimizer, id_batches(1)[0], plan=plan, backend="interpret", check="off"
+    )
+    step(id_batches(1)[0])
+    saved = optimizer.state_dict()
+    optimizer.step()  # on a CPU host and device are the same memory
+    monkeypatch.setattr("wholestep.runtime.binding._apart", lambda parameter, state: True)
+    with pytest.raises(wholestep.WholestepError, match=r"step\(\) by hand while optimizer state lies on the host"):
+        optimizer.step()
+    assert optimizer.state_dict()["state"].keys() == saved["state"].keys()
+    monkeypatch.undo()
+    optimizer.load_state_dict(saved)
+    assert torch.isfinite(step(id_batches(1)[0]))

@@ -1,0 +1,187 @@
+"""`with wholestep.offload(model, host=...)`: the gradients of eager PyTorch to the last bit, one copy per storage."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import wholestep
+from wholestep.errors import BadOption
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down, self.heads = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)  # one storage
+        q, k, v = (t.view(batch, length, self.heads, -1).transpose(1, 2) for t in (q, k, v))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def model_and_input(dtype: torch.dtype = torch.float32) -> tuple[nn.Sequential, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(3))).to(dtype), torch.randn(4, 9, 32).to(dtype)
+
+
+def gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_the_gradients_are_the_same(dtype: torch.dtype, mode: str) -> None:
+    model, x = model_and_input(dtype)
+    model.train(mode == "train")
+    wanted = gradients(model, model(x).square().mean())
+    for _ in range(2):
+        with wholestep.offload(model, host="64MiB", least=1) as moved:
+            loss = model(x).square().mean()
+            assert moved.pool.taken > 0
+            found = gradients(model, loss)
+        assert all(map(torch.equal, found, wanted)) and moved.moved_bytes > 0
+        del loss
+        gc.collect()
+        assert moved.pool.taken == 0, "buffers come back when the backward pass is over"
+
+
+def test_a_storage_is_copied_once_and_parameters_and_inputs_stay() -> None:
+    model, x = model_and_input()
+    x.requires_grad_()
+    storages: dict[int, int] = {}
+    seen: list[torch.Tensor] = []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        seen.append(t)
+        storages[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        kept = model(x)
+    stays = {t.untyped_storage()._cdata for t in (*model.parameters(), x)}
+    expected = sum(size for key, size in storages.items() if key not in stays)
+    del kept
+    with wholestep.offload(model, host="64MiB", least=1) as moved:
+        out = model(x)
+    assert moved.moved_bytes == expected < sum(t.nbytes for t in seen)
+    assert out.requires_grad
+
+
+def test_a_full_pool_keeps() -> None:
+    model, x = model_and_input()
+    wanted = gradients(model, model(x).sum())
+    with wholestep.offload(model, host="130KiB", least=1) as moved:
+        assert all(map(torch.equal, gradients(model, model(x).sum()), wanted))
+    assert moved.kept_bytes > 0 and moved.pool.held <= 130 << 10
+
+
+def test_twice_through_one_graph_checkpoints_and_second_derivatives() -> None:
+    model, x = model_and_input()
+
+    def double(on: bool) -> list[torch.Tensor]:
+        with wholestep.offload(model, host="64MiB", least=1) if on else torch.enable_grad():
+            out = model(x).square().mean()
+            first = torch.autograd.grad(out, list(model.parameters()), retain_graph=True)
+            again = torch.autograd.grad(out, list(model.parameters()), create_graph=False)
+            y = x.clone().requires_grad_()
+            part = checkpoint(lambda y: model[0].down(F.gelu(model[0].up(y))), y, use_reentrant=False)
+            inner = torch.autograd.grad((F.gelu(model[1].up(part)) ** 2).sum(), y, create_graph=True)[0]
+            second = torch.autograd.grad(inner.square().sum(), y)[0]
+        return [*first, *again, second]
+
+    assert all(map(torch.equal, double(True), double(False)))
+
+
+def test_values_that_are_written_in_place() -> None:
+    layer = nn.Linear(8, 8)
+    x = torch.randn(5, 8)
+
+    def loss() -> torch.Tensor:
+        h = layer(x)
+        kept = h.exp()  # saved, then written to behind the copy
+        return (kept * 2).add_(1).relu_().sum() + kept.sum()
+
+    wanted = gradients(layer, loss())
+    with wholestep.offload(layer, host="1MiB", least=1):
+        assert all(map(torch.equal, gradients(layer, loss()), wanted))
+
+
+def test_a_storage_that_is_saved_anew_after_a_write_has_a_copy_of_its_own() -> None:
+    layer = nn.Linear(6, 6)
+    x = torch.randn(3, 6)
+    with wholestep.offload(layer, host="8MiB", least=1) as moved:
+        h = layer(x).detach().requires_grad_() * 1.0
+        first = h.square()
+        copies = moved.moved_bytes
+        with torch.no_grad():
+            h.mul_(2)
+        second = h.square()
+        assert moved.moved_bytes > copies
+        (first.sum() + second.sum()).backward()
+
+
+class _Late:
+    """A link whose copies out are over only when they are told to be."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def send(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        target.copy_(source)
+        return self
+
+    def bring(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> Any:
+        target.copy_(source)
+
+    def wait(self, event: Any) -> None:
+        return None
+
+    def is_over(self, event: Any) -> bool:
+        return self.over
+
+
+def test_a_write_while_the_copy_is_on_its_way_raises() -> None:
+    layer, x = nn.Linear(6, 6), torch.randn(3, 6)
+    with wholestep.offload(layer, host="8MiB", least=1) as moved:
+        moved.link = late = _Late()  # type: ignore[assignment]
+        h = layer(x)
+        out = h.exp()
+        loss = out.sum()
+        with torch.no_grad():
+            out.mul_(2)
+        late.over = True
+        with pytest.raises(RuntimeError, match="modified by an inplace operation while it left the card"):
+            loss.backward()
+
+
+def test_bad_input_is_one_line() -> None:
+    model, _ = model_and_input()
+    with pytest.raises(BadOption, match="is not an amount"), wholestep.offload(model, host="lots"):
+        pass
+    with pytest.raises(BadOption, match=r"host='900TiB': this machine has"), wholestep.offload(model, host="900TiB"):
+        pass
+    with pytest.raises(BadOption, match="give the model"), wholestep.offload(3, host="1MiB"):  # type: ignore[arg-type]
+        pass
+
+
+@pytest.mark.gpu
+def test_the_gradients_are_the_same_on_a_gpu() -> None:
+    model, x = model_and_input()
+    model, x = model.cuda(), x.cuda()
+    wanted = gradients(model, model(x).square().mean())
+    for _ in range(3):
+        with wholestep.offload(model, host="64MiB", least=1) as moved:
+            found = gradients(model, model(x).square().mean())
+        assert all(map(torch.equal, found, wanted)) and moved.moved_bytes > 0
