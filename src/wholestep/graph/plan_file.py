@@ -18,7 +18,6 @@ from typing import Any, get_args, get_type_hints
 
 from wholestep.errors import BadOption, WholestepError
 from wholestep.graph.bytes import show_bytes
-from wholestep.graph.mesh import AXES
 from wholestep.graph.plan import FORMAT, Plan
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -98,6 +97,8 @@ def _checked(plan: Plan) -> Plan:
             raise BadOption(f"{field.name} = {value!r}", hint=f"it must be {kinds[0].__name__}")
     if isinstance(plan.budget_bytes, int) and plan.budget_bytes <= 0:
         raise BadOption(f"budget_bytes = {plan.budget_bytes}", hint="it must be positive")
+    from wholestep.graph.mesh import AXES  # loads torch, which many a file is read without
+
     for axis, size in plan.mesh.items():
         if axis not in AXES or not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise BadOption(f"mesh.{axis} = {size!r}", hint=f"axes are {', '.join(AXES)}, each a whole number of ranks")
