@@ -171,7 +171,7 @@ def test_a_recipe_is_a_row_more(tmp_path: Path) -> None:
     assert own.passes == () and own.recipe == str(path)
     row = row_of("wholestep-interpret+again", recipe=own.recipe)
     assert row["status"] == "ok", row
-    assert "recipe     1 lines of again.toml" in str(row)
+    assert "recipe     1 line of again.toml" in str(row)
     path.write_text("format = 1\n")
     with pytest.raises(WholestepError, match="not whole"):
         load_passes(str(path))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from wholestep.cost.devices import Device
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
@@ -20,6 +22,7 @@ def plans_of(
     targets: int = 2,
     near: int | None = None,
     timed: bool = True,
+    room: Any = None,
 ) -> list[Point]:
     split = predict_profile(graph, rounding=512).at_peak
     kinds = {kind: split.get(kind, 0) for kind in KINDS}
@@ -35,5 +38,5 @@ def plans_of(
     return points
 
 
-def leanest(graph: TrainingGraph, device: Device, apply: Apply) -> Point:
+def leanest(graph: TrainingGraph, device: Device, apply: Apply, room: Any = None) -> Point:
     return plans_of(graph, device, None)[-1]

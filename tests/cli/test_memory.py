@@ -23,7 +23,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def smallest(call: Call, *command: str) -> str:
     """The budget that the error asks for, as it is printed."""
-    done = call(*command, "--memory", "10KiB")
+    done = call(*command, "--memory", "64KiB")
     assert done.code == 2 and len(done.err.strip().splitlines()) == 1, done.err
     found = re.search(r"ask for ([\d.]+) (KiB|MiB)", done.err)
     assert found is not None, done.err

@@ -29,7 +29,8 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "glob": ("*.md", "*.txt"), "field": ("body", "title"), "tokenizer": ("bytes", "bpe"),
     "batch": ("3", "4"), "seq": ("12", "8"), "precision": ("bf16", "fp16"), "steps": ("5", "7"), "seed": ("9", "8"),
     "init": ("w", "v"), "backend": ("interpret", "inductor"), "disable": (["fold_casts"], ["fold_views"]),
-    "memory": ("8GiB", "9GiB"), "plan": ("a.toml", "b.toml"), "recipe": ("c.toml", "d.toml"),
+    "memory": ("8GiB", "9GiB"), "host_memory": ("2GiB", "3GiB"), "offload_path": (["slow"], ["slower"]),
+    "plan": ("a.toml", "b.toml"), "recipe": ("c.toml", "d.toml"),
     "nonfinite": ("skip", "stop"), "save_every": ("3", "4"),
     "log": ("csv", "csv,tensorboard"),
 }  # fmt: skip

@@ -41,6 +41,7 @@ from wholestep.graph.training_graph import Input, OutputKind, Role, Target, Trai
 from wholestep.lower import lower_interpret
 from wholestep.ops.tuned import calls_that_ask
 from wholestep.passes.pipeline import TABLE, Pass, Pipeline, compiler_pass
+from wholestep.passes.trips import Trips
 from wholestep.runtime.variant import Variant
 
 PASSES = tuple(row.name for row in TABLE)
@@ -284,6 +285,13 @@ def passes_for(case: Case) -> dict[str, Pass]:
     found["mark_regions"] = _as(
         "mark_regions", lambda graph: marked(graph, drawn_regions(graph, case.plan_seed)), "rounding"
     )  # type: ignore[call-arg]
+    for name, drawn in (("offload", drawn_moves), ("stream_state", drawn_state)):
+        found[name] = _as(
+            name,
+            functools.partial(_planned, found[name], drawn, case.plan_seed),
+            "bitwise",
+            for_updates=name == "stream_state",
+        )
     found["share_scatters"] = functools.partial(found["share_scatters"], least_shared=1)
     for name in ("fold_constants", "bound_counts", "share_scatters"):
         numerics = "rounding" if name == "share_scatters" else "bitwise"
@@ -322,6 +330,22 @@ def drawn_plan(graph: TrainingGraph, seed: int) -> Plan:
     share = source.choice((0.2, 0.5, 1.0))
     keys = sorted(set(value_keys(graph).values()))
     return Plan(recompute=tuple(key for key in keys if source.random() < share))
+
+
+def _planned(one: Pass, drawn: Callable[[TrainingGraph, int], Plan], seed: int, graph: TrainingGraph) -> TrainingGraph:
+    return one(graph, drawn(graph, seed))  # type: ignore[call-arg]
+
+
+def drawn_moves(graph: TrainingGraph, seed: int) -> Plan:
+    """Some of the values that can leave the card."""
+    source, trips = random.Random(seed), Trips(graph)
+    keys = sorted({key for node, key in value_keys(graph).items() if not trips.why_not(node)})
+    return Plan(host=tuple(key for key in keys if source.random() < 0.7))
+
+
+def drawn_state(graph: TrainingGraph, seed: int) -> Plan:
+    """All optimizer state on the host."""
+    return Plan(state={"*": "host"})
 
 
 def drawn_regions(graph: TrainingGraph, seed: int) -> Plan:

@@ -1,4 +1,4 @@
-"""Eighteen faults, one in every pass, planted while the fuzzer looks: does it find them, and after how many graphs?
+"""Twenty faults, one in every pass, planted while the fuzzer looks: does it find them, and after how many graphs?
 
 A fault is a small patch of the pass's own file, of the kind that reviews miss. `planted` puts it there and takes it away again.
 """
@@ -124,6 +124,19 @@ def _lose_biases(graph: TrainingGraph) -> None:
     for node in graph.operations():
         if node.target is aten.addmm.default and "region" in node.meta["custom"]:
             node.kwargs = {**node.kwargs, "beta": 0}
+
+
+def _exchange_copies(graph: TrainingGraph) -> None:
+    """Of what comes back, two tensors of one kind are taken for each other."""
+    kinds: dict[Any, fx.Node] = {}
+    for node in graph.operations():
+        if node.target is ws.copy_in.default:
+            value = node.meta["val"]
+            other = kinds.setdefault((value.shape, value.stride(), value.dtype), node)
+            if other is not node:
+                node.args, other.args = (other.args[0], *node.args[1:]), (node.args[0], *other.args[1:])
+                graph.graph.lint()
+                return
 
 
 def _draw_anew(graph: TrainingGraph) -> None:
@@ -255,5 +268,7 @@ FAULTS = (
     Fault("take_kernels", "an attention that names its kernel is causal", _after("take_kernels", _hide_the_future)),
     Fault("mark_regions", "a product that is fused loses its bias", _after("mark_regions", _lose_biases)),
     Fault("recompute", "what is recomputed drops others", _after("recompute", _draw_anew)),
+    Fault("offload", "two values change places on their way", _after("offload", _exchange_copies)),
+    Fault("stream_state", "two states change places on their way", _after("stream_state", _exchange_copies)),
     Fault("update_early", "a weight of the first layer stays stale", _after("update_early", _leave_weights_stale)),
 )  # fmt: skip

@@ -165,8 +165,8 @@ def test_sizes_that_are_symbolic_are_planned_as_they_were_traced(monkeypatch: py
     made = []
 
     class Forced(ForSpeed):
-        def __init__(self, pipeline: Any, backend: str, device: torch.device) -> None:
-            super().__init__(pipeline, "inductor", torch.device("cuda"))
+        def __init__(self, pipeline: Any, backend: str, device: torch.device, room: Any = None) -> None:
+            super().__init__(pipeline, "inductor", torch.device("cuda"), room)
             made.append(self)
 
     def trained(plan: wholestep.Plan | None) -> tuple[Any, list[float]]:

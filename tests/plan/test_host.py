@@ -93,7 +93,7 @@ def test_a_step_larger_than_this_very_machine_is_refused_before_it_takes_anythin
         pytest.skip("this system does not say")
     rows = 2**20
     began = time.monotonic()
-    with pytest.raises(NotEnoughMemory, match=r"the step needs about .* left\. use a smaller batch, or memory="):
+    with pytest.raises(NotEnoughMemory, match=r"the step needs about .* left\. use a smaller batch, or a budget below"):
         made(rows, 4 * left // (4 * rows), backend=backend)
     assert time.monotonic() - began < 120, "nothing was filled"
 
@@ -108,8 +108,8 @@ def test_the_message_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
         made()
     assert str(caught.value) == (
         f"the step needs about {show_bytes(needed)} ({needed:,} bytes) beside its weights and batch, and this machine has "
-        "293 KiB (300,000 bytes) left. use a smaller batch, or memory= with less than that, which makes values again in the "
-        "backward pass."
+        "293 KiB (300,000 bytes) left. use a smaller batch, or a budget below that (memory=, --memory), which recomputes values in "
+        "the backward pass."
     )
 
 

@@ -56,7 +56,7 @@ def test_every_nth_layer_and_a_value_in_the_first_ones() -> None:
     sch["layers.*"].recompute(every=3)
     step = compiled(model, optimizer, batch, sch)
     assert layers_recomputed(step) == {"layers.0", "layers.3"}
-    assert "recipe     1 lines of the schedule" in step.explain()
+    assert "recipe     1 line of the schedule" in step.explain()
     assert any(key.endswith("@[0,3]") for key in step.plan.recompute)
     assert "line 1 of the schedule" in next(iter(step.plan.reasons.values()))
     sch.undo()

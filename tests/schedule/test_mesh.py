@@ -241,8 +241,8 @@ def test_a_plan_of_a_mesh_holds_for_that_mesh() -> None:
 
 def test_plan_tells_the_bytes_of_one_rank(tmp_path: Path) -> None:
     from wholestep.cost.target import find_target
-    from wholestep.report.fit_text import fit_lines
     from wholestep.train.fit import Question, will_it_fit
+    from wholestep.train.fit_text import fit_lines
 
     recipe = tmp_path / "shards.toml"
     rows = [
