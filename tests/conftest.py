@@ -82,13 +82,14 @@ def older_objects_are_not_looked_at() -> None:
 
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> Iterator[None]:
-    """Every test draws the same numbers, whichever tests ran before it; the default dtype is put back after it."""
+    """Every test draws the same numbers, whichever tests ran before it; the default dtype is put back after it, and autocast is off."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
     dtype = torch.get_default_dtype()
     yield
     torch.set_default_dtype(dtype)
+    assert not torch.is_autocast_enabled("cpu"), "a test left autocast on"
 
 
 @pytest.fixture

@@ -96,6 +96,7 @@ def _users_line(error: Exception) -> str | None:
 def _both(kind: type[WholestepError], error: Exception) -> type[WholestepError]:
     """An error that is caught as ours, and as what the user's own code raised."""
     try:
-        return type(type(error).__name__, (kind, type(error)), {"__str__": kind.__str__})
+        facts = {"__str__": kind.__str__, "__module__": type(error).__module__}
+        return type(type(error).__name__, (kind, type(error)), facts)
     except TypeError:  # exceptions with fields of their own cannot be combined
         return kind

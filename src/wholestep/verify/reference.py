@@ -25,7 +25,7 @@ from wholestep.capture.sites import Sites
 from wholestep.capture.subject import Subject
 from wholestep.capture.tracer import run_loss
 from wholestep.capture.undo import Undo
-from wholestep.errors import BadBatch, BadLoss
+from wholestep.errors import BadBatch, BadLoss, WholestepError
 from wholestep.runtime.random import keys_for, seeded_generator
 from wholestep.verify.compare import parts
 from wholestep.verify.host import Saved, gradients_to_host
@@ -117,8 +117,10 @@ def live_reference(
 ) -> Reference:  # fmt: skip
     """Loss and gradients of the live model; `written` are tensors, beside buffers, that the step writes.
 
-    Those, and the buffers, are as before when it returns; Python state is as the user's code leaves it. `room` as above.
+    Those, and the buffers, are as before when it returns; Python state is as the user's code leaves it. Where that raises,
+    they are as it leaves them, as in eager PyTorch. `room` as above.
     """
+    put_back = True
     sites = Sites(list(keys_for(seed, step, micro, num_sites + SPARE_KEYS).to(subject.device).unbind()))
     held: dict[str, torch.Tensor] = dict(subject.buffers)
     kept = [(t, t.detach().clone()) for t in (*held.values(), *written)]
@@ -135,9 +137,13 @@ def live_reference(
         # one that was replaced is Python's to hold, not the step's to write
         now: dict[str, torch.Tensor] = dict(subject.root.named_buffers())
         buffers = {n: b.detach().clone() for n, b in held.items() if n in now and now[n] is b}
+    except Exception as error:
+        ours = isinstance(error, torch.OutOfMemoryError | NotImplementedError | WholestepError)
+        put_back = ours or room is not None  # which is tried again
+        raise
     finally:
         with torch.no_grad():
-            for tensor, value in kept:
+            for tensor, value in kept if put_back else ():
                 tensor.detach().copy_(value)
     aux = {n: v.detach() for n, v in run.aux.items()}
     moved = 0 if saved is None else saved.moved_bytes

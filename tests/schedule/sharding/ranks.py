@@ -76,8 +76,14 @@ def _draws(node: fx.Node) -> bool:
     return float(node.kwargs.get("dropout_p", 0.0)) > 0.0
 
 
+_MODES = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled")
+
+
 def _called(node: fx.Node, given: Sequence[Any], draws: bool) -> list[Any]:
     """All ranks draw the same random numbers; for a value that is cut, those of its part of the whole."""
+    if getattr(node.target, "__name__", "") in _MODES:  # of the process: entered and left once
+        args, kwargs = given[0]
+        return [node.target(*args, **kwargs)] * len(given)
     state, found = torch.get_rng_state(), []
     layout = node.meta.get(LAYOUT)
     for rank, (args, kwargs) in enumerate(given):
