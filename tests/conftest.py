@@ -82,7 +82,7 @@ def older_objects_are_not_looked_at() -> None:
 
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> Iterator[None]:
-    """Every test draws the same numbers, whichever tests ran before it; the default dtype is put back after it, and autocast is off."""
+    """Every test draws the same numbers, whichever tests ran before it; it puts the default dtype back and leaves autocast off."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
