@@ -19,11 +19,9 @@ TINY = "--steps 2 --batch 2 --seq 16 --backend interpret --set layers=1 --set wi
 TINY_PROFILE = "--batch 2 --seq 16 --backend interpret --no-verify --no-memory"
 RECIPE = """format = 1
 verbs = [{ recompute = "blocks.*", ratio = 1 }]
-[search]
-model = "gpt-1m"
-batch = [2, 4]
 [end]
 """
+CHOICES = RECIPE.replace("[end]", '[search]\nmodel = "gpt-1m"\nbatch = [2, 4]\n[end]')
 README = {
     "wholestep train": TINY,
     "wholestep train --resume --steps 2400": "--steps 3",
@@ -48,7 +46,7 @@ README_SLOW = {
     "wholestep plan llama-1b --device h200 --memory 26GiB": "",
     "wholestep bench --smoke": "neumf",
     "wholestep bench gpt2-medium --against compile": "--smoke",
-    "wholestep search recipe.toml": "--measure 1",
+    "wholestep search choices.toml": "--measure 1",
 }
 TUTORIAL = {
     "wholestep train gpt-1m --data my_texts --steps 300 --out runs/mine": TINY,
@@ -77,6 +75,7 @@ TUTORIAL_SLOW = {
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.toml").write_text(RECIPE)
+    (tmp_path / "choices.toml").write_text(CHOICES)
     (tmp_path / "my_texts").mkdir()
     (tmp_path / "my_texts" / "one.txt").write_text("To be, or not to be, that is the question. " * 400)
     monkeypatch.setattr(timing, "LEAST_WARM_UP", 2)
@@ -144,7 +143,6 @@ def test_the_tutorial_from_own_text_to_transformers(call: Call, tmp_path: Path) 
     assert len(written.strip()) > 10 and again.out.strip() == written.strip(), "the same text from the same logits"
 
 
-@pytest.mark.slow
 def test_the_rest_of_the_tutorial(call: Call, tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     (tmp_path / "my_texts").rename(tmp_path / "other_texts")
