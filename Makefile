@@ -68,7 +68,7 @@ bench-cpu: $(STAMP)  ## time the compiled step against eager on the CPU
 bench-smoke: $(STAMP)  ## every workload of the benchmark, small, on the CPU: does it train, captured as in eager?
 	@$(BIN)/python -m wholestep bench --smoke $(ARGS)
 
-sz:  ## lines per folder
+sz:  ## lines per folder, the longest functions
 	@$(PYTHON) scripts/sz.py
 
 clean:  ## remove caches and build outputs; .venv stays

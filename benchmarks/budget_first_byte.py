@@ -28,7 +28,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 import h200  # noqa: E402
-from memory_budget import run_child  # noqa: E402
+from memory_budget import done_before, run_child  # noqa: E402
 
 MODELS = {
     "llama": "language model, 0.57B, 4 x 2048",
@@ -315,8 +315,7 @@ def main() -> None:
     unknown = [name for name in names if name not in (*MODELS, *MORE)]
     if unknown:
         parser.error(f"there is no model {unknown[0]!r}: one of {', '.join((*MODELS, *MORE))}")
-    rows: list[dict[str, Any]] = json.loads(options.out.read_text("utf-8"))["rows"] if options.out.exists() else []
-    rows = [row for row in rows if not (options.retry and "error" in row)]
+    rows = done_before(options.out, options.retry)
     budgets = list(filter(None, options.budgets.split(",")))
     Table(options.out, rows, budgets, options.limit, options.jobs).make(names)
     print("\n".join(["", *summary(rows)]), flush=True)

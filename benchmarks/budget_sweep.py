@@ -155,7 +155,7 @@ def show(name: str, found: dict[str, Any]) -> None:
             print(f"  budget {asked}  refused: {row['refused'][:110]}", flush=True)
             continue
         took = f"card {row['card_bytes'] / GIB:6.2f}  allocated {row['allocated_bytes'] / GIB:6.2f}"
-        print(f"  budget {asked}  {took}  {row['step_ms']:7.1f} ms  {row.get('again', 0)} made again", flush=True)
+        print(f"  budget {asked}  {took}  {row['step_ms']:7.1f} ms  {row.get('again', 0)} recomputed", flush=True)
 
 
 class Sweeps:

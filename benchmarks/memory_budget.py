@@ -29,6 +29,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 import h200  # noqa: E402
 
 STEPS, TIMED = 24, 8
+CUT = "took more than"
+"""How the error of a row begins that the same command makes again."""
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -143,7 +145,7 @@ def run_child(row: dict[str, Any], limit: float, cache: Path | None = None, scri
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit, check=False)
         except subprocess.TimeoutExpired:
-            return {"error": f"took more than {limit:.0f} s"}
+            return {"error": f"{CUT} {limit:.0f} s"}
     answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if "OutOfMemoryError" in done.stderr and not answers:
         return {
@@ -152,6 +154,12 @@ def run_child(row: dict[str, Any], limit: float, cache: Path | None = None, scri
     if done.returncode or not answers:
         return {"error": (done.stderr.strip() or "no output")[-3000:]}
     return json.loads(answers[-1])
+
+
+def done_before(path: Path, retry: bool) -> list[dict[str, Any]]:
+    """The rows of a file but those that were cut off by the time for all, and with `retry` those that failed."""
+    rows: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))["rows"] if path.exists() else []
+    return [row for row in rows if "error" not in row or not (retry or row["error"].startswith(CUT))]
 
 
 def print_row(row: dict[str, Any]) -> None:
@@ -214,9 +222,7 @@ def main() -> None:
     if options.child:
         print("\n" + json.dumps(child(json.loads(options.child)), default=str), flush=True)
         return
-    rows: list[dict[str, Any]] = json.loads(options.out.read_text("utf-8"))["rows"] if options.out.exists() else []
-    rows = [row for row in rows if not (options.retry and "error" in row)]
-    Table(options.out, rows, options.limit, options.jobs, options.cache).make(
+    Table(options.out, done_before(options.out, options.retry), options.limit, options.jobs, options.cache).make(
         list(filter(None, options.rows.split(",")))
     )
 

@@ -1,13 +1,13 @@
 """Recompute, offload, keep: throughput against the peak of activations, for blocks of few and very wide layers; a process each.
 
-A row is MODEL:WIDTHxLAYERS:SYSTEM, for example `gpt:12288x3:mixed`. Systems of ours: `fastest` (no budget), `keep` (everything
-kept), `recompute` (every layer), `offload` (every layer's values to the host), `mixed` (host memory without a budget: what the
-link hides), `mixed@0.6` (within that share of the card bytes of `fastest`); of eager PyTorch: `eager`, `save_on_cpu` (torch's own
-hooks) and `streamed` (`wholestep.offload`). Activations are what is allocated at the peak of a step beyond what is allocated
-between steps. Plain SGD, since fp32 weights and AdamW's state of the widest would fill the card. Rows are written as they are
-made, and skipped when present.
+A row is MODEL:WIDTHxLAYERS:SYSTEM, for example `gpt:12288x3:mixed`. GPT and BERT take 16x1024, 16 layers of Llama-8B 2x4096.
+Systems of ours: `fastest` (no budget), `keep` (everything kept), `recompute` (every layer), `offload` (every layer's values to
+the host), `mixed` (host memory without a budget: what the link hides), `mixed@0.6` (within that share of the card bytes of
+`fastest`); of eager PyTorch: `eager`, `save_on_cpu` (torch's own hooks) and `streamed` (`wholestep.offload`). Activations are
+what is allocated at the peak of a step beyond what is allocated between steps. Plain SGD, since fp32 weights and AdamW's state
+of the widest would fill the card. Rows are written as they are made, and skipped when present.
 
-    python benchmarks/rok.py --out rok.json --svg rok.svg            on a GPU: 18 rows of ours and peers for each of six blocks
+    python benchmarks/rok.py --out rok.json --svg rok.svg            on a GPU: ten rows for each of seven stacks
     python benchmarks/rok.py --small --out rok.json --svg rok.svg    anywhere: the same, tiny, to see that all of it runs
 """
 
@@ -27,8 +27,10 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "src")]
 
-BLOCKS = ("8192x4", "12288x3", "16384x2")
-SMALL_BLOCKS = ("32x4",)
+BLOCKS = {"gpt": ("8192x4", "12288x3", "16384x2"), "bert": ("8192x4", "12288x3", "16384x2"), "llama": ("4096x16",)}
+"""Llama: 16 of the 32 layers of Llama-8B (4096 wide, 32 heads that share 8 keys, 14336 between), so that `eager` and `keep` have
+room on one H200: weights and gradients in fp32 are 1.7 GB a layer."""
+SMALL_BLOCKS = {"gpt": ("32x4",), "bert": ("32x4",), "llama": ("32x4",)}
 SYSTEMS = (
     "fastest",
     "keep",
@@ -41,14 +43,35 @@ SYSTEMS = (
     "save_on_cpu",
     "streamed",
 )
-SHAPE, SMALL_SHAPE = (16, 1024), (2, 16)
+SHAPES = {"gpt": (16, 1024), "bert": (16, 1024), "llama": (2, 4096)}
+"""Rows x length."""
+SMALL_SHAPE = (2, 16)
 STEPS, TIMED = 14, 6
 HEAD = 128
 HOST = "64GiB"
 
 
 def build(model: str, width: int, layers: int) -> Any:
-    """A stack of transformer blocks without embedding: GPT norms first and looks back only, BERT norms last."""
+    """A stack of transformer blocks without embedding: GPT and Llama norm first and look back only, BERT norms last."""
+    from torch import nn
+
+    block = llama_block if model == "llama" else gpt_block
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(block(model, width) for _ in range(layers))
+
+        def forward(self, x: Any) -> Any:
+            for one in self.blocks:
+                x = one(x)
+            return x
+
+    return Stack()
+
+
+def gpt_block(model: str, width: int) -> Any:
+    """Of GPT and BERT: GELU, four times as wide between."""
     import torch.nn.functional as F
     from torch import nn
 
@@ -72,17 +95,51 @@ def build(model: str, width: int, layers: int) -> Any:
             x = self.first(x + self.attend(x))
             return self.second(x + self.down(F.gelu(self.up(x))))
 
-    class Stack(nn.Module):
+    return Block()
+
+
+def llama_block(model: str, width: int) -> Any:
+    """Of Llama: RMSNorm, rotary positions, four heads share a key, a gate by SiLU, 3.5 times as wide between."""
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+
+    head = min(HEAD, width // 4)
+    wide, keys = 7 * width // 2, width // 4
+
+    class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(layers))
+            self.first, self.second = nn.RMSNorm(width), nn.RMSNorm(width)
+            self.q, self.out = (nn.Linear(width, width, bias=False) for _ in range(2))
+            self.k, self.v = (nn.Linear(width, keys, bias=False) for _ in range(2))
+            self.gate, self.up = (nn.Linear(width, wide, bias=False) for _ in range(2))
+            self.down = nn.Linear(wide, width, bias=False)
+
+        def heads(self, x: Any) -> Any:
+            return x.unflatten(-1, (-1, head)).transpose(1, 2)
+
+        def attend(self, x: Any) -> Any:
+            q, k, v = turned(self.heads(self.q(x))), turned(self.heads(self.k(x))), self.heads(self.v(x))
+            k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], dim=1) for one in (k, v))
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.out(mixed.transpose(1, 2).flatten(2))
 
         def forward(self, x: Any) -> Any:
-            for block in self.blocks:
-                x = block(x)
-            return x
+            x = x + self.attend(self.first(x))
+            y = self.second(x)
+            return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
-    return Stack()
+    def turned(x: Any) -> Any:
+        """Rotary positions: halves of a head turn by position times frequency."""
+        half = head // 2
+        frequencies = 500000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+        angles = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)[:, None] * frequencies
+        sine, cosine = angles.sin().to(x.dtype), angles.cos().to(x.dtype)
+        left, right = x.chunk(2, dim=-1)
+        return torch.cat([left * cosine - right * sine, right * cosine + left * sine], dim=-1)
+
+    return Block()
 
 
 def loss_of(model: Any, batch: Any) -> Any:
@@ -232,7 +289,7 @@ def picture(rows: dict[str, dict[str, Any]]) -> str:
     wide, high, left, floor = 1000, 560, 70, 510
     most_x, most_y = 1.05 * max(x for _, x, _ in known), 1.1 * max(y for _, _, y in known)
     groups = list(dict.fromkeys(n.rpartition(":")[0] for n, _, _ in known))
-    colours = ("#0b5cad", "#c2410c", "#15803d", "#7e22ce", "#b45309", "#0e7490")
+    colours = ("#0b5cad", "#c2410c", "#15803d", "#7e22ce", "#b45309", "#0e7490", "#9f1239")
     body = [f'<rect width="{wide}" height="{high}" fill="#ffffff"/>']
     body += [f'<line x1="{left}" y1="{floor}" x2="{wide - 40}" y2="{floor}" stroke="#818b98"/>']
     body += [f'<line x1="{left}" y1="40" x2="{left}" y2="{floor}" stroke="#818b98"/>']
@@ -259,16 +316,16 @@ def main() -> None:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--given", default="null", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    shape = SMALL_SHAPE if given.small else SHAPE
     if given.child:
         warnings.simplefilter("ignore")
+        shape = SMALL_SHAPE if given.small else SHAPES[given.child.partition(":")[0]]
         print(json.dumps(child(given.child, shape, json.loads(given.given))))
         return
     blocks = SMALL_BLOCKS if given.small else BLOCKS
     wanted = (
         given.rows.split(",")
         if given.rows
-        else [f"{m}:{b}:{s}" for b in blocks for m in ("gpt", "bert") for s in SYSTEMS]
+        else [f"{model}:{block}:{system}" for model, sizes in blocks.items() for block in sizes for system in SYSTEMS]
     )
     rows: dict[str, dict[str, Any]] = {}
     if given.out.exists():

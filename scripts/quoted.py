@@ -9,7 +9,8 @@ the other in a fresh folder, with `docs` and `examples` of the repository in it.
 - `shape`: only the first word of every line that has one, for output that differs between machines (losses, samples).
 - `head=N`, `tail=N`: the page shows the first or last N lines, and `...` for the others.
 - `only=a|b`: the page shows the lines that begin with these words, and what is indented below them.
-- `timed`: the page shows how long each command took, as `# 12 s`.
+- `timed`: the page shows how long each command took, as `# 12 s`. Where a page says `Sections 1 to 5 took 8 minutes 11 seconds`,
+  `--write` puts their sum there.
 - `skip`: not run here; another test does.
 """
 
@@ -31,6 +32,7 @@ PAGES = ("README.md", "docs/tutorial.md", "docs/plan.md")
 BLOCK = re.compile(r"(?:<!-- quoted: (?P<how>[^>]*) -->\n)?```console\n(?P<body>.*?)```\n", re.DOTALL)
 CLOCK = re.compile(r"\d\s?s\b|\d:\d\d\b|/s\b|\d\s?ms\b.*measured|^answered")
 NUMBER = re.compile(r"\d[\d,.]*")
+TOOK = r"Sections 1 to (?P<last>\d+) took \d+ minutes \d+ seconds"
 LONGEST = 1800
 HOME = "/home/me"
 """What pages show in place of the folder that commands run in."""
@@ -61,9 +63,8 @@ def quotes_of(body: str) -> list[Quote]:
     return [Quote(command, output) for command, output in found]
 
 
-def commands_of(page: str) -> Iterator[str]:
+def commands_of(text: str) -> Iterator[str]:
     """Every command of a page's console blocks, and of its indented and bash blocks that call wholestep."""
-    text = (ROOT / page).read_text("utf-8")
     for block in BLOCK.finditer(text):
         yield from (quote.command for quote in quotes_of(block["body"]))
     rest = re.sub(r"```(?:console|python|toml|diff)\n.*?```\n", "", text, flags=re.DOTALL)
@@ -158,9 +159,19 @@ def check_page(page: str, *, write: bool) -> list[str]:
 
         text = BLOCK.sub(again, path.read_text("utf-8"))
     if write:
-        path.write_text(text, "utf-8")
+        path.write_text(added_up(text), "utf-8")
         return []
     return wrong
+
+
+def added_up(page: str) -> str:
+    """The page with the sum of the times of sections 1 to N where it tells it."""
+    told = re.search(TOOK, page)
+    if told is None:
+        return page
+    sections = page.partition(f"\n## {int(told['last']) + 1}.")[0]
+    minutes, seconds = divmod(sum(map(int, re.findall(r"^# (\d+) s$", sections, re.MULTILINE))), 60)
+    return page.replace(told[0], f"Sections 1 to {told['last']} took {minutes} minutes {seconds} seconds")
 
 
 def _difference(quoted: str, printed: str, how: Sequence[str]) -> str:

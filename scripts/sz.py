@@ -1,7 +1,7 @@
 """Prints the size of the package: files, lines and lines of code per folder, largest folder first.
 
 Lines of code leave out blank lines, comments and docstrings. The longest file of each folder is named, because a file
-that keeps growing is the first sign of a missing seam.
+that keeps growing is the first sign of a missing seam; so are the longest functions, signature and docstring included.
 """
 
 from __future__ import annotations
@@ -45,6 +45,13 @@ def measure(path: Path) -> Size:
     return Size(path, len(lines), code)
 
 
+def functions(path: Path) -> list[tuple[int, str]]:
+    """(lines, name) of every function in a file."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [((node.end_lineno or node.lineno) - node.lineno + 1, node.name) for node in found]
+
+
 def folder_of(path: Path, base: Path) -> str:
     parts = path.relative_to(base).parts
     return parts[0] if len(parts) > 1 else "."
@@ -68,9 +75,19 @@ def print_row(label: str, sizes: list[Size]) -> None:
     print(f"  {label:<16} {len(sizes):>5} {lines:>7} {code:>7}  {where}")
 
 
+def print_longest_functions(base: Path, count: int = 5) -> None:
+    found = [
+        (lines, f"{path.relative_to(base)}: {name}") for path in base.rglob("*.py") for lines, name in functions(path)
+    ]
+    print(f"longest functions of {base.relative_to(ROOT)}")
+    for lines, where in sorted(found, reverse=True)[:count]:
+        print(f"  {lines:>4}  {where}")
+
+
 def main() -> None:
     for base in (PACKAGE, ROOT / "tests"):
         print_table(base)
+    print_longest_functions(PACKAGE)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (SOURCES, os.environ.get
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Processes with two threads do not burn the other worker's core while they wait for each other.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IN_WORKER:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,8 +35,8 @@ import numpy as np
 import pytest
 import torch
 
-# pytest's log capture would have torch describe every graph and guard to it, in full.
-logging.getLogger("torch.__trace").disabled = True
+# pytest's log capture puts handlers on every logger, and where this one has any torch describes every graph and guard in full.
+torch._logging._internal.trace_log = logging.Logger("torch.__trace")
 
 CREATED_CACHE = pytest.StashKey[Path]()
 
@@ -85,7 +87,11 @@ def fixed_seeds() -> Iterator[None]:
     """Every test draws the same numbers, whichever tests ran before it; it puts the default dtype back and leaves autocast off."""
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
+    if (
+        torch.cuda.is_available()
+    ):  # torch.manual_seed would note down, for every device there might be, where it was called
+        torch.cuda.manual_seed_all(0)
     dtype = torch.get_default_dtype()
     yield
     torch.set_default_dtype(dtype)

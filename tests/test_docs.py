@@ -37,6 +37,7 @@ def test_examples_for_users_run(
 ) -> None:  # fmt: skip
     """The Python of a page, one block after the other, as a user copies it; interpreted, which starts at once."""
     monkeypatch.setattr(api, "compile", functools.partial(api.compile, backend="interpret"))
+    monkeypatch.setattr(api, "verify", functools.partial(api.verify, backend="interpret"))
     monkeypatch.setattr(commands, "train", functools.partial(commands.train, backend="interpret"))
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
@@ -47,6 +48,58 @@ def test_examples_for_users_run(
     printed = capsys.readouterr().out
     shown = {"docs/fell-back.md": "rung       eager", "docs/runs.md": "fits"}.get(page, "rung       whole step")
     assert blocks and shown in printed
+
+
+BEFORE = """
+import torch, wholestep
+model = torch.nn.Sequential()
+model.body, model.lm_head = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU()), torch.nn.Linear(8, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+batch = example_batch = torch.randn(8, 4)
+loader = [batch]
+loss_fn = lambda model, batch: model(batch).square().mean()
+"""
+LAYERS = """
+import wholestep
+from torch import nn
+from torch.nn import Linear, ModuleDict
+attention = lambda: ModuleDict({f"{name}_proj": Linear(8, 8) for name in "qkvo"})
+layer = lambda: ModuleDict({"attn": attention(), "mlp": ModuleDict({"up": Linear(8, 16), "down": Linear(16, 8)})})
+model = ModuleDict({"embed": nn.Embedding(10, 8), "layers": nn.ModuleList([layer(), layer()])})
+"""
+FRAGMENTS = {
+    "docs/index.md": BEFORE, "docs/less-memory.md": BEFORE, "docs/offload.md": BEFORE, "docs/precision.md": BEFORE,
+    "docs/sharding.md": LAYERS, "docs/lean-layers.md": "", "docs/profile.md": "",
+}  # fmt: skip
+"""What a page's Python takes for granted. That of data.md, after-training.md and schedule.md is run by other tests."""
+
+
+@pytest.mark.filterwarnings("ignore::wholestep.WholestepWarning")
+@pytest.mark.parametrize("page", FRAGMENTS)
+def test_fragments_for_users_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "compile", functools.partial(api.compile, backend="interpret"))
+    quick = functools.partial(commands.profile, backend="interpret", seq=16, follow_memory=False, verified=False)
+    monkeypatch.setattr(commands, "profile", quick)
+    names: dict[str, object] = {}
+    exec(compile(FRAGMENTS[page], page, "exec"), names)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
+    for block in blocks:
+        exec(
+            compile(re.sub(r"host(\w*)=\"\d+GiB", r'host\1="1GiB', block), page, "exec"), names
+        )  # any machine has that
+    assert blocks
+
+
+def test_the_function_of_the_data_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data.md").read_text("utf-8"), re.DOTALL)
+    (tmp_path / "my_data.py").write_text(block)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    small = {"vocab_size": 50, "layers": 1, "width": 16, "heads": 2}
+    outcome = wholestep.train(
+        "gpt-1m", data="my_data:batches", settings=small, steps=2, batch=2, seq=8, backend="interpret", quiet=True
+    )
+    assert outcome.steps == 2
 
 
 def anchors(path: Path) -> set[str]:

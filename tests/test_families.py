@@ -27,7 +27,7 @@ SIX = ("mixtral", "llava", "longformer", "wav2vec2", "detr", "deberta_v2")
 NOT_WHOLE: dict[str, str] = {
     **dict.fromkeys(("big_bird", "bigbird_pegasus"), "non-Tensor"),
     "reformer": "Data-dependent branching",
-    **dict.fromkeys(("longformer", "led", "vilt"), "a value that only data tells"),
+    **dict.fromkeys(("longformer", "led", "vilt"), "a value that is known only when the step runs"),
     **dict.fromkeys(("switch_transformers", "autoformer"), "data-dependent expression"),
     "ctrl": "python_type",
     "yoso": "duplicate tensor input",

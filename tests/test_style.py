@@ -8,10 +8,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from scripts.sz import functions
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "wholestep"
-MAX_LINES = 800
+MAX_LINES, MAX_LINES_IN_PACKAGE, MAX_LINES_OF_FUNCTION = 800, 450, 60
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|farm)/")
 NOT_OURS = {".git", ".venv", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", "build"}
 VAGUE_NAMES = {"utils", "util", "helpers", "misc"}
@@ -56,6 +57,21 @@ def test_every_module_has_a_docstring() -> None:
 def test_no_file_is_too_long() -> None:
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in PYTHON_FILES}
     assert not [f"{path.relative_to(ROOT)}: {n} lines" for path, n in lengths.items() if n > MAX_LINES]
+
+
+def test_no_file_or_function_of_the_package_is_too_long() -> None:
+    """Signature and docstring count: what an option means stands beside its declaration, examples beside the command."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    long_files = [
+        f"{path}: {n} lines" for path in paths if (n := len(path.read_text().splitlines())) > MAX_LINES_IN_PACKAGE
+    ]
+    long_functions = [
+        f"{path}: {name}, {lines} lines"
+        for path in paths
+        for lines, name in functions(path)
+        if lines > MAX_LINES_OF_FUNCTION
+    ]
+    assert not long_files + long_functions
 
 
 def test_files_are_named_for_what_they_hold() -> None:

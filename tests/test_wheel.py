@@ -1,4 +1,7 @@
-"""The wheel, as a user has it: small, typed, and every command works from another folder."""
+"""The wheel, as a user has it: small, typed, and every command works from another folder.
+
+`pytest tests/test_wheel.py -m slow` installs it into an empty environment too, which takes pip minutes.
+"""
 
 from __future__ import annotations
 
@@ -32,22 +35,41 @@ CONFIG = "[mypy]\n[mypy-torch.*]\nfollow_imports = skip\n"
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Python that has the wheel and, of everything else, what this one has; not the sources."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode != 0:
         pytest.skip(f"no wheel can be built here: {made.stderr.strip().splitlines()[-1:]}")
     (wheel,) = folder.glob("wholestep-*.whl")
+    return wheel
+
+
+def test_it_is_small_and_typed(wheel: Path) -> None:
     assert wheel.stat().st_size <= MOST_BYTES
     names = zipfile.ZipFile(wheel).namelist()
     assert "wholestep/py.typed" in names and not [name for name in names if name.startswith("tests")]
-    venv.create(folder / "env", with_pip=False)
-    (place,) = (folder / "env").glob("lib/python*/site-packages")
-    zipfile.ZipFile(wheel).extractall(place)
-    (place / "others.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    return folder / "env" / "bin" / "python"
+
+
+@pytest.fixture(scope="module", params=["borrowed", "empty"])
+def installed(wheel: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python that has the wheel, not the sources: `borrowed` has of everything else what this one has, `empty` what pip
+    installs for the wheel, with its required dependencies alone."""
+    folder = tmp_path_factory.mktemp(request.param) / "env"
+    python = folder / "bin" / "python"
+    if request.param == "borrowed":
+        venv.create(folder, with_pip=False)
+        (place,) = folder.glob("lib/python*/site-packages")
+        zipfile.ZipFile(wheel).extractall(place)
+        (place / "others.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+        return python
+    venv.create(folder, with_pip=True)
+    command = [str(python), "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt"), str(wheel)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"nothing can be installed here: {done.stderr.strip().splitlines()[-1:]}")
+    assert subprocess.run([str(python), "-c", "import transformers"], capture_output=True, check=False).returncode != 0
+    return python
 
 
 def run(python: Path, folder: Path, words: str) -> str:

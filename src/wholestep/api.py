@@ -16,7 +16,7 @@ from wholestep.graph.mesh import Mesh
 from wholestep.graph.notes import check_note
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
-from wholestep.options import Options
+from wholestep.options import Options, with_keywords
 from wholestep.passes.pipeline import Pipeline
 from wholestep.plan.host import fits_beside
 from wholestep.runtime.one_step import OneStep
@@ -65,39 +65,6 @@ def compile(
         optimizer: what is differentiated is exactly its parameters; None fills `p.grad` and leaves the update to you.
         example_batch: one batch, as the loader gives it (with `accumulate=n`: one micro-batch, or n of them in a list,
             or a batch to be cut into n).
-        memory: a budget in bytes of the card ("26GiB", "auto" for what is free): values of the forward pass are made again in
-            the backward pass where that is needed, as fast as possible; or an error names the smallest budget there is.
-        host_memory: how much of the host's memory ("64GiB") values and optimizer state may wait in: as far as the link to the card
-            hides it without a budget, as far as needed with one. Same bits.
-        offload_path: a folder, or several of different disks, for what does not fit there. Disks are slow: for capacity.
-        plan: decisions made earlier (`wholestep plan`), instead of a budget. Without either, a GPU makes again what it computes
-            more quickly than it stores it; `plan=Plan()` keeps everything.
-        recipe: how the model is to run, verb by verb: a `wholestep.schedule(model)`, or the file of one. A verb beats the budget.
-        mesh: the ranks that run the step, `wholestep.Mesh(tp=4)`; what `shard` lines of the recipe cut is divided among them. They
-            run side by side in this process (backend="interpret"), to be looked at and verified; state stays whole in your model.
-        precision: "fp32"; "bf16" (autocast); or "fp16" (autocast with dynamic loss scaling, as torch's GradScaler does it, on
-            the device: a step whose gradients overflow changes nothing but the scale).
-        accumulate: micro-batches per update.
-        clip_norm: clip gradients by their global norm.
-        clip_scope: "global", as torch does; "layer" clips every layer's gradients by their own norm, another training, in
-            which gradients die young all the same.
-        nonfinite: "allow" updates as torch does whatever the gradients are; "skip" leaves parameters, optimizer state and
-            buffers as they were when the gradients are not finite, decided on the device (the step counts all the same).
-        chunked_loss: cross-entropy over the output of a linear layer in chunks of rows, so that the logits are never whole:
-            None where they would take 256 MiB or more, True wherever it is recognised, False never. It rounds differently.
-        backend: "inductor" compiles; "interpret" runs the graph operator by operator, bit for bit as eager does.
-        dynamic: None decides by the sizes seen; True makes all batch sizes symbolic at once; False compiles every shape.
-        check: "first" compares the first live step with eager PyTorch; "off" does not.
-        guards: "dynamo": the step is captured anew when something changes that the loss read; "off" traces the loss once as
-            plain Python, with every value that it read fixed, for code that Dynamo cannot take.
-        passes: a Pipeline, or passes to run after the default ones.
-        early_update: None updates every layer behind its backward where that is exact, so that its gradients die (not with
-            clip_norm or nonfinite="skip", which need all gradients first); False updates at the end of the step.
-        cuda_graph: None records one when it measures faster; True or False decides.
-        cache: reuse captured graphs from earlier processes.
-        dump: a folder; the graph is written there after every stage, as Python.
-        seed: for dropout and random numbers; None takes torch's seed.
-        verbose: progress on stderr; None shows it on a terminal.
     """
     options = Options(
         memory=memory, host_memory=host_memory, offload_path=offload_path, plan=plan, recipe=recipe, mesh=mesh,
@@ -112,14 +79,23 @@ def compile(
     step = Step(compiler, _first_check(compiler) if check == "first" else None)
     with compat.no_collection():
         step.prepare(_example_micro_batch(step, example_batch))
-    if step.graph is None and compiler.budget is not None:
-        text = f"memory={compiler.budget.said} is not honoured: the step was not captured, so it cannot be planned"
-        warnings.warn(text, WholestepWarning, stacklevel=2)
-    if step.graph is None and compiler.scheduled is not None and len(compiler.scheduled.recipe):
-        text = f"{compiler.scheduled.recipe.source} is not honoured but for changed modules: the step was not captured"
-        warnings.warn(text, WholestepWarning, stacklevel=2)
+    if step.graph is None:
+        _warn_not_honoured(compiler)
     compiler.progress.finish(step.explain())
     return step
+
+
+compile.__doc__ = with_keywords(compile.__doc__)  # what keywords mean stands where they are validated
+
+
+def _warn_not_honoured(compiler: Compiler) -> None:
+    """What a step that was not captured leaves out."""
+    if compiler.budget is not None:
+        text = f"memory={compiler.budget.said} is not honoured: the step was not captured, so it cannot be planned"
+        warnings.warn(text, WholestepWarning, stacklevel=3)
+    if compiler.scheduled is not None and len(compiler.scheduled.recipe):
+        text = f"{compiler.scheduled.recipe.source} is not honoured but for changed modules: the step was not captured"
+        warnings.warn(text, WholestepWarning, stacklevel=3)
 
 
 def _example_micro_batch(step: Step, example: Any) -> Any:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from wholestep.cost.target import find_target
 from wholestep.errors import BadOption, WholestepWarning
 from wholestep.graph.bytes import parse_bytes, show_bytes
+from wholestep.graph.plan import Plan
 from wholestep.plan.room import room_for
 from wholestep.profile.profile import Profile, profile_job
 from wholestep.train import request
@@ -24,12 +25,13 @@ from wholestep.train.config_file import set_text
 from wholestep.train.display import make_display
 from wholestep.train.dry_job import dry
 from wholestep.train.fit import Fit, Question, captured_step, will_it_fit
-from wholestep.train.job import OWN_STEPS, Batches, Job, compile_options_of, make_job
+from wholestep.train.job import Batches, Job, compile_options_of, make_job
 from wholestep.train.loader import LoaderBatches, OneBatch, is_iterable_of_batches, on_device
 from wholestep.train.loggers import Logger, make_loggers
 from wholestep.train.loop import train as train_job
 from wholestep.train.run_folder import open_run
 from wholestep.train.running import Outcome
+from wholestep.train.settings import OWN_STEPS
 from wholestep.train.summary import write_picture
 
 LossFn = Callable[[Any, Any], Any]
@@ -70,11 +72,10 @@ def train(
         model: a name as on the command line (`"gpt-1m"`, `"hf:bert"`, a folder, `"package.module:callable"`); None is a small GPT.
             Or a Module, together with the three that follow.
         loss_fn, optimizer, batches: as for `wholestep.compile`; `batches` is a loader, or one batch.
-        steps: how many, in all.
+        steps, seed: how many, in all; the seed is of weights, data and dropout.
         data, batch, seq, precision: of a model by name, as on the command line.
         settings: what `--set` takes: `{"lr": 1e-3, "layers": 2}`.
         clip_norm, accumulate: of your own objects; for a name they are settings.
-        seed: of weights, data and dropout.
         out: the folder; None takes `runs/<name>-<data>`. With `resume` it holds the run.
         resume: go on from the newest checkpoint of `out`, or of the newest run.
         config: a file of settings, such as the `run.toml` of a run; what is given here wins.
@@ -82,41 +83,62 @@ def train(
         log: `"csv"`, `"tensorboard"`, `"wandb"`, or objects with the methods of `wholestep.Logger`.
         quiet: print nothing.
     """
-    names = [entry for entry in log if isinstance(entry, str)]
-    objects: list[Logger] = [entry for entry in log if not isinstance(entry, str)]
-    display = make_display(sys.stdout, quiet=quiet)
-    where = None if out is None else Path(out)
+    asked: dict[str, Any] = {
+        "backend": backend, "memory": memory, "host_memory": host_memory, "offload_path": offload_path, "plan": plan,
+        "recipe": recipe, "nonfinite": nonfinite, "save_every": save_every,
+    }  # fmt: skip
     if model is None or isinstance(model, str):
         _refuse_objects("train", loss_fn, optimizer, batches, clip_norm, accumulate)
-        given = {
+        asked |= {
             "model": model, "sets": _sets(settings), "data": data, "batch": batch, "seq": seq, "precision": precision,
-            "steps": steps, "seed": seed or None, "backend": backend, "memory": memory, "nonfinite": nonfinite,
-            "save_every": save_every, "log": ",".join(names) or None, "host_memory": host_memory,
-            "offload_path": [str(Path(path).absolute()) for path in offload_path] or None,
-            "plan": None if plan is None else str(Path(plan).absolute()),
-            "recipe": None if recipe is None else str(Path(recipe).absolute()),
+            "steps": steps, "seed": seed or None,
         }  # fmt: skip
-        outcome, _ = request.run(
-            given, config=None if config is None else Path(config), out=where, resume=resume, display=display,
-            loggers=objects, tell=(lambda text: None) if quiet else display.say,
-        )  # fmt: skip
-    else:
-        refused = {"data": data, "batch": batch, "seq": seq, "settings": settings, "config": config}
-        job = _own_job(model, loss_fn, optimizer, batches, precision, clip_norm, accumulate, seed, steps, refused)
-        extra: dict[str, Any] = {
-            "memory": memory,
-            "host_memory": host_memory,
-            "offload_path": list(offload_path) or None,
-        }
-        extra |= {"recipe": recipe, "plan": request.fitting(request.plan_at(plan), job.settings)}
-        outcome = train_job(
-            job, out=where, resume=resume, save_every=save_every, nonfinite=nonfinite or "stop",  # type: ignore[arg-type]
-            backend=backend or "inductor", display=display, loggers=[*make_loggers(",".join(names)), *objects],
-            compile_options={name: value for name, value in extra.items() if value is not None},
-        )  # fmt: skip
+        return _finished(_train_named(asked, config, out, resume, log, quiet))
+    refused = {"data": data, "batch": batch, "seq": seq, "settings": settings, "config": config}
+    job = _own_job(model, loss_fn, optimizer, batches, precision, clip_norm, accumulate, seed, steps, refused)
+    return _finished(_train_own(job, asked, out, resume, log, quiet))
+
+
+def _train_named(
+    asked: dict[str, Any], config: str | Path | None, out: str | Path | None, resume: bool, log: Sequence[str | Logger], quiet: bool
+) -> Outcome:  # fmt: skip
+    """What the command line does. Paths are made absolute, since a run may be resumed from anywhere."""
+    names, objects = _loggers(log)
+    paths = {name: None if asked[name] is None else str(Path(asked[name]).absolute()) for name in ("plan", "recipe")}
+    folders = [str(Path(path).absolute()) for path in asked["offload_path"]] or None
+    display = make_display(sys.stdout, quiet=quiet)
+    outcome, _ = request.run(
+        asked | paths | {"offload_path": folders, "log": names or None},
+        config=None if config is None else Path(config), out=None if out is None else Path(out), resume=resume,
+        display=display, loggers=objects, tell=(lambda text: None) if quiet else display.say,
+    )  # fmt: skip
+    return outcome
+
+
+def _train_own(
+    job: Job, asked: dict[str, Any], out: str | Path | None, resume: bool, log: Sequence[str | Logger], quiet: bool
+) -> Outcome:
+    names, objects = _loggers(log)
+    options = {name: asked[name] for name in ("memory", "host_memory", "recipe")}
+    options |= {"offload_path": list(asked["offload_path"]) or None}
+    options |= {"plan": request.fitting(request.plan_at(asked["plan"]), job.settings)}
+    return train_job(
+        job, out=None if out is None else Path(out), resume=resume, save_every=asked["save_every"],
+        nonfinite=asked["nonfinite"] or "stop", backend=asked["backend"] or "inductor",
+        display=make_display(sys.stdout, quiet=quiet), loggers=[*make_loggers(names), *objects],
+        compile_options={name: value for name, value in options.items() if value is not None},
+    )  # fmt: skip
+
+
+def _loggers(log: Sequence[str | Logger]) -> tuple[str, list[Logger]]:
+    """Names by commas, and objects of the user's own."""
+    return ",".join(entry for entry in log if isinstance(entry, str)), [one for one in log if not isinstance(one, str)]
+
+
+def _finished(outcome: Outcome) -> Outcome:
     write_picture(open_run(outcome.folder))
     if outcome.trouble is not None:
-        warnings.warn(outcome.trouble, WholestepWarning, stacklevel=2)
+        warnings.warn(outcome.trouble, WholestepWarning, stacklevel=3)
     return outcome
 
 
@@ -186,6 +208,9 @@ def profile(
     accumulate: int = 1,
     seed: int = 0,
     memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    offload_path: Sequence[str | Path] = (),
+    plan: Plan | None = None,
     steps: int = 20,
     system: str = "wholestep",
     backend: str = "inductor",
@@ -199,7 +224,7 @@ def profile(
         loss_fn, optimizer, batches: as for `wholestep.compile`; `batches` is a loader, or one batch.
         data, batch, seq, precision, settings, seed: of a model by name.
         clip_norm, accumulate: of your own objects; for a name they are settings.
-        memory: a budget, as for `wholestep.compile`.
+        memory, host_memory, offload_path, plan: as for `wholestep.compile`.
         steps: how many are timed after warm-up.
         system: whose step: `"wholestep"`, `"eager"`, `"compile"`.
         follow_memory: whether the memory of a step is followed.
@@ -214,8 +239,9 @@ def profile(
         refused = {"data": data, "batch": batch, "seq": seq, "settings": settings}
         job = _own_job(model, loss_fn, optimizer, batches, precision, clip_norm, accumulate, seed, None, refused)
     return profile_job(
-        job, system=system, backend=backend, steps=steps, memory=follow_memory, budget=memory, verified=verified
-    )
+        job, system=system, backend=backend, steps=steps, memory=follow_memory, budget=memory, verified=verified,
+        host_memory=host_memory, offload_path=offload_path, plan=plan,
+    )  # fmt: skip
 
 
 def _sets(settings: Mapping[str, Any] | None) -> list[str] | None:

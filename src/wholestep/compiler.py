@@ -3,7 +3,7 @@ program here, so that what is verified, planned, shown and timed is what runs.
 
     captured    the whole step as one graph                        capture/
     prepared    rewritten by passes that need no plan              passes/, the prepare part
-    planned     what is kept, made again, in which precision       plan/
+    planned     what is kept, recomputed, in which precision       plan/
     applied     rewritten by passes that carry the plan out        passes/, the apply part
     lowered     code                                               lower/
 """
@@ -286,6 +286,9 @@ def compiler_for(
         subject.edits, subject.ranks = scheduled.edits, scheduled.ranks
     elif options.mesh is not None:
         subject.ranks = Ranks(options.mesh)
+    if subject.ranks.several and not subject.ranks.cuts:
+        hint = 'every rank computes the whole step; cut some: sch["layers.*.up"].shard("weight", 0)'
+        warnings.warn(f"{options.mesh}: no line of a recipe cuts a parameter: {hint}", WholestepWarning, stacklevel=3)
     refuse_in_parts(subject)
     if options.clip_scope != "global" and (optimizer is None or optimizers.supported(optimizer) is not None):
         raise BadOption("clip_scope='layer' without a captured update", hint="clip p.grad yourself")

@@ -18,6 +18,16 @@ def cache_folder(kind: str) -> Path:
     return Path(root) / kind
 
 
+def why_not_new(path: Path) -> str | None:
+    """Why no new file or folder can be made at `path`, which is not there: what is in the way; None when nothing seems to be."""
+    if os.path.islink(path) and not path.exists():
+        return f"{path} is a link that leads nowhere"
+    above = next((folder for folder in path.absolute().parents if os.path.lexists(folder)), None)
+    if above is None or not above.is_dir():
+        return f"{above} is not a folder"
+    return None if os.access(above, os.W_OK | os.X_OK) else f"there is no permission to write to {above}"
+
+
 def write_atomically(path: Path, data: bytes) -> bool:
     """Write through a temporary file and a rename; False when the disk refuses (a cache is not worth an error)."""
     try:

@@ -1,6 +1,6 @@
 """Options: how a step is to be made, as one validated value. `compile` and `verify` take the same ones, by the same names.
 
-What each means is told in the docstring of `wholestep.compile`. Here stands which values there are and which exclude each other;
+Here stands what each means, which values there are and which exclude each other;
 whatever depends on the model or its optimizer is looked at where those are known (`compiler.py`).
 """
 
@@ -28,7 +28,43 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The keywords of `wholestep.compile`."""
+    """The keywords of `wholestep.compile`.
+
+    Args:
+        memory: a budget in bytes of the card ("26GiB", "auto" for what is free): values of the forward pass are recomputed in
+            the backward pass where that is needed, as fast as possible; or an error names the smallest budget there is.
+        host_memory: how much of the host's memory ("64GiB") values and optimizer state may wait in: as far as the link to the card
+            hides it without a budget, as far as needed with one. Same bits.
+        offload_path: a folder, or several of different disks, for what does not fit there. Disks are slow: for capacity.
+        plan: decisions made earlier (`wholestep plan`), instead of a budget. Without either, a GPU recomputes what it computes
+            more quickly than it stores it; `plan=Plan()` keeps everything.
+        recipe: how the model is to run, verb by verb: a `wholestep.schedule(model)`, or the file of one. A verb beats the budget.
+        mesh: the ranks that run the step, `wholestep.Mesh(tp=4)`; what `shard` lines of the recipe cut is divided among them. They
+            run side by side in this process (backend="interpret"), to be looked at and verified; state stays whole in your model.
+        precision: "fp32"; "bf16" (autocast); or "fp16" (autocast with dynamic loss scaling, as torch's GradScaler does it, on
+            the device: a step whose gradients overflow changes nothing but the scale).
+        accumulate: micro-batches per update.
+        clip_norm: clip gradients by their global norm.
+        clip_scope: "global", as torch does; "layer" clips every layer's gradients by their own norm, which changes the
+            training; gradients are still freed early.
+        nonfinite: "allow" updates as torch does whatever the gradients are; "skip" leaves parameters, optimizer state and
+            buffers as they were when the gradients are not finite, decided on the device (the step counts all the same).
+        chunked_loss: cross-entropy over the output of a linear layer in chunks of rows, so that the logits are never whole:
+            None where they would take 256 MiB or more, True wherever it is recognised, False never. It rounds differently.
+        backend: "inductor" compiles; "interpret" runs the graph operator by operator, bit for bit as eager does.
+        dynamic: None decides by the sizes seen; True makes all batch sizes symbolic at once; False compiles every shape.
+        check: "first" compares the first live step with eager PyTorch; "off" does not.
+        guards: "dynamo": the step is captured anew when something changes that the loss read; "off" traces the loss once as
+            plain Python, with every value that it read fixed, for code that Dynamo cannot take.
+        passes: a Pipeline, or passes to run after the default ones.
+        early_update: None updates every layer behind its backward where that is exact, so that its gradients are freed (not
+            with clip_norm or nonfinite="skip", which need all gradients first); False updates at the end of the step.
+        cuda_graph: None records one when it measures faster; True or False decides.
+        cache: reuse captured graphs from earlier processes.
+        dump: a folder; the graph is written there after every stage, as Python.
+        seed: for dropout and random numbers; None takes torch's seed.
+        verbose: progress on stderr; None shows it on a terminal.
+    """
 
     memory: str | int | None = None
     host_memory: str | int | None = None
@@ -73,7 +109,7 @@ class Options:
             raise BadOption(f"mesh={self.mesh!r}", hint="give a wholestep.Mesh, such as Mesh(tp=2)")
         for axis in ("dp", "pp") if self.mesh is not None else ():
             if self.mesh is not None and self.mesh.size(axis) > 1:
-                raise NotBuiltYet(f"{self.mesh}: an axis {axis!r} of several ranks", hint="use tp")
+                raise NotBuiltYet(f"{self.mesh}: an axis {axis!r} of several ranks is not built yet", hint="use tp")
 
     def refuse_to_run(self) -> None:
         """What several ranks do not go with, where they are to run and not only to be planned."""
@@ -154,3 +190,9 @@ def options_of(given: Mapping[str, Any]) -> Options:
                 f"there is no option {name!r}", hint=f"did you mean {close[0]}?" if close else ", ".join(known)
             )
     return Options(**given)
+
+
+def with_keywords(text: str | None) -> str:
+    """A docstring that ends with arguments, and the keywords after them."""
+    keywords = (Options.__doc__ or "").partition("    Args:\n")[2]
+    return (text or "").rstrip() + "\n" + keywords

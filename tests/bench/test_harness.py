@@ -146,7 +146,7 @@ def test_a_process_that_takes_too_long_is_ended() -> None:
 
 @pytest.mark.parametrize(
     ("code", "err", "said"),
-    [(-9, "", "SIGKILL, perhaps for want of memory"), (1, "a\nValueError: b\n", "ValueError: b"), (3, "", "3")],
+    [(-9, "", "SIGKILL, perhaps out of memory"), (1, "a\nValueError: b\n", "ValueError: b"), (3, "", "3")],
 )
 def test_a_process_without_an_answer_is_a_reason(code: int, err: str, said: str) -> None:
     assert said in _ending(code, err)

@@ -41,13 +41,13 @@ def test_train_keeps_to_it_and_resume_remembers_it(call: Call) -> None:
     assert not Path("refused").exists(), "nothing is left behind"
     done = call(*command, "--out", "within", "--memory", least)
     assert done.code == 0, done.err
-    assert "made again in the backward pass" in done.out and f"--memory {least}" in done.out, done.out
+    assert "recomputed in the backward pass" in done.out and f"--memory {least}" in done.out, done.out
     assert json.loads(Path("within", "run.json").read_text())["request"]["memory"] == least
     assert call(*command, "--out", "free", "--quiet").code == 0
     assert losses("within") == losses("free")
     Path("within", "explain.txt").unlink()
     again = call("train", "--resume", "--out", "within", "--steps", "4")
-    assert again.code == 0 and "made again in the backward pass" in again.out, again.out + again.err
+    assert again.code == 0 and "recomputed in the backward pass" in again.out, again.out + again.err
     assert "memory: " in call("explain", "within").out
 
 
@@ -62,7 +62,7 @@ def test_what_is_given_on_resume_replaces_what_was(call: Call) -> None:
 def test_verify_within_it(call: Call) -> None:
     command = ["verify", *TINY, *QUICK, "--steps", "1"]
     done = call(*command, "--memory", smallest(call, *command))
-    assert done.code == 0 and "made again in the backward pass" in done.out, done.out + done.err
+    assert done.code == 0 and "recomputed in the backward pass" in done.out, done.out + done.err
 
 
 def test_profile_draws_it(call: Call) -> None:
@@ -80,7 +80,7 @@ def test_show_planned(call: Call) -> None:
     command = ["show", *TINY, "--stage", "planned"]
     free, within = call(*command), call(*command, "--memory", smallest(call, *command))
     assert free.code == 0 and within.code == 0, within.err
-    assert len(within.out.splitlines()) > len(free.out.splitlines()), "values are made again"
+    assert len(within.out.splitlines()) > len(free.out.splitlines()), "values are recomputed"
     prepared = call("show", *TINY, "--stage", "prepared")
     assert prepared.code == 0 and prepared.out != free.out, "updates are early in the planned graph"
     asked = ["plan", *TINY, "--precision", "fp32", "--device", "24GiB", "--no-check-batch", "--out", "p.toml"]

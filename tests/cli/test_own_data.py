@@ -6,6 +6,7 @@ import json
 import os
 import random
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +67,13 @@ def test_ids_train_without_a_tokenizer_and_sample_as_numbers(call: Call) -> None
     written = call("sample", "a", "--prompt", "3 4", "--tokens", "5")
     assert written.code == 0 and len(written.out.split()) == 7 and written.out.startswith("3 4 "), written.err
     assert "ids" in call("sample", "a", "--prompt", "words").err
+    assert "has learnt its tokens" in call("sample", "a", "--tokenizer", "bytes").err
+
+
+def test_ids_have_no_bytes_to_be_measured_by(call: Call) -> None:
+    np.save("ids.npy", np.arange(400) % 77)
+    assert call("train", "gpt-1m", "--data", "ids.npy", *SMALL, "--steps", "1", "--out", "a").code == 0
+    assert json.loads(call("eval", "a", "--json").out)["bits_per_byte"] is None
 
 
 def test_a_function_gives_batches(call: Call, in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +92,33 @@ def test_a_function_gives_batches(call: Call, in_folder: Path, monkeypatch: pyte
     assert call("train", "--resume", "--out", "parts", "--steps", "6").code == 0
     assert losses("parts") == losses("whole")
     assert json.loads(call("eval", "whole", "--json").out)["count"] == 4 * 16
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        ("'hello'", "gives a str as a batch"),
+        ("{'input_ids': torch.zeros(2, 16, dtype=torch.int64)}", "without a tensor 'targets': they hold input_ids"),
+        (
+            "{'input_ids': torch.zeros(2, 16), 'targets': torch.zeros(2, 16)}",
+            "input_ids are 2x16 values of torch.float32",
+        ),
+        ("{'input_ids': torch.full((2, 16), 50), 'targets': torch.ones(2, 16)}", "gives the id 50, the model knows 50"),
+        ("{'input_ids': torch.full((2, 16), -1), 'targets': torch.ones(2, 16)}", "ids are 0 or more"),
+    ],
+)
+def test_batches_that_the_model_cannot_take_are_one_line(
+    made: str, said: str, call: Call, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(in_folder))
+    monkeypatch.delitem(sys.modules, "odd_batches_of_mine", raising=False)
+    text = (
+        f"import torch\nclass Odd:\n    def __iter__(self):\n        yield {made}\ndef batches():\n    return Odd()\n"
+    )
+    Path("odd_batches_of_mine.py").write_text(text)
+    small = (*SMALL[: SMALL.index("--tokenizer")], "--set", "vocab_size=50")
+    done = call("train", "gpt-1m", "--data", "odd_batches_of_mine:batches", *small, "--out", "a")
+    assert done.code == 2 and said in done.err and len(done.err.splitlines()) == 1 and not Path("a").exists(), done.err
 
 
 def test_images_by_class_train_evaluate_and_have_nothing_to_sample(call: Call) -> None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from scripts import quoted
 from tests.cli.calls import Call
 
+from wholestep.bench import child, smoke
+from wholestep.bench.process import Answer
+from wholestep.bench.protocol import SMOKE
 from wholestep.cost.measure import this_device
+from wholestep.data import texts
 from wholestep.profile import profile as profiling
 from wholestep.profile.measure import timing
+from wholestep.search import measure
+from wholestep.train import sampling
 
 TINY = "--steps 2 --batch 2 --seq 16 --backend interpret --set layers=1 --set width=32 --set heads=2"
 TINY_PROFILE = "--batch 2 --seq 16 --backend interpret --no-verify --no-memory"
@@ -21,32 +29,38 @@ RECIPE = """format = 1
 verbs = [{ recompute = "blocks.*", ratio = 1 }]
 [end]
 """
-CHOICES = RECIPE.replace("[end]", '[search]\nmodel = "gpt-1m"\nbatch = [2, 4]\n[end]')
-README = {
+SEARCH = """[search]
+model = "gpt-1m"
+backend = "interpret"
+batch = [2, 4]
+seq = 16
+set = { layers = 1, width = 32, heads = 2 }
+[end]"""
+README_RUN = {
     "wholestep train": TINY,
     "wholestep train --resume --steps 2400": "--steps 3",
     'wholestep sample runs/gpt-1m-shakespeare --prompt "To be"': "--tokens 4",
-    "wholestep explain runs/gpt-1m-shakespeare": "",
-    "wholestep show gpt-1m": TINY.replace("--steps 2 ", "").replace("--backend interpret ", ""),
-    "wholestep doctor": "",
-}
-"""Command -> what goes behind it: of an option that is given twice the last one counts."""
-README_SLOW = {
-    "wholestep profile gpt-1m": TINY + " --no-verify --no-memory",
     "wholestep eval runs/gpt-1m-shakespeare": "--batches 2",
     "wholestep export runs/gpt-1m-shakespeare my_gpt": "",
+    "wholestep train --init runs/gpt-1m-shakespeare --data my_texts": "--steps 2 --backend interpret --out runs/fine",
+    "wholestep explain runs/gpt-1m-shakespeare": "",
+}
+"""Command -> what goes behind it: of an option that is given twice the last one counts. These go on with one run."""
+README = {
+    "wholestep profile gpt-1m": TINY + " --no-verify --no-memory",
+    "wholestep show gpt-1m": TINY.replace("--steps 2 ", "").replace("--backend interpret ", ""),
     "wholestep verify gpt-1m --steps 2": TINY + " --steps 1",
     "wholestep train gpt-1m --data my_texts": TINY,
-    "wholestep train --init runs/gpt-1m-shakespeare --data my_texts": "--steps 2 --backend interpret --out runs/fine",
     "wholestep train gpt-1m --data stdlib": TINY,
+    "wholestep train gpt-1m --recipe recipe.toml": TINY,
     "wholestep train resnet-18 --set width=16 --set image_size=16": "--steps 2 --batch 4 --backend interpret",
     "wholestep train hf:llama --set hidden_size=128 --set intermediate_size=256 --set num_hidden_layers=2 "
     "--set vocab_size=2048 --steps 50": "--steps 2 --batch 2 --seq 16 --backend interpret",
-    "wholestep train gpt-1m --recipe recipe.toml": TINY + " --out runs/recipe",
-    "wholestep plan llama-1b --device h200 --memory 26GiB": "",
+    "wholestep plan llama-1b --device h200 --memory 26GiB": "--set num_hidden_layers=2",
     "wholestep bench --smoke": "neumf",
     "wholestep bench gpt2-medium --against compile": "--smoke",
     "wholestep search choices.toml": "--measure 1",
+    "wholestep doctor": "",
 }
 TUTORIAL = {
     "wholestep train gpt-1m --data my_texts --steps 300 --out runs/mine": TINY,
@@ -56,14 +70,16 @@ TUTORIAL = {
     "wholestep eval runs/mine": "--batches 2",
     "wholestep eval runs/mine --data my_texts/plan.md --json": "--batches 2",
     "wholestep export runs/mine my_gpt": "",
-}
-TUTORIAL_SLOW = {
     "wholestep train --init runs/mine --data other_texts": "--steps 2 --backend interpret --out runs/fine",
     "wholestep profile runs/mine": TINY_PROFILE,
+}
+TUTORIAL_ROWS = {
     "wholestep train gpt-1m --data rows.parquet --steps 60 --out runs/rows --quiet": TINY,
     'wholestep sample runs/rows --prompt "The step" --tokens 20 --seed 1': "--tokens 4",
     "wholestep eval runs/rows": "--batches 2",
     "wholestep export runs/rows my_rows": "",
+}
+TUTORIAL_IMAGES = {
     "wholestep train resnet-18 --data my_images --set width=16 --set image_size=32 --set stem=large "
     "--steps 60 --out runs/digits --quiet": "--steps 2 --batch 4 --backend interpret",
     "wholestep eval runs/digits": "--batches 2",
@@ -75,79 +91,118 @@ TUTORIAL_SLOW = {
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.toml").write_text(RECIPE)
-    (tmp_path / "choices.toml").write_text(CHOICES)
-    (tmp_path / "my_texts").mkdir()
-    (tmp_path / "my_texts" / "one.txt").write_text("To be, or not to be, that is the question. " * 400)
+    (tmp_path / "choices.toml").write_text(RECIPE.replace("[end]", SEARCH))
+    for name in ("my_texts", "other_texts"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "one.txt").write_text("To be, or not to be, that is the question. " * 400)
     monkeypatch.setattr(timing, "LEAST_WARM_UP", 2)
     monkeypatch.setattr(timing, "MOST_WARM_UP", 3)
     monkeypatch.setattr(profiling, "measure_device", lambda kind, fresh: this_device(kind))
+    monkeypatch.setattr(texts, "STDLIB_BYTES", 200_000)
+    monkeypatch.setitem(sampling.write_text.__kwdefaults__, "characters", 20)
+    # a peer's code generation is not ours to test, and takes half a minute
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    for module in (smoke, measure):
+        monkeypatch.setattr(module, "ask_child", asked_here)
+    monkeypatch.setitem(measure.measure_in_child.__kwdefaults__, "protocol", SMOKE)
 
 
-def run_all(call: Call, table: dict[str, str]) -> None:
-    """In the order of the page: later commands read what earlier ones wrote."""
-    for command, small in table.items():
-        done = call(*shlex.split(f"{command} {small}")[1:])
-        assert done.code == 0, f"{command} {small}: {done.err[-2000:]}"
+def asked_here(request: str, limit: float, *, program: str = "wholestep.bench.child", **how: object) -> Answer:
+    """What a child would answer, without its seconds to import torch."""
+    return Answer(list(child.answers(request) if program == "wholestep.bench.child" else [measure.answered(request)]))
 
 
-def follow(call: Call, table: dict[str, str], page: str, folder: Path, *, among: set[str]) -> str:
-    """The console blocks of a page one after the other, small; what the last command that is not ours printed."""
-    printed = ""
-    for command in quoted.commands_of(page):
+def run_command(call: Call, command: str, small: str) -> str:
+    done = call(*shlex.split(f"{command} {small}")[1:])
+    assert done.code == 0, f"{command} {small}: {done.err[-2000:]}"
+    return done.out
+
+
+def follow(call: Call, table: dict[str, str], text: str, folder: Path) -> list[str]:
+    """A part of a page, command by command, small. What its programs printed: those that use transformers run by themselves,
+    the others here."""
+    printed = []
+    for command in quoted.commands_of(text):
         plain = " ".join(command.replace("\\\n", " ").split())
+        program = re.fullmatch(r"python - <<'END'\n(.*)\nEND", command, re.DOTALL)
         if plain in table:
-            done = call(*shlex.split(f"{plain} {table[plain]}")[1:])
-            assert done.code == 0, f"{command}: {done.err[-2000:]}"
-        elif not command.startswith("wholestep ") and any(word in command for word in among):
-            printed, _ = quoted.run(command, folder)
+            run_command(call, plain, table[plain])
+        elif program and "transformers" not in command:
+            exec(compile(program[1], "of a page", "exec"), {})
+        else:
+            assert not command.startswith("wholestep "), f"nobody runs {command}"
+            printed.append(quoted.run(command, folder)[0])
     return printed
+
+
+def page_of(name: str) -> str:
+    return (quoted.ROOT / name).read_text("utf-8")
 
 
 def listed(page: str) -> list[str]:
     """The commands of wholestep on a page; what comes behind a pipe belongs to the shell."""
-    found = [command.partition(" |")[0].replace("\\\n", " ") for command in quoted.commands_of(page)]
+    found = [command.partition(" |")[0].replace("\\\n", " ") for command in quoted.commands_of(page_of(page))]
     return [" ".join(command.split()) for command in found if command.startswith("wholestep ")]
 
 
 def test_every_command_of_the_readme_is_run() -> None:
-    assert sorted(set(listed("README.md"))) == sorted(README | README_SLOW)
+    assert sorted(set(listed("README.md"))) == sorted(README_RUN | README)
 
 
-def test_the_quick_commands_of_the_readme(call: Call) -> None:
-    run_all(call, README)
+def test_the_readme_goes_on_with_its_run(call: Call) -> None:
+    """In the order of the page: later commands read what earlier ones wrote."""
+    for command, small in README_RUN.items():
+        run_command(call, command, small)
 
 
-@pytest.mark.slow
-def test_the_other_commands_of_the_readme(call: Call) -> None:
-    run_all(call, README | README_SLOW)
+@pytest.mark.parametrize("command", README)
+def test_a_command_of_the_readme(command: str, call: Call) -> None:
+    run_command(call, command, README[command])
+
+
+def tutorial(number: int) -> str:
+    """From own text, with a parquet file, with images."""
+    return page_of("docs/tutorial.md").split("\n## The same with ")[number]
 
 
 def test_every_command_of_the_tutorial_is_run() -> None:
-    assert set(listed("docs/tutorial.md")) == set(TUTORIAL | TUTORIAL_SLOW)
+    assert set(listed("docs/tutorial.md")) == set(TUTORIAL | TUTORIAL_ROWS | TUTORIAL_IMAGES)
 
 
 def test_the_tutorial_adds_up_its_seconds() -> None:
-    page = (quoted.ROOT / "docs" / "tutorial.md").read_text("utf-8")
-    text, found = page.partition("## 6.")[0], re.search(r"took (\d+) minutes (\d+) seconds", page)
-    assert found is not None
-    assert 60 * int(found[1]) + int(found[2]) == sum(map(int, re.findall(r"^# (\d+) s$", text, re.MULTILINE)))
+    page = page_of("docs/tutorial.md")
+    assert re.search(quoted.TOOK, page) and quoted.added_up(page) == page
+    other = re.sub(quoted.TOOK, "Sections 1 to 5 took 999 minutes 1 seconds", page)
+    assert other != page and quoted.added_up(other) == page
+
+
+def opened(printed: str) -> str:
+    """What a program of transformers printed before it told that it has the logits of the run, and has them without us."""
+    found = re.fullmatch(r"(.*)logits differ by (\S+) at most\nwholestep was imported: False\n", printed, re.DOTALL)
+    assert found and float(found[2]) <= 1e-5, printed
+    return found[1].strip()
 
 
 def test_the_tutorial_from_own_text_to_transformers(call: Call, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     shutil.rmtree(tmp_path / "my_texts")  # the page makes its own
-    printed = follow(call, TUTORIAL, "docs/tutorial.md", tmp_path, among={"mkdir my_texts", "AutoTokenizer"})
-    written, _, imported = printed.rpartition("wholestep was imported: ")
-    assert imported.strip() == "False"
+    written = opened(follow(call, TUTORIAL, tutorial(0), tmp_path)[-1])
     again = call("sample", "runs/mine", "--prompt", "The step", "--tokens", "16", "--temperature", "0")
-    assert len(written.strip()) > 10 and again.out.strip() == written.strip(), "the same text from the same logits"
+    assert len(written) > 10 and again.out.strip() == written, "the same text from the same logits"
 
 
-def test_the_rest_of_the_tutorial(call: Call, tmp_path: Path) -> None:
+def test_the_tutorial_from_a_parquet_file_to_transformers(call: Call, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
     pytest.importorskip("pyarrow")
-    (tmp_path / "my_texts").rename(tmp_path / "other_texts")
-    rest = {"mkdir my_texts", "pyarrow", "PIL", "AutoModelForImageClassification"}
-    assert "resnet" in follow(call, TUTORIAL | TUTORIAL_SLOW, "docs/tutorial.md", tmp_path, among=rest)
+    for page in (quoted.ROOT / "docs").glob("a*.md"):
+        shutil.copy(page, tmp_path / "my_texts")
+    opened(follow(call, TUTORIAL_ROWS, tutorial(1), tmp_path)[-1])
+
+
+def test_the_tutorial_from_images_to_transformers(call: Call, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("PIL")
+    assert "digit-9" in opened(follow(call, TUTORIAL_IMAGES, tutorial(2), tmp_path)[-1])
 
 
 @pytest.mark.slow

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from wholestep.data.pygraph import KINDS, RELATIONS, PyGraph, PyGraphBatches, read_pygraph
+from wholestep.data.pygraph import PyGraph, PyGraphBatches, read_pygraph
+from wholestep.data.python_kinds import KINDS, RELATIONS
 from wholestep.errors import BadOption
 
 PACKAGE = {

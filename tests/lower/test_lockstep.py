@@ -16,7 +16,7 @@ from torch import fx, nn
 
 import wholestep
 from wholestep import Mesh, WholestepError
-from wholestep.errors import NotBuiltYet, UnsupportedModel, UnsupportedOptimizer
+from wholestep.errors import NotBuiltYet, UnsupportedModel, UnsupportedOptimizer, WholestepWarning
 from wholestep.graph.mesh import LAYOUT, RANKS, Cut, Ranks
 from wholestep.lower.lockstep import RanksDiffer
 
@@ -222,11 +222,11 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mesh": Mesh(tp=2), "backend": "inductor"}, NotBuiltYet, r"backend='inductor' with mesh=Mesh\(tp=2\)"),
     ({"mesh": Mesh(tp=2), "dynamic": True}, NotBuiltYet, "dynamic=True with mesh"),
     ({"mesh": Mesh(tp=2), "clip_norm": 1.0, "clip_scope": "layer"}, NotBuiltYet, "clip_scope='layer' with mesh"),
-    ({"mesh": Mesh(pp=2)}, NotBuiltYet, r"Mesh\(pp=2\): an axis 'pp' of several ranks"),
-    ({"mesh": Mesh(dp=2)}, NotBuiltYet, r"Mesh\(dp=2\): an axis 'dp' of several ranks"),
+    ({"mesh": Mesh(pp=2)}, NotBuiltYet, r"Mesh\(pp=2\): an axis 'pp' of several ranks is not built yet"),
+    ({"mesh": Mesh(dp=2)}, NotBuiltYet, r"Mesh\(dp=2\): an axis 'dp' of several ranks is not built yet"),
     ({"mesh": 2}, WholestepError, "mesh=2. give a wholestep.Mesh"),
     ({"mesh": None}, WholestepError, r"line 1 of the schedule .*there is no mesh.*mesh=wholestep.Mesh\(tp=2\)"),
-    ({"mesh": Mesh(tp=3)}, WholestepError, "of size 8, cannot be cut into 3 equal parts. 2 would do"),
+    ({"mesh": Mesh(tp=3)}, WholestepError, "of size 8, cannot be cut into 3 equal parts. 2 ranks would do"),
 ]
 # fmt: on
 
@@ -265,5 +265,6 @@ def test_hooks_on_parts_are_refused() -> None:
 
 def test_a_mesh_without_a_recipe_runs_the_same_on_every_rank() -> None:
     model, optimizer, batch, _ = made()
-    step = wholestep.compile(model, loss, optimizer, batch, mesh=Mesh(tp=2), backend="interpret", seed=3)
+    with pytest.warns(WholestepWarning, match=r"Mesh\(tp=2\): no line of a recipe cuts a parameter"):
+        step = wholestep.compile(model, loss, optimizer, batch, mesh=Mesh(tp=2), backend="interpret", seed=3)
     assert [float(step(batch)) for _ in range(3)] == trained(None)[0]

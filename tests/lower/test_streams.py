@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import operator
 from typing import Any
 
@@ -90,3 +92,74 @@ def test_streams_of_a_gpu(recorded: bool) -> None:
         x.fill_(2.0)
         graph.replay()
     assert torch.equal(made, torch.full_like(x, 6.0 if recorded else 3.0))
+
+
+class FakeStream:
+    """A stream of a GPU that only remembers: (what, of whom)."""
+
+    def __init__(self, device: Any = None, name: str = "") -> None:
+        self.name, self.log = name or f"side{id(self)}", []
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.log.append(("wait_stream", other))
+
+    def wait_event(self, event: FakeEvent) -> None:
+        assert event.on is not None, "an event that was never recorded is no wait at all on a GPU"
+        self.log.append(("wait_event", event.on))
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self.on: FakeStream | None = None
+
+    def record(self, stream: FakeStream) -> None:
+        self.on = stream
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> list[FakeStream]:
+    """The current stream of a machine without a GPU; the last of the list is current."""
+    current = [FakeStream(name="main")]
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    return current
+
+
+def test_on_a_gpu_streams_fork_from_the_step_and_join_it(main: list[FakeStream]) -> None:
+    streams = OnCuda(torch.device("cuda"))
+    inputs, calls, out = statements(**ROUND_TRIP)
+    driver = build_driver(inputs, calls, [out], {}, streams=streams)
+    driver.function([torch.ones(3)])
+    side = streams.sides["copy"]
+    assert side.log[0] == ("wait_stream", main[0]), "it starts where the step is"
+    assert main[0].log == [("wait_event", side), ("wait_stream", side)]
+    main.append(FakeStream(name="recording"))  # the next step runs on another stream
+    driver.function([torch.ones(3)])
+    assert streams.sides["copy"] is side and main[1].log == main[0].log
+    assert ("wait_stream", main[1]) in side.log
+
+
+def test_a_step_that_fails_waits_for_its_copies_and_the_next_begins_anew(main: list[FakeStream]) -> None:
+    """The frame that fails lets go of memory that copies still use, so the main stream waits for them first."""
+    for streams in (OnCuda(torch.device("cuda")), InOrder()):
+        inputs, calls, out = statements(**ROUND_TRIP)
+        fails = [True]
+
+        def add(a: torch.Tensor, b: torch.Tensor, fails: list[bool] = fails) -> torch.Tensor:
+            if fails.pop():
+                raise torch.OutOfMemoryError("no memory")
+            return a + b
+
+        calls[-1] = dataclasses.replace(calls[-1], function=add)
+        driver = build_driver(inputs, calls, [out], {}, streams=streams)
+        with pytest.raises(torch.OutOfMemoryError):
+            driver.function([torch.ones(3)])
+        if isinstance(streams, OnCuda):
+            assert main[0].log[-1] == ("wait_stream", streams.sides["copy"])
+            main.append(FakeStream(name="another"))
+            first = main[0].log.copy()
+        fails.append(False)
+        assert torch.equal(driver.function([torch.ones(3)])[0], torch.full((3,), 3.0))
+    assert main[0].log == first, "the stream of the step that failed is no part of the next"

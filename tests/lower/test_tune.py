@@ -137,7 +137,7 @@ def test_what_was_chosen_is_a_plan_and_survives_its_file(tmp_path: Path) -> None
             {KEY: "flash"},
             r"'flash' for attention in h\.\*/attention, .*it runs on cuda, the call is on cpu.*cpu_flash, math",
         ),
-        ({"h.0": "mth"}, r"which there is not. did you mean math\?"),
+        ({"h.0": "mth"}, r"which does not exist. did you mean math\?"),
         ({"h.*/atention": "math"}, r"has no choice. did you mean h\.\*/attention\?"),
         ({"head": "math"}, r"'head', where the step has no choice. there is a choice in h\.\*/attention"),
     ],

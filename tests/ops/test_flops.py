@@ -116,7 +116,7 @@ def test_attention_is_what_torch_counts() -> None:
     assert forward.kind == backward.kind == "attention"
     assert forward.count == forward.model == sdpa_flop_count(q.shape, k.shape, v.shape)
     assert backward.count == sdpa_backward_flop_count(q.shape, q.shape, k.shape, v.shape)
-    assert backward.model == 2 * forward.count  # without the scores made again
+    assert backward.model == 2 * forward.count  # without the scores recomputed
 
 
 def test_causal_attention_is_half_the_square() -> None:

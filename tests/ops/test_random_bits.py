@@ -9,6 +9,7 @@ from wholestep.ops.random_bits import (
     keep_mask,
     mix,
     normal,
+    part_key,
     site_key,
     site_keys,
     split_key,
@@ -123,6 +124,15 @@ def test_normal() -> None:
     assert abs((x**4).mean().item() - 3) < 0.1
     assert abs((x[1:] * x[:-1]).mean().item()) < BOUND
     assert NORMAL_STREAM < 2**63
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_parts_of_a_tensor_draw_what_the_whole_draws(dim: int) -> None:
+    key, shape, parts = key_of(KEYS[4]), (4, 6, 2), 2
+    own = [size // parts if d == dim else size for d, size in enumerate(shape)]
+    keys = [part_key(key, own, dim, parts, torch.tensor(rank)) for rank in range(parts)]
+    for draw in (bits, uniform, normal, lambda shape, key: keep_mask(shape, 0.3, key)):
+        assert torch.equal(torch.cat([draw(own, one) for one in keys], dim), draw(shape, key))
 
 
 def test_operators_match_their_functions_and_fakes() -> None:

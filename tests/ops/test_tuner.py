@@ -363,7 +363,7 @@ def test_names_that_there_are_not_or_that_do_not_fit() -> None:
     reasons = {"flash": "it runs on cuda, the call is on cpu", "math": None}
     refuse_unusable("math", "attention", "in h.*/attention", reasons)
     with pytest.raises(
-        BadOption, match=r"'flsh' for attention in h\.\*/attention, which there is not.*did you mean flash\?"
+        BadOption, match=r"'flsh' for attention in h\.\*/attention, which does not exist.*did you mean flash\?"
     ):
         refuse_unusable("flsh", "attention", "in h.*/attention", reasons)
     with pytest.raises(

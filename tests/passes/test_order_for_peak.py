@@ -112,6 +112,32 @@ def test_a_narrowing_cast_follows_its_argument_unless_that_is_read_later() -> No
         check(one)
 
 
+def test_the_gradient_of_a_gate_is_made_before_products_that_do_not_read_it() -> None:
+    """Else the gradient it is made from and the gate wait beside the product, as in the MLP of a Llama."""
+    graph = fx.Graph()
+    x, gate = graph.placeholder("x"), graph.placeholder("gate")
+    for node in (x, gate):
+        node.meta["val"] = torch.ones(32, 32)
+    kept = call(graph, "forward", aten.exp.default, gate)
+    loss = call(graph, "forward", aten.sum.default, kept)
+    product = call(graph, "backward", aten.mm.default, x, x)
+    up = call(graph, "backward", aten.mul.Tensor, product, 2.0)
+    down = call(graph, "backward", aten.mul.Tensor, product, 3.0)
+    first = call(graph, "backward", aten.mm.default, up, x)
+    gradient = call(graph, "backward", aten.silu_backward.default, down, kept)
+    second = call(graph, "backward", aten.mm.default, gradient, x)
+    graph.output((loss, first, second))
+    outputs = tuple(
+        Output(kind, name) for kind, name in ((OutputKind.LOSS, "loss"), *((OutputKind.AUX, n) for n in "ab"))
+    )
+    inputs = (Input(Role.BATCH, "x"), Input(Role.BATCH, "gate"))
+    whole = TrainingGraph(fx.GraphModule({}, graph), inputs, outputs)
+    before = peak_bytes(whole)
+    order = names(order_for_peak(whole))
+    assert order.index(gradient.name) == order.index(down.name) + 1 < order.index(first.name)
+    assert peak_bytes(whole) <= before
+
+
 def test_two_small_values_do_not_keep_a_large_one() -> None:
     """Each mask alone would gladly wait for the backward, but then what both read would wait too."""
     made = fx.Graph()

@@ -124,7 +124,7 @@ def test_nothing_is_shared_between_layers() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_compiled_code_holds_the_equality_rule(precision: str) -> None:
-    """Everything made again, dropout on, through Inductor: 2 to 3 minutes on two cores."""
+    """Everything recomputed, dropout on, through Inductor: 2 to 3 minutes on two cores."""
     model = Small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     prepared = wholestep.compile(

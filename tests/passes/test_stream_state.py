@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_leaves
 import wholestep
 from wholestep.errors import BadOption
 from wholestep.graph.plan import Plan
-from wholestep.graph.training_graph import Role
+from wholestep.graph.training_graph import Role, phase_of
 from wholestep.lower import lower_interpret
 from wholestep.lower.footprint.predict import predict_profile
+from wholestep.ops import IN_PLACE
 from wholestep.ops.offload import lies_on_host
 from wholestep.passes.pipeline import default_pipeline
 from wholestep.passes.stream_state import AT_ONCE
@@ -85,6 +86,22 @@ def test_a_few_parts_are_on_the_card_at_a_time(monkeypatch: pytest.MonkeyPatch) 
         elif node.target is torch.ops.ws.out_done.default:
             alive -= node.meta["val"].nbytes
     assert alive == 0 and 20000 < most <= AT_ONCE * 20000 + max(sizes.values())
+
+
+def test_with_clipping_state_comes_behind_the_backward_pass_and_between_updates_of_what_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All gradients wait for the norm, so nothing is brought in before the last of them is made."""
+    monkeypatch.setattr("wholestep.passes.stream_state.MOST_BYTES", 10000)
+    _, _, step = run(Plan(state={"blocks.1.*": "host", "blocks.2.*": "host"}), clip_norm=1.0)
+    nodes = list(step.graph.operations())
+    last = max(i for i, node in enumerate(nodes) if phase_of(node) == "backward")
+    comes = [i for i, node in enumerate(nodes) if node.target is torch.ops.ws.copy_in.default]
+    assert comes and min(comes) > last
+    updates = [node for node in nodes if node.target in IN_PLACE]
+    streamed = [any(e.target is torch.ops.ws.in_done.default for e in node.all_input_nodes) for node in updates]
+    assert streamed.count(True) > 1 and not streamed[0] and not streamed[-1]
+    assert any(not now for now in streamed[1 : len(streamed) - 1]), "what stays is updated between the parts"
 
 
 def test_a_pattern_that_names_nothing_is_refused() -> None:

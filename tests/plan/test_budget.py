@@ -74,7 +74,7 @@ def test_the_step_says_what_it_does_and_trains_the_same(free: int) -> None:
     step, _, _ = compiled(int(0.8 * free))
     assert step.plan.recompute and step.plan.budget_bytes == int(0.8 * free)
     told = step.explain()
-    assert "memory: " in told and "made again in the backward pass" in told
+    assert "memory: " in told and "recomputed in the backward pass" in told
     plain, _, _ = compiled(None)
     for batch in batches(3):
         assert float(step(batch)) == float(plain(batch))
@@ -154,7 +154,7 @@ def test_without_a_budget_the_fastest_plan_is_for_compiled_code_on_a_gpu(monkeyp
         plan = planning.plan(captured)
         passes.carry_out_on(captured, plan)
         again = sum(is_recomputed(node) for node in captured.graph.operations())
-        told = any("quicker to make again than to keep" in line for line in planning.told)
+        told = any("quicker to recompute than to keep" in line for line in planning.told)
         made[backend, kind] = (bool(plan.recompute), again > 0, told)
     assert made["inductor", "cuda"] == (True, True, True)
     assert made["interpret", "cuda"] == made["inductor", "cpu"] == (False, False, False)
@@ -182,7 +182,7 @@ def test_sizes_that_are_symbolic_are_planned_as_they_were_traced(monkeypatch: py
     monkeypatch.setattr(budget_module, "this_device", lambda kind: find_device("h200"))
     monkeypatch.setattr("wholestep.compiler.ForSpeed", Forced)
     step, losses = trained(None)
-    assert step.captures == 1 and step.plan.recompute and "quicker to make again" in made[-1].told[0]
+    assert step.captures == 1 and step.plan.recompute and "quicker to recompute" in made[-1].told[0]
     assert losses == trained(wholestep.Plan())[1]
 
 

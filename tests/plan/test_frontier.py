@@ -20,7 +20,6 @@ from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.passes.pipeline import Pipeline, default_pipeline
 from wholestep.plan import frontier as frontier_module
-from wholestep.plan import memory as memory_module
 from wholestep.plan.frontier import Study, card_bytes, choose, fastest, frontier, round_up
 from wholestep.plan.memory import AGAIN_AT_ONCE, MemoryPlanner
 from wholestep.plan.problem import Problem, Unit, Value
@@ -86,7 +85,7 @@ def test_what_the_solver_writes_below_python_is_not_seen(
         os.write(1, b"HighsMipSolverData")
         return milp(*args, **options)
 
-    monkeypatch.setattr(memory_module, "milp", chatty)
+    monkeypatch.setattr("scipy.optimize.milp", chatty)
     print("before")
     MemoryPlanner(chain([100, 200], [1.0, 4.0], {0, 1})).least()
     print("after")
@@ -94,7 +93,7 @@ def test_what_the_solver_writes_below_python_is_not_seen(
 
 
 def test_nothing_is_made_again_across_two_borders() -> None:
-    """A layer's output may be made again for the next layer from what its own layer keeps, and from nothing further."""
+    """A layer's output may be recomputed for the next layer from what its own layer keeps, and from nothing further."""
     values = {
         "l.*/out": Value("l.*/out", "l.*/out", bytes=800, count=4, far=True, alive={0: 800}, made_from={"l.*/in"}),
         "l.*/in": Value("l.*/in", "l.*/in", bytes=400, count=4, near=True, alive={0: 400}),

@@ -141,7 +141,7 @@ def test_what_is_computed_where() -> None:
     graph = made("hubs")
     x, _, params = tensors(graph)
     steps = rel.layer(rgat).program(graph, {"x": x}, params).steps
-    assert ("fold", "relations") in steps and ("dot", "source pairs") in steps and ("dot", "destination pairs") in steps
+    assert ("fold", "relations") in steps and ("dots with relations of both sides", "source nodes") in steps
     assert steps[-1][0].startswith("weighted sum of products")
     told = rel.layer(rgat).explain(graph, {"x": x}, params)
     assert "the better side per relation" in told and "leaky_relu" in told

@@ -166,3 +166,38 @@ def test_one_relation_keeps_its_dimension() -> None:
         layer = rel.layer(message)
         found, wanted = (run(graph, {"x": x}, params) for run in (layer, layer.reference))
         assert found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-12)
+
+
+def attention(e: Any, p: Any) -> Tensor:
+    m = (e.src.x.unsqueeze(1) @ p.W[e.type]).squeeze(1)
+    a = rel.edge_softmax(F.leaky_relu((e.dst.x * p.u[e.type]).sum(-1) + (m * p.v[e.type]).sum(-1)))
+    return a[:, None] * m
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dots_of_both_sides_read_rows_once(name: str) -> None:
+    src, dst, etype, nodes, relations = edges_of(name)
+    graph = rel.RelGraph(src, dst, etype, num_nodes=nodes, num_relations=relations)
+    x = torch.randn(nodes, 6, dtype=torch.float64, requires_grad=True)
+    params = {"W": (relations, 6, 4), "u": (relations, 6), "v": (relations, 4)}
+    given = {n: torch.randn(shape, dtype=torch.float64, requires_grad=True) for n, shape in params.items()}
+    layer = rel.layer(attention)
+    called = [node.target for node in layer.program(graph, {"x": x}, given).module.graph.nodes]
+    assert called.count(spaces.dots_with_relations) == 1 and spaces.dot_with_relations not in called
+    results = [run(graph, {"x": x}, given) for run in (layer, layer.reference)]
+    pull = torch.randn_like(results[0])
+    found, wanted = (torch.autograd.grad(out, [x, *given.values()], pull) for out in results)
+    torch.testing.assert_close(results[0], results[1])
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_sum_without_weights_keeps_no_rows() -> None:
+    """On a graph where one destination pair has many edges, rows are summed, multiplied, and handed to nodes without weights."""
+    edges = torch.arange(40), torch.arange(40) % 3, torch.zeros(40, dtype=torch.int64)
+    graph = rel.RelGraph(*edges, num_nodes=40, num_relations=1)
+    assert graph.rows.spread.edge is None and graph.rows.gathered.edge is not None
+    x, kept = torch.randn(40, 6, requires_grad=True), []
+    given = {n: torch.randn(shape, requires_grad=True) for n, shape in (("W", (1, 6, 4)), ("u", (1, 6)), ("v", (1, 4)))}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        rel.layer(attention)(graph, {"x": x}, given)
+    assert not [t for t in kept if t.is_floating_point() and t.shape == (3, 4)]  # products of pairs

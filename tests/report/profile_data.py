@@ -86,7 +86,7 @@ def profile(**changed: Any) -> dict[str, Any]:
         "utilisation": {"mfu": 0.4, "hfu": 0.41, "model_flops": 1.0, "executed_flops": 1.0, "seconds": 0.01, "peak": 1e13,
                         "format": "fp32", "lines": ["MFU 40 %", "HFU 41 %"]},
         "memory": memory(), "eager_memory": memory(system="eager", peak_bytes=9 * GIB),
-        "predicted_memory": None, "budget_bytes": None,
+        "predicted_memory": None, "budget_bytes": None, "copies": None,
         "predictions": [{"name": "memory peak", "predicted": 97, "measured": 100, "unit": "bytes"}],
         "verified": {"ok": False, "bitwise": False, "rung": "whole step", "departure": NASTY, "rows": dots},
         "actions": [action(), action(about="time", predicted=None, gain=0.2, command=None, exact=False)],

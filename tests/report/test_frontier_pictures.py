@@ -11,7 +11,7 @@ from wholestep.report.pictures.frontier_staircase import MOST_LABELS, frontier_s
 from wholestep.report.pictures.predicted_scatter import predicted_scatter
 from wholestep.report.terminal_frontier import frontier_plot
 
-KNEES = [(39.2, 218.0, ""), (26.6, 234.0, "make again <up>: -2.0 GiB"), (18.6, 299.0, "make again attention")]
+KNEES = [(39.2, 218.0, ""), (26.6, 234.0, "recompute <up>: -2.0 GiB"), (18.6, 299.0, "recompute attention")]
 
 
 def _texts(picture: str) -> list[str]:
@@ -25,7 +25,7 @@ def test_every_knee_has_its_words_and_the_cards_in_range_a_line() -> None:
         KNEES, title="llama & co", subtitle="s", budget=26.0, chosen=2, peers=[("Liger", 30.0, 260.0)]
     )
     said = _texts(picture)
-    assert "llama & co" in said and "make again <up>: -2.0 GiB" in said and "everything is kept" in said
+    assert "llama & co" in said and "recompute <up>: -2.0 GiB" in said and "everything is kept" in said
     assert "24 GB" in said and "40 GB" in said and "80 GB" not in said
     assert "no plan fits" in " ".join(said) and "budget 26 GiB" in said and "Liger: 30.0 GiB, 260 ms (measured)" in said
     assert picture.count('class="chosen"') == 2 and picture.count('class="peer"') == 2, "a mark and its key each"

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import wholestep
 from wholestep.errors import BadOption
+from wholestep.runtime.offload import Offloaded
+from wholestep.tiers.pool import Pool
 
 
 class Block(nn.Module):
@@ -164,6 +166,27 @@ def test_a_write_while_the_copy_is_on_its_way_raises() -> None:
         late.over = True
         with pytest.raises(RuntimeError, match="modified by an inplace operation while it left the card"):
             loss.backward()
+
+
+def test_a_write_is_noticed_before_the_copy_is_known_to_be_over() -> None:
+    """The backward pass asks while the copy is still on its way: what is written to now is what would be copied."""
+    model = nn.Linear(8, 8)
+    with wholestep.offload(model, host="1MiB", least=1) as moved:
+        moved.link = _Late()  # type: ignore[assignment]
+        held = model(torch.randn(4, 8))
+        out = held.exp()
+        loss = out.sum()
+    with torch.no_grad():
+        out.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_tensors_of_another_device_stay() -> None:
+    """The streams of the link belong to the model's device, and order nothing on another."""
+    one = Offloaded(torch.device("meta"), Pool(1 << 20, pinned=False), least=1)
+    tensor = torch.randn(64, requires_grad=True) * 2
+    assert one.pack(tensor) is tensor and one.moved_bytes == 0
 
 
 def test_bad_input_is_one_line() -> None:

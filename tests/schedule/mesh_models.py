@@ -43,7 +43,7 @@ def llama() -> Made:
 
 def t5() -> Made:
     config = hf.T5Config(num_layers=1, num_decoder_layers=1, num_heads=4, d_model=32, d_kv=8, d_ff=64, vocab_size=IDS,
-                         decoder_start_token_id=0)  # fmt: skip
+                         decoder_start_token_id=0, use_cache=False)  # fmt: skip
     return hf.T5ForConditionalGeneration(config), _ids()
 
 

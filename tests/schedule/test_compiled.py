@@ -83,7 +83,7 @@ def test_only_what_a_pattern_matches_is_recomputed() -> None:
     sch = wholestep.schedule(model)
     sch["layers.1"].recompute(pattern=lambda x, w, b: F.linear(F.gelu(x), w, b))
     step = compiled(model, optimizer, batch, sch)
-    # the product is what the matched operators return; the activation inside is made again
+    # the product is what the matched operators return; the activation inside is recomputed
     assert step.plan.recompute == ("layers.*.mlp/gelu@[1]",) and layers_recomputed(step) == {"layers.1"}
 
 
@@ -210,7 +210,7 @@ def test_fused_modules_are_regions_of_their_own() -> None:
 
 
 def _is_work(node: Any) -> bool:
-    """Views of other regions' values are made again inside."""
+    """Views of other regions' values are recomputed inside."""
     return node.op == "call_function" and not is_cheap_view(node)
 
 

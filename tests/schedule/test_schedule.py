@@ -277,7 +277,7 @@ def test_a_verb_about_ranks_needs_a_mesh(verb: str) -> None:
         (
             "shard",
             {"param": "weight", "axis": 0, "parts": 3},
-            "of size 16, cannot be cut into 3 equal parts. 2 would do",
+            "of size 16, cannot be cut into 3 equal parts. 2 ranks would do",
         ),
         ("sync", {"operation": "all_redcue"}, r"did you mean all_reduce\?"),
         ("sync", {"operation": "all_gather"}, "without a dimension"),

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from wholestep.errors import BadOption, TierFailed
-from wholestep.lower.file_trips import FileTrips
+from wholestep.lower.file_trips import SLABS, FileTrips
 from wholestep.tiers.arena import ALIGNMENT, Arena, pinned_like
 from wholestep.tiers.files import FileStore, aligned, open_direct, padded
 
@@ -109,6 +110,42 @@ def test_a_disk_that_hangs_is_an_error(folder: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(TierFailed, match=rf"more than 0.05 s.*errno {errno.ETIMEDOUT}"):
         round_trip(store, [torch.randn(5000)])
     store.close()
+
+
+def test_after_an_error_no_request_uses_the_memory_any_more(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two requests fails while the second is still at work on the same slab."""
+    store = FileStore([folder])
+    monkeypatch.setattr("wholestep.tiers.files.REQUEST_BYTES", 4096)
+    memory, over = aligned(8192), []
+
+    def broken(handle: int, part: memoryview, offset: int) -> int:
+        if offset == 0:
+            raise OSError(5, "Input/output error")
+        time.sleep(0.2)
+        over.append(offset)
+        return len(part)
+
+    monkeypatch.setattr(os, "pwrite", broken)
+    slot = store.reserve(8192)
+    with pytest.raises(TierFailed, match="errno 5"):
+        store.wait(store.write(slot, memory), slot)
+    assert over == [4096]
+
+
+def test_a_store_that_hung_is_not_asked_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What hangs may still read a slab: it is not used anew, and nobody waits for one in vain."""
+    store = FileStore([folder], wait_seconds=0.05)
+    trips = FileTrips(store, torch.device("cpu"))
+    trip = trips.trip(torch.zeros(1024))
+    release = threading.Event()
+    monkeypatch.setattr(os, "pwrite", lambda handle, part, offset: release.wait(20) and len(part))
+    trip.send(torch.ones(1024))
+    with pytest.raises(TierFailed, match="took more than"):
+        trip.written.result()
+    assert trips.free is not None and trips.free.qsize() == SLABS - 1
+    with pytest.raises(TierFailed, match="took more than"):
+        trip.send(torch.ones(1024))
+    release.set()
 
 
 def test_a_slow_disk_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

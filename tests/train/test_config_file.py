@@ -38,19 +38,39 @@ def losses(folder: str) -> list[float]:
     return [row.get("loss", row.get("held_out_loss")) for row in rows]
 
 
+def trains_the_same_again(folder: Path, threads: str, *words: str) -> None:
+    """Trains twice, each time in a process of its own: as told, and from the run.toml of the first."""
+    environment = os.environ | {"OMP_NUM_THREADS": threads}
+    for told, out in ((words, "first"), (("--config", "first/run.toml"), "second")):
+        command = [sys.executable, "-m", "wholestep", "train", *told, "--out", out, "--quiet"]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    assert losses(str(folder / "first")) == losses(str(folder / "second"))
+    first, second = ((folder / name / CONFIG).read_text().splitlines() for name in ("first", "second"))
+    assert [line for line in first if not line.startswith("#")] == [line for line in second if not line.startswith("#")]
+
+
 @pytest.mark.parametrize("threads", ["1", "2"])
 def test_the_config_of_a_finished_run_gives_the_same_losses_bit_for_bit(threads: str, tmp_path: Path) -> None:
-    def train(*words: str) -> None:
-        command = [sys.executable, "-m", "wholestep", "train", *words, "--quiet"]
-        environment = os.environ | {"OMP_NUM_THREADS": threads}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+    trains_the_same_again(tmp_path, threads, *SMALL, "--seed", "7", "--backend", "interpret")
 
-    train(*SMALL, "--seed", "7", "--backend", "interpret", "--out", "first")
-    train("--config", "first/run.toml", "--out", "second")
-    assert losses(str(tmp_path / "first")) == losses(str(tmp_path / "second"))
-    first, second = ((tmp_path / name / CONFIG).read_text().splitlines() for name in ("first", "second"))
-    assert [line for line in first if not line.startswith("#")] == [line for line in second if not line.startswith("#")]
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", ["1", "2"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("gpt-1m", "--steps", "6"),
+        ("resnet-18", "--set", "width=8", "--batch", "8", "--steps", "4"),
+        (*SMALL, "--data", "texts"),
+    ],
+    ids=["gpt-1m", "resnet-18", "folder"],
+)
+def test_so_does_compiled_code(words: tuple[str, ...], threads: str, tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"words of text {number}, and some more of them\n" * 80)
+    trains_the_same_again(tmp_path, threads, *words)
 
 
 def test_the_command_line_wins_key_by_key(call: Call) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import struct
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -142,35 +143,46 @@ def test_wandb_offline_writes_its_run(tmp_path: Path, monkeypatch: pytest.Monkey
     state = json.loads((out / Wandb.STATE).read_text())
     files = sorted((out / "wandb").glob("offline-run-*/run-*.wandb"))
     assert files and all(state["id"] in file.name for file in files) and state["step"] == 9
+    # wandb's own process writes the end of the file, after finish() has returned where the machine is busy.
+    waited_until = time.monotonic() + 120.0
+    while not any(kind_of(record) == "exit" for record in records_of(files[-1].read_bytes())):
+        assert time.monotonic() < waited_until, "the end of the run is never written"
+        time.sleep(0.1)
     steps = [step for file in files for step in steps_of(file)]
     assert sorted(set(steps)) == list(range(1, 10)) and len(steps) == len(set(steps)), steps
 
 
 def steps_of(file: Path) -> list[int]:
     """The steps in one of wandb's files, each once."""
-    from wandb.proto import wandb_internal_pb2
-
     found = []
-    for data in records_of(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
+    for record in records_of(file.read_bytes()):
+        if kind_of(record) == "history":
             names = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
             found.append(int(names["_step"]) if "_step" in names else record.history.step.num)
     return sorted(set(found))
 
 
-def records_of(data: bytes) -> Iterator[bytes]:
+def kind_of(record: Any) -> str:
+    return str(record.WhichOneof("record_type"))
+
+
+def records_of(data: bytes) -> Iterator[Any]:
     """LevelDB's log format behind a head of seven bytes: blocks of 32 KiB; checksum, length, whole or first or middle or last."""
+    from wandb.proto import wandb_internal_pb2
+
     assert data.startswith(b":W&B")
     at, parts = 7, b""
     while at + 7 <= len(data):
         if BLOCK - at % BLOCK < 7:
             at += BLOCK - at % BLOCK
         length, kind = struct.unpack_from("<HB", data, at + 4)
+        if at + 7 + length > len(data):
+            return  # still being written
         parts, at = parts + data[at + 7 : at + 7 + length], at + 7 + length
         if kind in (1, 4):
-            yield parts
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            yield record
             parts = b""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tests.trust import (
+    aliases,
     burned_in,
     carried,
     code_changed,
@@ -14,13 +15,19 @@ from tests.trust import (
     interrupted,
     left_behind,
     loops,
+    objects,
+    opaque,
     optimizers,
     outside,
+    protocols,
     python_values,
     randomness,
     refusals,
     stale_cache,
     structure,
+    switches,
+    techniques,
+    updates,
     values_read,
 )
 from tests.trust.case import CASES, Case
@@ -29,7 +36,8 @@ __all__ = ["CASES", "FILES", "LOUD", "chosen"]
 
 FILES = (
     burned_in, values_read, code_changed, outside, structure, left_behind, carried, optimizers, hooks, randomness, data,
-    python_values, loops, interrupted, stale_cache, refusals, equal_layers,
+    python_values, loops, interrupted, stale_cache, refusals, equal_layers, aliases, switches, techniques, updates,
+    objects, protocols, opaque,
 )  # fmt: skip
 
 LOUD: dict[str, str] = {
@@ -48,6 +56,25 @@ LOUD: dict[str, str] = {
     "part_that_disables_compilers": "disable",
     "data_parallel": "DataParallel",
     "parameter_outside_the_modules": "parameter",
+    "part_of_the_batch_shares_memory_later": "shares memory",
+    "part_of_the_batch_shares_memory_at_first": "shares memory",
+    "features_computed_before_the_step": "history",
+    "features_computed_before_later_steps": "history",
+    "penalty_computed_before_the_step": "history",
+    "weight_with_a_graph_on_the_model": "history",
+    "instance_check_of_ones_own": "__instancecheck__",
+    "derivative_that_reads_a_setting": "scaled_backward",
+    "function_allowed_in_the_graph": "allowed",
+    "function_traced_loosely": "nonstrict_trace",
+    "function_mode_around_later_steps": "HalvesTanh",
+    "function_mode_around_first_steps": "HalvesTanh",
+    "saved_tensors_rounded_around_the_step": "saved tensors",
+    "flag_of_a_backend_read": "mkldnn",
+    "operator_of_the_tensor_class_patched": "__pow__",
+    "softmax_patched_behind_a_module": "softmax",
+    "recursion_limit_read": "recursion",
+    "node_hook_on_the_gradient_accumulator": "hook",
+    "hook_on_the_gradient_accumulator_from_the_start": "hook",
     **dict.fromkeys(  # whatever the reason is called, it is told
         (
             "list_that_grows", "range_replaced", "batch_norm_with_cumulative_average", "queue_with_a_tensor_pointer",
@@ -75,6 +102,15 @@ LOUD: dict[str, str] = {
             "frame_inspected", "collector_called", "model_copied_inside_the_loss", "dispatch_mode_in_the_loss",
             "anomaly_detection", "traced_module", "scheduler_number_read_by_the_loss",
             "optimizer_state_read_by_the_loss", "step_count_of_adam_read_by_the_loss",
+            "shared_number_of_a_loader", "array_of_numbers", "bytes_that_change", "decimal_number",
+            "conversions_of_an_object", "comparison_of_ones_own", "queue_of_weights", "method_found_by_dispatch",
+            "subclass_of_tensor_with_a_factor", "subclass_of_tensor_comes_later", "attribute_lookup_of_ones_own",
+            "operator_that_counts_in_a_buffer", "class_attribute_of_a_function_read_in_its_backward",
+            "backward_of_a_function_replaced", "mapped_over_samples_with_a_setting", "dispatch_mode_around_later_steps",
+            "default_device_around_the_step", "number_of_threads_read", "matmul_precision_read", "seed_read",
+            "torch_seeded_in_the_loss", "generator_of_torch_in_the_forward", "state_of_the_generator_kept_in_the_loss",
+            "random_state_forked_in_the_loss", "builtin_function_patched", "module_found_by_name_in_the_loss",
+            "global_read_by_the_table", "numpy_error_state_around",
         ),
         "",
     ),

@@ -23,7 +23,7 @@ def everything_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Checkpointed(nn.Module):
-    """Its own saved tensors are made again in the backward pass."""
+    """Its own saved tensors are recomputed in the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ def test_a_step_within_a_budget_is_equal_to_eager_as_without() -> None:
     with pytest.raises(BudgetTooSmall) as refused:
         report_of(memory="1KiB")
     planned = report_of(memory=int(1.02 * refused.value.smallest_bytes))
-    assert planned.ok and any("made again in the backward pass" in note for note in planned.notes), planned.notes
+    assert planned.ok and any("recomputed in the backward pass" in note for note in planned.notes), planned.notes
     assert values(planned) == values(report_of())
 
 

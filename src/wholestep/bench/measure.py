@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from wholestep.bench import machine
-from wholestep.bench.contenders import NotInstalled, Ours, is_ours, make_maker, plain_step
+from wholestep.bench.contender_names import is_ours
+from wholestep.bench.contenders import NotInstalled, Ours, make_maker, plain_step
 from wholestep.bench.figures import summarised
 from wholestep.bench.memory import MemoryMeter
 from wholestep.bench.protocol import Protocol, settled

@@ -19,7 +19,6 @@ from typing import Any
 
 from wholestep.bench.workload import Part, StepCall
 from wholestep.errors import BadOption
-from wholestep.schedule.recipe_file import read_recipe
 
 
 def own_contender(name: str) -> Callable[[Part, str], StepCall]:
@@ -62,6 +61,8 @@ def load_passes(path: str) -> OwnPasses:
     """The functions marked @compiler_pass in a file, in the order in which they stand there; or a recipe (`.toml`)."""
     file = Path(path)
     if file.suffix == ".toml":
+        from wholestep.schedule.recipe_file import read_recipe
+
         read_recipe(file)
         return OwnPasses((), hashlib.sha256(file.read_bytes()).hexdigest()[:16], str(file))
     if not file.is_file():

@@ -99,6 +99,6 @@ def _ending(code: int, err: str) -> str:
     """Why a process ended: its signal, or the last line it said."""
     if code < 0:
         name = signal.Signals(-code).name
-        return f"ended by {name}" + (", perhaps for want of memory" if -code == signal.SIGKILL else "")
+        return f"ended by {name}" + (", perhaps out of memory" if -code == signal.SIGKILL else "")
     lines = [line.strip() for line in err.splitlines() if line.strip()]
     return (lines[-1] if lines else f"exit code {code}")[:300]

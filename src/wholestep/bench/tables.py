@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wholestep.bench.contenders import is_ours
+from wholestep.bench.contender_names import is_ours
 from wholestep.bench.losses import ends, unsteadiness
 from wholestep.bench.results import Row
 from wholestep.bench.workload import Workload

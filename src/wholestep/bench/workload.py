@@ -7,13 +7,15 @@ Wholestep, a user's own) turns each part into a call `step(batch) -> loss`; the 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.optim import Optimizer
+if TYPE_CHECKING:  # the table of workloads is read before torch is loaded
+    import torch
+    from torch.optim import Optimizer
 
-StepCall = Callable[[Any], torch.Tensor]
+StepCall = Callable[[Any], "torch.Tensor"]
 """A contender's step: batch in, detached loss out; the update has been made."""
 
 
@@ -42,7 +44,18 @@ class Training:
     precision: str = "fp32"
 
 
-Build = Callable[[dict[str, Any], torch.device, int], Training]
+Build = Callable[[dict[str, Any], "torch.device", int], Training]
+
+
+def later(name: str) -> Build:
+    """`images.build_resnet` of bench/workloads, whose module is imported by the first call."""
+    module, _, function = name.partition(".")
+
+    def build(sizes: dict[str, Any], device: torch.device, seed: int) -> Training:
+        found: Build = getattr(importlib.import_module(f"wholestep.bench.workloads.{module}"), function)
+        return found(sizes, device, seed)
+
+    return build
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,9 +26,6 @@ class BatchSpec:
     tree: tuple
     names: tuple[str, ...]
 
-    def leaf_name(self, index: int) -> str:
-        return self.names[index]
-
 
 def flatten(batch: Any) -> tuple[list[torch.Tensor], BatchSpec]:
     """The tensors of a batch in a fixed order, and its structure."""

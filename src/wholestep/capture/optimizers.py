@@ -133,11 +133,28 @@ def genuine_step(optimizer: Optimizer) -> bool:
     if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):
         return False
     home = type(optimizer).__init__.__code__.co_filename if type(optimizer) in BY_CLASS else _TORCH_OPTIM
-    return _is_from(optimizer.step, home) and genuine_zero_grad(optimizer)
+    groups = getattr(optimizer, "_init_group", optimizer.step)
+    own_functions = _is_from(optimizer.step, home) and _is_from(groups, home) and _unpatched(type(optimizer), home)
+    return own_functions and genuine_zero_grad(optimizer)
 
 
 def genuine_zero_grad(optimizer: Optimizer) -> bool:
     return "zero_grad" not in vars(optimizer) and _is_from(optimizer.zero_grad, _TORCH_OPTIM)
+
+
+def _unpatched(kind: type[Optimizer], home: str) -> bool:
+    """Whether the functions that do the work of its step are those they were, `torch.optim.sgd.sgd` among them."""
+    table, names, values, genuine = _functions_beside(kind, home)  # type: ignore[arg-type]
+    return genuine and [*map(table.get, names)] == values
+
+
+@functools.cache
+def _functions_beside(kind: type[Optimizer], home: str) -> tuple[dict[str, Any], list[str], list[Any], bool]:
+    """The globals of an optimizer's step, functions among them, and whether those that it names were written beside it."""
+    step = inspect.unwrap(kind.step)
+    found = {name: value for name, value in step.__globals__.items() if isinstance(value, types.FunctionType)}
+    genuine = all(_is_from(found[name], home) for name in step.__code__.co_names if name in found)
+    return step.__globals__, list(found), list(found.values()), genuine
 
 
 def _is_from(function: Any, home: str) -> bool:

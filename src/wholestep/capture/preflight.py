@@ -18,6 +18,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from wholestep.capture.front.unguardable import refuse_hooked_accumulators
 from wholestep.capture.gpu_autocast import gpu_autocast
 from wholestep.capture.optimizers import needs_closure
 from wholestep.capture.subject import Subject
@@ -145,6 +146,8 @@ def _refuse_post_accumulate_hooks(subject: Subject) -> None:
             raise CaptureRefused(
                 f"{name} has a post-accumulate-grad hook, which runs on p.grad in the middle of backward"
             )
+    if subject.dry is None:
+        refuse_hooked_accumulators(subject.trained.items())
 
 
 def notes_on(subject: Subject) -> list[Note]:

@@ -12,6 +12,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Annotated, Any, TextIO
 
 import typer
@@ -53,6 +54,7 @@ class Stopped(Exception):
 def _stoppable(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def called(*args: Any, **kwargs: Any) -> None:
+        usage.refuse_no_numbers(kwargs)
         try:
             command(*args, **kwargs)
         except KeyboardInterrupt as error:
@@ -61,23 +63,23 @@ def _stoppable(command: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
-app.command("train", short_help="train a model; without arguments, a small one")(_stoppable(train.command))
-app.command("sample", short_help="write a text with a trained model")(_stoppable(sample.command))
-app.command("eval", short_help="loss, perplexity or accuracy of a trained model")(_stoppable(evaluate.command))
-app.command("export", short_help="a trained model for transformers and other programs")(_stoppable(export.command))
-app.command("verify", short_help="compare the captured step with eager PyTorch")(_stoppable(verify.command))
-app.command("plan", short_help="will it fit? without a GPU, in seconds")(_stoppable(plan.command))
-app.command("show", short_help="print the graph of the whole step, as Python")(_stoppable(show.command))
-app.command("explain", short_help="what a run did, or what a plan says")(_stoppable(explain.command))
-app.command("profile", short_help="measure one step: a page with pictures, and what to do")(_stoppable(profile.command))
-app.command("bench", short_help="measure training steps of many domains")(_stoppable(bench.command))
-app.command("search", short_help="the fastest of many ways to run a model, few of them measured")(
-    _stoppable(search.command)
-)
-app.command("compare", short_help="what moved between two results of bench, or two recipes")(
-    _stoppable(compare.command)
-)
-app.command("doctor", short_help="what this machine has and lacks")(_stoppable(doctor.command))
+COMMANDS: dict[str, tuple[ModuleType, str]] = {
+    "train": (train, "train a model; without arguments, a small one"),
+    "sample": (sample, "write a text with a trained model"),
+    "eval": (evaluate, "loss, perplexity or accuracy of a trained model"),
+    "export": (export, "a trained model for transformers and other programs"),
+    "verify": (verify, "compare the captured step with eager PyTorch"),
+    "plan": (plan, "will it fit? without a GPU, in seconds"),
+    "show": (show, "print the graph of the whole step, as Python"),
+    "explain": (explain, "what a run did, or what a plan says"),
+    "profile": (profile, "measure one step: a page with pictures, and what to do"),
+    "bench": (bench, "measure training steps of many domains"),
+    "search": (search, "the fastest of many ways to run a model, few of them measured"),
+    "compare": (compare, "what moved between two results of bench, or two recipes"),
+    "doctor": (doctor, "what this machine has and lacks"),
+}
+for _name, (_module, _help) in COMMANDS.items():
+    app.command(_name, short_help=_help, epilog=_module.EXAMPLES, cls=usage.Command)(_stoppable(_module.command))
 
 
 def _print_version(asked: bool) -> None:

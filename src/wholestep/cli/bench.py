@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wholestep.cli import options
+from wholestep.cli.plan import check_writable
 from wholestep.errors import BadOption
 
 if TYPE_CHECKING:
@@ -24,36 +25,47 @@ SUITES = ("papers",)
 PEERS = ("eager", "compile", "liger")
 """What Wholestep is measured against when nothing is asked for; liger only where it has kernels."""
 
+Workloads = Annotated[list[str] | None, typer.Argument(metavar="WORKLOAD", help="All of them when none is named.")]
+Against = Annotated[
+    str | None, typer.Option(metavar="NAMES", help="Systems, by commas; package.module:callable for your own.")
+]
+OwnPasses = Annotated[
+    str | None, typer.Option("--with", metavar="FILE", help="Passes of your own, after Wholestep's; a row more.")
+]
+Recipe = Annotated[Path | None, typer.Option("--recipe", metavar="FILE", help="A recipe for Wholestep; a row more.")]
+Limit = Annotated[float | None, typer.Option(min=1, metavar="SECONDS", help="Begin no row that would not fit.")]
+Out = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Results; bench_gpu.json or bench_cpu.json when not given.")
+]
+Suite = Annotated[str | None, typer.Option(metavar="papers", help="What ten papers claim, beside your results.")]
+
+EXAMPLES = """\b
+Examples:
+  wholestep bench --list
+  wholestep bench --smoke
+  wholestep bench bert-large resnet-50 --out results.json
+  wholestep bench neumf --against compile,my_package:my_step
+  wholestep bench gpt2-medium --with my_pass.py
+  wholestep bench gpt2-medium --recipe recipe.toml
+  wholestep bench --suite papers --out results.json
+"""
+
 
 def command(
-    workloads: Annotated[
-        list[str] | None, typer.Argument(metavar="WORKLOAD", help="All of them when none is named.")
-    ] = None,
+    workloads: Workloads = None,
     listed: Annotated[bool, typer.Option("--list", help="Print the workloads there are.")] = False,
     smoke: Annotated[bool, typer.Option("--smoke", help="Check every workload at a small size on the CPU.")] = False,
-    against: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Systems, by commas; package.module:callable for your own.")
-    ] = None,
-    own_passes: Annotated[
-        str | None, typer.Option("--with", metavar="FILE", help="Passes of your own, after Wholestep's; a row more.")
-    ] = None,
-    recipe: Annotated[
-        Path | None, typer.Option("--recipe", metavar="FILE", help="A recipe for Wholestep; a row more.")
-    ] = None,
+    against: Against = None,
+    own_passes: OwnPasses = None,
+    recipe: Recipe = None,
     steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Steps to sample after warm-up (20).")] = None,
-    limit: Annotated[
-        float | None, typer.Option(min=1, metavar="SECONDS", help="Begin no row that would not fit.")
-    ] = None,
+    limit: Limit = None,
     case_limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="For one row.")] = 600.0,
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Rows at work at once; they are timed in turns.")] = 1,
-    out: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Results; bench_gpu.json or bench_cpu.json when not given.")
-    ] = None,
+    out: Out = None,
     retry: Annotated[bool, typer.Option("--retry", help="Make rows that failed again.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start the results file over.")] = False,
-    suite: Annotated[
-        str | None, typer.Option(metavar="papers", help="What ten papers claim, beside your results.")
-    ] = None,
+    suite: Suite = None,
     seed: options.Seed = None,
     json: options.Json = False,
 ) -> None:
@@ -66,21 +78,13 @@ def command(
 
     Systems: eager, compile, compile-budget, liger, wholestep, wholestep-interpret, or package.module:callable, a
     function (part, precision) that returns step(batch) -> loss. Eager always runs, and a wholestep one.
-
-    \b
-    Examples:
-      wholestep bench --list
-      wholestep bench --smoke
-      wholestep bench bert-large resnet-50 --out results.json
-      wholestep bench neumf --against compile,my_package:my_step
-      wholestep bench gpt2-medium --with my_pass.py
-      wholestep bench gpt2-medium --recipe recipe.toml
-      wholestep bench --suite papers --out results.json
     """
     options.one_of("--suite", suite, SUITES)
     from wholestep.bench.workloads import WORKLOADS
 
     chosen = find_workloads(workloads or (), WORKLOADS)
+    if suite is None:
+        check_writable("--out", None if out is None else Path(out))
     if listed:
         _print_list(chosen, json)
         return
@@ -99,7 +103,11 @@ def command(
     if recipe is not None:
         if own_passes is not None:
             raise BadOption(f"--recipe {recipe} together with --with {own_passes}", hint="give one of them")
-        own_passes = options.checked_recipe(recipe)
+        options.look_at_recipe(recipe)
+        own_passes = str(recipe)
+    if own_passes is not None and not Path(own_passes).is_file():
+        hint = "name a Python file with functions marked @compiler_pass"
+        raise BadOption(f"--with {own_passes}: there is no such file", hint=hint)
     raise typer.Exit(
         _measure(chosen, names, own_passes, steps, limit, case_limit, out, retry, fresh, seed or 0, json, jobs)
     )
@@ -117,7 +125,7 @@ def find_workloads(names: Sequence[str], known: dict[str, Workload]) -> list[Wor
 
 def contenders(against: str | None, *, peers: Sequence[str], ours: str) -> list[str]:
     """Eager first, for its losses are the reference; then those asked for; one of Wholestep's own in any case."""
-    from wholestep.bench.contenders import is_ours, known
+    from wholestep.bench.contender_names import is_ours, known
 
     asked = list(peers) if against is None else [name.strip() for name in against.split(",") if name.strip()]
     for name in asked:
@@ -133,7 +141,7 @@ def _measure(
     """Make the table and print it; the exit code."""
     import torch
 
-    from wholestep.bench.contenders import is_ours
+    from wholestep.bench.contender_names import is_ours
     from wholestep.bench.harness import planned, run_table
     from wholestep.bench.own_code import load_passes
     from wholestep.bench.protocol import Protocol

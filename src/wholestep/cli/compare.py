@@ -12,6 +12,13 @@ from wholestep.cli import options
 
 FAIL_ON = ("slower",)
 
+EXAMPLES = """\b
+Examples:
+  wholestep compare before.json after.json
+  wholestep compare before.json after.json --fail-on slower
+  wholestep compare a.toml b.toml
+"""
+
 
 def command(
     before: Annotated[str, typer.Argument(metavar="A", help="The earlier results, or a recipe.")],
@@ -27,26 +34,24 @@ def command(
     Rows are matched by workload and system; other sizes are not compared; another GPU or version is noted.
 
     Two recipes (.toml) are compared line by line: what is gone (-), what is new (+), what they expect otherwise (~).
-
-    \b
-    Examples:
-      wholestep compare before.json after.json
-      wholestep compare before.json after.json --fail-on slower
-      wholestep compare a.toml b.toml
     """
     options.one_of("--fail-on", fail_on, FAIL_ON)
     if Path(before).suffix == ".toml" or Path(after).suffix == ".toml":
         _compare_recipes(Path(before), Path(after), json)
         return
-    from wholestep.bench.compare import compare, comparison_text
     from wholestep.bench.results import load
 
-    found = compare(load(Path(before)), load(Path(after)))
+    rows = load(Path(before)), load(Path(after))
+    from wholestep.bench.compare import compare, comparison_text
+
+    found = compare(*rows)
     typer.echo(json_text.dumps(found.to_json(), indent=1) if json else comparison_text(found))
     raise typer.Exit(1 if fail_on == "slower" and found.slower else 0)
 
 
 def _compare_recipes(before: Path, after: Path, json: bool) -> None:
+    for path in (before, after):
+        options.look_at_recipe(path)
     from wholestep.schedule.recipe_file import compared, read_recipe
 
     found = compared(read_recipe(before), read_recipe(after))

@@ -25,15 +25,15 @@ PACKAGES = {
 }
 NEEDED = ("torch", "numpy", "scipy", "safetensors", "typer", "rich", "psutil")
 
+EXAMPLES = """\b
+Examples:
+  wholestep doctor
+  wholestep doctor --json
+"""
+
 
 def command(json: options.Json = False) -> None:
-    """Say what this machine has and what is missing, to be pasted into a bug report.
-
-    \b
-    Examples:
-      wholestep doctor
-      wholestep doctor --json
-    """
+    """Say what this machine has and what is missing, to be pasted into a bug report."""
     found = list(examine())
     if json:
         table: dict[str, str] = {}

@@ -10,6 +10,13 @@ import typer
 
 from wholestep.cli import options
 
+EXAMPLES = """\b
+Examples:
+  wholestep eval runs/gpt-1m-shakespeare
+  wholestep eval runs/gpt-1m-shakespeare --data my_test.txt --json
+  wholestep eval runs/resnet-18-digits
+"""
+
 
 def command(
     run: options.Run,
@@ -27,15 +34,8 @@ def command(
     """Measure a trained model: loss, and perplexity or accuracy.
 
     Without --data over the part of its own data that was held out; with other data over all of it.
-
-    \b
-    Examples:
-      wholestep eval runs/gpt-1m-shakespeare
-      wholestep eval runs/gpt-1m-shakespeare --data my_test.txt --json
-      wholestep eval runs/resnet-18-digits
     """
-    options.checked_run(run)
-    options.checked_data(data, glob)
+    options.checked_run(run, tokenizer=tokenizer, data=data, glob=glob, field=field, batch=batch, seq=seq)
     from wholestep.train.evaluate import evaluate
     from wholestep.train.trained import open_trained
 

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 WIDTH = 100
 MOST_NOTES = 3
 
+EXAMPLES = """\b
+Examples:
+  wholestep explain runs/gpt-1m-shakespeare
+  wholestep explain runs/gpt-1m-shakespeare/checkpoints/step-000800
+  wholestep explain runs/gpt-1m-shakespeare --json
+  wholestep explain plan.toml
+"""
+
 
 def command(
     run: Annotated[
@@ -27,15 +35,7 @@ def command(
     ],
     json: options.Json = False,
 ) -> None:
-    """Say what a run did: settings, what was captured, what fell back, losses so far. Or what a plan decides, and why.
-
-    \b
-    Examples:
-      wholestep explain runs/gpt-1m-shakespeare
-      wholestep explain runs/gpt-1m-shakespeare/checkpoints/step-000800
-      wholestep explain runs/gpt-1m-shakespeare --json
-      wholestep explain plan.toml
-    """
+    """Say what a run did: settings, what was captured, what fell back, losses so far. Or what a plan decides, and why."""
     if run.suffix == ".toml":
         from wholestep.graph.plan_file import read_plan
 

@@ -9,6 +9,13 @@ import typer
 
 from wholestep.cli import options
 
+EXAMPLES = """\b
+Examples:
+  wholestep export runs/gpt-1m-shakespeare my_gpt
+  wholestep export runs/gpt-1m-shakespeare my_gpt --precision bf16
+  wholestep export runs/resnet-18-digits weights.safetensors
+"""
+
 
 def command(
     run: options.Run,
@@ -24,15 +31,12 @@ def command(
 
     A model of transformers, and a GPT or ResNet of Wholestep's own whose mathematics a class of transformers has, becomes a
     folder with config.json, weights and tokenizer. Others become one safetensors.
-
-    \b
-    Examples:
-      wholestep export runs/gpt-1m-shakespeare my_gpt
-      wholestep export runs/gpt-1m-shakespeare my_gpt --precision bf16
-      wholestep export runs/resnet-18-digits weights.safetensors
     """
     options.checked(precision=precision)
-    options.checked_run(run)
+    from wholestep.train.saved import refuse_taken
+
+    refuse_taken(out)
+    options.checked_run(run, tokenizer=tokenizer)
     from wholestep.train.export import export
     from wholestep.train.trained import open_trained
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from wholestep.graph.mesh import Mesh
     from wholestep.graph.plan import Plan
     from wholestep.passes.pipeline import Pipeline
+    from wholestep.train.look_ahead import Found
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 BACKENDS = ("inductor", "interpret")
@@ -85,31 +86,19 @@ Run = Annotated[
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 
 
-def checked_data(data: str | None, glob: str | None = None, model: str | None = None) -> None:
-    """--data, before torch is loaded: is it there, and may it be text? Every file of it is looked at later."""
-    if data is None or (model is not None and ":" in model and not model.startswith("hf:")):
-        return  # what it means is the function's matter
-    from wholestep.data.sources import list_files
-    from wholestep.data.texts import OTHER_DATA, TEXTS, unknown_data
+def checked_job(model: str | None, *, reads_data: bool = True, on_gpu: bool = False, **asked: Any) -> Found | None:
+    """MODEL, --set, sizes and data, as far as they can be told to be wrong before torch is loaded; what was found, if anything."""
+    from wholestep.train.look_ahead import look_ahead
 
-    path = Path(data).expanduser()
-    if data in (*TEXTS, *OTHER_DATA) or (":" in data and not path.exists()):
-        return
-    if not path.exists():
-        raise unknown_data(data, tuple(OTHER_DATA))
-    if path.is_dir():
-        list_files(path, glob)
-    else:
-        from wholestep.data.rows import look_at
-
-        look_at(path)
+    sets, seed = tuple(asked.pop("sets", None) or ()), asked.pop("seed", None) or 0
+    return look_ahead(model, sets=sets, seed=seed, on_gpu=on_gpu, reads_data=reads_data, **asked)
 
 
-def checked_run(run: str) -> None:
-    """RUN, before torch is loaded: is there something?"""
-    from wholestep.train.presets import refuse_missing
+def checked_run(run: str, **asked: Any) -> str | None:
+    """RUN, before torch is loaded: is it a trained model, and whole? The task it was trained for, where that is known."""
+    from wholestep.train.look_ahead import look_at_trained
 
-    refuse_missing(run)
+    return look_at_trained(run, **asked)
 
 
 def one_of(option: str, value: str | None, known: Sequence[str]) -> None:
@@ -121,20 +110,19 @@ def one_of(option: str, value: str | None, known: Sequence[str]) -> None:
         )
 
 
-def checked_model(model: str | None) -> None:
-    """MODEL, before torch is loaded; whether a type, a function or a folder is one is looked at later."""
-    from wholestep.train.presets import refuse_unknown
+def look_at_recipe(path: str | Path | None, *, search: bool = False) -> None:
+    """The recipe's file, as far as it can be told to be none before torch is loaded."""
+    if path is not None:
+        from wholestep.graph.recipe_table import read_table
 
-    if model is not None:
-        refuse_unknown(model)
+        read_table(Path(path), search=search)
 
 
 def checked_recipe(path: str | Path | None) -> str | None:
     """The recipe's file, found to be one before a model is built; what it says is held against the model later."""
     if path is None:
         return None
-    if not Path(path).is_file():
-        raise BadOption(f"there is no recipe {path}", hint="write one with: wholestep.schedule(model).save(FILE)")
+    look_at_recipe(path)
     from wholestep.schedule.recipe_file import read_recipe
 
     read_recipe(Path(path))
@@ -163,6 +151,17 @@ def checked_memory(memory: str | None, plan: Path | None = None) -> None:
         raise BadOption(
             "--memory auto: there is no GPU here", hint="name an amount, such as --memory 8GiB, or leave it out"
         )
+
+
+def checked_room(host_memory: str | None, folders: Sequence[Path] | None) -> None:
+    """What waits outside of the card: an amount, and folders."""
+    from wholestep.graph.bytes import parse_bytes
+
+    if host_memory is not None:
+        parse_bytes(host_memory)
+    for folder in folders or ():
+        if not folder.is_dir():
+            raise BadOption(f"--offload-path {folder} is no folder", hint="name a folder of a local disk")
 
 
 def _has_gpu() -> bool:
@@ -212,6 +211,13 @@ def checked_dump(dump: str | None) -> str | None:
             f"--dump {dump}: {error.strerror or error}", hint="name a folder that can be written to"
         ) from error
     return dump
+
+
+def refuse_unknown_passes(disable: Sequence[str] | None) -> None:
+    """An error for a pass that there is not, before any is loaded."""
+    from wholestep.passes import pipeline
+
+    pipeline.refuse_unknown_passes(disable or ())
 
 
 def pipeline(disable: Sequence[str] | None) -> Pipeline | None:

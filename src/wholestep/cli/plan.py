@@ -21,22 +21,44 @@ if TYPE_CHECKING:
 
 DEVICES_HELP = "h200|h100|a100-80gb|a100-40gb|l4|a10|t4|rtx4090|rtx3090|24GiB|this"
 
+Device = Annotated[
+    str,
+    typer.Option(metavar="NAME|BYTES|this", help=f"The card: {DEVICES_HELP}. An amount means a card of that memory."),
+]
+Memory = Annotated[
+    str | None, typer.Option(metavar="BYTES", help="A budget such as 40GiB; the whole card when not given.")
+]
+Peers = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Measured rows to draw beside, as JSON: [{name, gib, ms}].")
+]
+CheckBatch = Annotated[
+    bool | None,
+    typer.Option(
+        "--check-batch/--no-check-batch",
+        help="Capture again at the largest batch found; by itself where that is quick.",
+    ),
+]
+
+EXAMPLES = """\b
+Examples:
+  wholestep plan llama-1b --batch 8 --seq 2048 --device h200 --memory 26GiB
+  wholestep plan llama-1b --batch 8 --seq 2048 --device h200 --memory 16GiB --host-memory 64GiB
+  wholestep plan bert-large --batch 64 --device rtx4090 --out plan.toml
+  wholestep plan gpt2-medium --device 24GiB --svg frontier.svg
+  wholestep plan gpt-10m --recipe recipe.toml --out plan.toml
+  wholestep plan llama-1b --recipe shards.toml --mesh tp=4
+  wholestep plan hf:llama --set num_hidden_layers=8 --batch 4 --seq 1024 --json
+"""
+
 
 def command(
     model: options.Model,
     sets: options.Sets = None,
     batch: options.Batch = None,
     seq: options.Seq = None,
-    device: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME|BYTES|this", help=f"The card: {DEVICES_HELP}. An amount means a card of that memory."
-        ),
-    ] = "h200",
+    device: Device = "h200",
     gpus: Annotated[int, typer.Option(min=1, metavar="N", help="Cards to spread over; 1 in this version.")] = 1,
-    memory: Annotated[
-        str | None, typer.Option(metavar="BYTES", help="A budget such as 40GiB; the whole card when not given.")
-    ] = None,
+    memory: Memory = None,
     host_memory: options.HostMemory = None,
     offload_path: options.OffloadPath = None,
     precision: options.Precision = None,
@@ -44,62 +66,43 @@ def command(
     mesh: options.MeshText = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan here, as TOML.")] = None,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time against memory here.")] = None,
-    peers: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Measured rows to draw beside, as JSON: [{name, gib, ms}].")
-    ] = None,
-    check_batch: Annotated[
-        bool | None,
-        typer.Option(
-            "--check-batch/--no-check-batch",
-            help="Capture again at the largest batch found; by itself where that is quick.",
-        ),
-    ] = None,
+    peers: Peers = None,
+    check_batch: CheckBatch = None,
     disable: options.Disable = None,
     json: options.Json = False,
 ) -> None:
     """Say whether a training step fits a card, how long it takes there, and what to recompute so that it does.
 
     Needs no GPU and no memory for weights: the step is captured on tensors without data. Exit code 1 when it does not fit.
-
-    \b
-    Examples:
-      wholestep plan llama-1b --batch 8 --seq 2048 --device h200 --memory 26GiB
-      wholestep plan llama-1b --batch 8 --seq 2048 --device h200 --memory 16GiB --host-memory 64GiB
-      wholestep plan bert-large --batch 64 --device rtx4090 --out plan.toml
-      wholestep plan gpt2-medium --device 24GiB --svg frontier.svg
-      wholestep plan gpt-10m --recipe recipe.toml --out plan.toml
-      wholestep plan llama-1b --recipe shards.toml --mesh tp=4
-      wholestep plan hf:llama --set num_hidden_layers=8 --batch 4 --seq 1024 --json
     """
-    options.checked_model(model)
     options.checked(precision=precision)
     if gpus > 1:
         raise NotBuiltYet(f"--gpus {gpus}: plans for several cards are not part of this version", hint="use --gpus 1")
+    options.checked_room(host_memory, offload_path)
     ranks = options.read_mesh(mesh)
     for option, path in (("--out", out), ("--svg", svg)):
         check_writable(option, path)
     measured = read_peers(peers, model)
-    from wholestep.cost.target import find_target
+    from wholestep.cost.target import find_target, refuse_units
 
     target = find_target(device)
     budget = budget_of(memory, target)
+    options.refuse_unknown_passes(disable)
+    options.look_at_recipe(recipe)
+    found = options.checked_job(
+        model, reads_data=False, on_gpu=target.is_gpu, sets=sets, batch=batch, seq=seq, precision=precision
+    )
+    if found is not None:
+        refuse_units(target.device, found[0]["precision"])
     recipe_file = options.checked_recipe(recipe)
     passes = options.pipeline(disable)
     from wholestep.plan.room import room_for
     from wholestep.train.fit import Question, will_it_fit
 
     question = Question(
-        model=model,
-        sets=tuple(sets or ()),
-        batch=batch,
-        seq=seq,
-        precision=precision,
-        target=target,
-        budget_bytes=budget,
-        recipe=recipe_file,
-        mesh=ranks,
-        room=room_for(host_memory, offload_path),
-    )
+        model=model, sets=tuple(sets or ()), batch=batch, seq=seq, precision=precision, target=target, budget_bytes=budget,
+        recipe=recipe_file, mesh=ranks, room=room_for(host_memory, offload_path),
+    )  # fmt: skip
     fit = will_it_fit(question, passes=passes, check_batch=check_batch, tell=tell_passing)
     tell_passing("")
     _report(fit, out=out, svg=svg, json=json, peers=measured)

@@ -19,6 +19,22 @@ if TYPE_CHECKING:
 
 SYSTEMS = ("wholestep", "eager", "compile")
 
+System = Annotated[str, typer.Option(metavar="|".join(SYSTEMS), help="Whose step: Wholestep's, or a peer's.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE.html", help="The page; profile-MODEL.html when not given. The JSON goes beside it."),
+]
+
+EXAMPLES = """\b
+Examples:
+  wholestep profile gpt-1m
+  wholestep profile bert-large --batch 16 --out report.html --open
+  wholestep profile gpt-1m --system eager --json
+  wholestep profile bert-large --batch 16 --memory 12GiB
+  wholestep profile llama-1b --batch 8 --memory 16GiB --host-memory 64GiB
+  wholestep profile hf:bert --set num_hidden_layers=2 --batch 2 --seq 64
+"""
+
 
 def command(
     model: options.Model,
@@ -31,14 +47,12 @@ def command(
     seq: options.Seq = None,
     precision: options.Precision = None,
     memory: options.Memory = None,
+    host_memory: options.HostMemory = None,
+    offload_path: options.OffloadPath = None,
+    plan: options.PlanFile = None,
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps to sample after warm-up.")] = 20,
-    system: Annotated[
-        str, typer.Option(metavar="|".join(SYSTEMS), help="Whose step: Wholestep's, or a peer's.")
-    ] = "wholestep",
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.html", help="The page; profile-MODEL.html when not given. The JSON goes beside it."),
-    ] = None,
+    system: System = "wholestep",
+    out: Out = None,
     open_page: Annotated[bool, typer.Option("--open", help="Show the page in a browser.")] = False,
     no_memory: Annotated[bool, typer.Option("--no-memory", help="Do not follow the memory of a step.")] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not compare a step with eager PyTorch.")] = False,
@@ -51,49 +65,33 @@ def command(
 
     Writes one HTML page that needs no network, and a JSON file of the same name with every number in it. The model trains
     while it is measured. Out of memory is told with what fills it and what would help, exit code 1.
-
-    \b
-    Examples:
-      wholestep profile gpt-1m
-      wholestep profile bert-large --batch 16 --out report.html --open
-      wholestep profile gpt-1m --system eager --json
-      wholestep profile bert-large --batch 16 --memory 12GiB
-      wholestep profile hf:bert --set num_hidden_layers=2 --batch 2 --seq 64
     """
     # before torch is imported: its allocator tells about blocks older than a recording, which the memory profile accounts for
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    options.checked_model(model)
-    options.checked_data(data, glob, model)
     options.checked(precision=precision, backend=backend)
     options.checked_memory(memory)
     options.one_of("--system", system, SYSTEMS)
     if memory is not None and system != "wholestep":
-        raise BadOption(
-            f"--memory {memory} with --system {system}", hint="only Wholestep's own step is planned for a budget"
-        )
-    passes = options.pipeline(disable)
+        hint = "only Wholestep's own step is planned for a budget"
+        raise BadOption(f"--memory {memory} with --system {system}", hint=hint)
+    planned = options.read_plan(plan)
+    options.refuse_unknown_passes(disable)
     page = checked_page(out, model)
+    asked: dict[str, Any] = {
+        "sets": sets or [], "data": data, "glob": glob, "field": field, "tokenizer": tokenizer, "batch": batch, "seq": seq,
+        "precision": precision,
+    }  # fmt: skip
+    options.checked_job(model, seed=seed, **asked)
     from wholestep.profile.profile import profile_job
     from wholestep.train.job import make_job
 
-    job = make_job(
-        model,
-        sets=sets or (),
-        data=data,
-        glob=glob,
-        field=field,
-        tokenizer=tokenizer,
-        batch=batch,
-        seq=seq,
-        precision=precision,
-        seed=seed or 0,
-    )
+    job = make_job(model, seed=seed or 0, **asked)
+    planned = options.fitting_plan(planned, job.settings)
     profile = profile_job(
-        job, system=system, backend=backend or "inductor", steps=steps, memory=not no_memory,
-        budget=memory, verified=not no_verify, passes=passes, tell=_tell,
-        command=_words(model, sets=sets, data=data, glob=glob, field=field, tokenizer=tokenizer, batch=batch, seq=seq,
-                       precision=precision, memory=memory, backend=backend, disable=disable, seed=seed,
-                       system=None if system == "wholestep" else system),
+        job, system=system, backend=backend or "inductor", steps=steps, memory=not no_memory, passes=options.pipeline(disable),
+        tell=_tell, budget=memory, host_memory=host_memory, offload_path=offload_path, plan=planned, verified=not no_verify,
+        command=_words(model, **asked, memory=memory, host_memory=host_memory, offload_path=offload_path, plan=plan,
+                       backend=backend, disable=disable, seed=seed, system=None if system == "wholestep" else system),
     )  # fmt: skip
     _tell("")
     _report(profile, page, json)
@@ -105,7 +103,7 @@ def _words(model: str, **given: Any) -> list[str]:
     """The command again, for advice to be copied from: what was given, every option with its value."""
     words = ["wholestep", "profile", model]
     for name, value in given.items():
-        option = f"--{name.removesuffix('s') if name == 'sets' else name}"
+        option = f"--{name.removesuffix('s') if name == 'sets' else name.replace('_', '-')}"
         for one in value if isinstance(value, list) else [] if value is None else [value]:
             words += [option, str(one)]
     return words

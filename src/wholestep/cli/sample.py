@@ -10,8 +10,15 @@ from wholestep.cli import options
 from wholestep.errors import BadOption
 
 NOTHING = {
-    "image": "it tells images apart", "graph": "it tells the nodes of a graph apart", "masked": "it guesses masked words",
+    "image": "it classifies images", "graph": "it classifies the nodes of a graph", "masked": "it guesses masked words",
 }  # fmt: skip
+
+EXAMPLES = """\b
+Examples:
+  wholestep sample runs/gpt-1m-shakespeare
+  wholestep sample runs/gpt-1m-shakespeare --prompt "To be" --tokens 100 --temperature 0
+  wholestep sample runs/gpt-1m-shakespeare/checkpoints/step-000600 --seed 7
+"""
 
 
 def command(
@@ -28,25 +35,18 @@ def command(
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="The same seed writes the same text.")] = 0,
     tokenizer: options.Tokenizer = None,
 ) -> None:
-    """Write a text with a trained model: a run, one of its checkpoints, or a folder of transformers.
-
-    \b
-    Examples:
-      wholestep sample runs/gpt-1m-shakespeare
-      wholestep sample runs/gpt-1m-shakespeare --prompt "To be" --tokens 100 --temperature 0
-      wholestep sample runs/gpt-1m-shakespeare/checkpoints/step-000600 --seed 7
-    """
+    """Write a text with a trained model: a run, one of its checkpoints, or a folder of transformers."""
     if not top_p > 0:
         raise BadOption(f"--top-p {top_p}", hint="use more than 0, up to 1")
-    options.checked_run(run)
+    refuse_task(run, options.checked_run(run, tokenizer=tokenizer))
     from wholestep.train.sampling import Choice, Writer
     from wholestep.train.trained import open_trained
 
     trained = open_trained(run, tokenizer=tokenizer)
-    task = None if trained.family is None else trained.family.task
-    if trained.family is None or task in NOTHING:
-        what = f"there is nothing to sample from {run}: {NOTHING.get(task or '', 'it is a model of your own')}"
-        raise BadOption(what, hint=f"`wholestep eval {run}` tells how well")
+    if trained.family is None:
+        raise _nothing(run, "it is a model of your own")
+    task = trained.family.task
+    refuse_task(run, task)
     if trained.tokens is None:
         raise BadOption(f"{run} holds no tokenizer", hint="name the one it was trained with by --tokenizer")
     config = trained.config
@@ -68,3 +68,13 @@ def command(
     )
     shown = ids[1:] if task == "seq2seq" or (not prompt and trained.tokens.end_id is not None) else ids
     typer.echo(trained.tokens.decode(shown).strip("\n") if not prompt else trained.tokens.decode(shown))
+
+
+def refuse_task(run: str, task: str | None) -> None:
+    """An error for a model that writes nothing."""
+    if task in NOTHING:
+        raise _nothing(run, NOTHING[task])
+
+
+def _nothing(run: str, why: str) -> BadOption:
+    return BadOption(f"there is nothing to sample from {run}: {why}", hint=f"`wholestep eval {run}` tells how well")

@@ -13,29 +13,44 @@ from wholestep.cli import options
 from wholestep.cli.plan import check_writable, tell_passing
 from wholestep.errors import BadOption
 
+CLOCKS = ("wall", "cpu")
+
 if TYPE_CHECKING:
     from wholestep.search.search import Found, Outcome
 
+Recipe = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="A recipe with a table [search], values of it lists or ranges.")
+]
+Device = Annotated[
+    str, typer.Option(metavar="NAME|this", help="The card to predict for; another than this one with --measure 0.")
+]
+RecordFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Where results are kept; RECIPE.search.json when not given.")
+]
+Svg = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Throughput against memory; RECIPE.search.svg when not given.")
+]
+Clock = Annotated[
+    str, typer.Option(metavar="wall|cpu", help="cpu: processor time over threads, where others use the CPU too.")
+]
+
+EXAMPLES = """\b
+Examples:
+  wholestep search recipe.toml
+  wholestep search recipe.toml --measure 12 --out best.toml
+  wholestep search recipe.toml --measure 0 --device h200
+"""
+
 
 def command(
-    recipe: Annotated[
-        Path, typer.Argument(metavar="RECIPE", help="A recipe with a table [search], values of it lists or ranges.")
-    ],
+    recipe: Recipe,
     measure: Annotated[int, typer.Option(min=0, metavar="N", help="Points to measure in all; 0 only predicts.")] = 6,
     limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="For one point, compiling included.")] = 600.0,
-    device: Annotated[
-        str, typer.Option(metavar="NAME|this", help="The card to predict for; another than this one with --measure 0.")
-    ] = "this",
-    record: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where results are kept; RECIPE.search.json when not given.")
-    ] = None,
-    svg: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Throughput against memory; RECIPE.search.svg when not given.")
-    ] = None,
+    device: Device = "this",
+    record: RecordFile = None,
+    svg: Svg = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the recipe of the best point here.")] = None,
-    clock: Annotated[
-        str, typer.Option(metavar="wall|cpu", help="cpu: processor time over threads, where others use the CPU too.")
-    ] = "wall",
+    clock: Clock = "wall",
     retry: Annotated[bool, typer.Option("--retry", help="Measure points again that failed.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget what was measured.")] = False,
     json: options.Json = False,
@@ -46,23 +61,12 @@ def command(
     are never run. Few are measured, each in a process of its own; each corrects the predictions of the others. Results and
     failures are kept beside the recipe, and the same command goes on where it stopped. Exit code 1 when nothing could be
     measured.
-
-    \b
-    Examples:
-      wholestep search recipe.toml
-      wholestep search recipe.toml --measure 12 --out best.toml
-      wholestep search recipe.toml --measure 0 --device h200
     """
-    from wholestep.search.measure import CLOCKS
-
-    options.one_of("--clock", clock, CLOCKS)
-    if measure and device != "this":
-        raise BadOption(
-            f"--device {device}: only this machine can be measured", hint="give --measure 0 to predict only"
-        )
+    _check(clock, measure, device)
     picture = svg or recipe.with_suffix(".search.svg")
     for option, path in (("--svg", picture), ("--out", out)):
         check_writable(option, path)
+    options.look_at_recipe(recipe, search=True)
     from wholestep.search.space import read_space
 
     space = read_space(recipe)
@@ -98,6 +102,15 @@ def command(
     typer.echo(json_text.dumps(as_json(outcome), indent=1) if json else "\n".join(lines_of(outcome)))
     _end(outcome.best, picture, out, json)
     raise typer.Exit(1 if measure and outcome.best is None else 0)
+
+
+def _check(clock: str, measure: int, device: str) -> None:
+    """What goes together, before anything is loaded."""
+    options.one_of("--clock", clock, CLOCKS)
+    if measure and device != "this":
+        raise BadOption(
+            f"--device {device}: only this machine can be measured", hint="give --measure 0 to predict only"
+        )
 
 
 def _end(best: Found | None, picture: Path, out: Path | None, json: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -10,6 +10,14 @@ from wholestep.cli import options
 from wholestep.errors import BadOption
 
 STAGES = ("captured", "prepared", "planned", "lowered")
+
+EXAMPLES = """\b
+Examples:
+  wholestep show gpt-1m | less
+  wholestep show hf:bert --set num_hidden_layers=1 --stage prepared
+  wholestep show gpt-1m --batch 4 --stage planned --memory 40MiB
+  wholestep show my_package.training:setup --stage lowered
+"""
 
 
 def command(
@@ -31,24 +39,22 @@ def command(
     disable: options.Disable = None,
     dump: options.Dump = None,
 ) -> None:
-    """Print the graph of the whole step (forward, loss, backward, update) as Python.
-
-    \b
-    Examples:
-      wholestep show gpt-1m | less
-      wholestep show hf:bert --set num_hidden_layers=1 --stage prepared
-      wholestep show gpt-1m --batch 4 --stage planned --memory 40MiB
-      wholestep show my_package.training:setup --stage lowered
-    """
-    options.checked_model(model)
-    options.checked_data(data, glob, model)
+    """Print the graph of the whole step (forward, loss, backward, update) as Python."""
     options.one_of("--stage", stage, STAGES)
     options.checked(precision=precision)
     options.checked_memory(memory, plan)
     if (memory or plan) and stage in ("captured", "prepared"):
         given = f"--memory {memory}" if memory else f"--plan {plan}"
         raise BadOption(f"{given} with --stage {stage}, which comes before it", hint="use --stage planned or lowered")
-    planned, chosen = options.read_plan(plan), options.checked_recipe(recipe)
+    options.refuse_unknown_passes(disable)
+    options.look_at_recipe(recipe)
+    planned = options.read_plan(plan)
+    asked: dict[str, Any] = {
+        "sets": sets or (), "data": data, "glob": glob, "field": field, "tokenizer": tokenizer, "batch": batch, "seq": seq,
+        "precision": precision,
+    }  # fmt: skip
+    options.checked_job(model, **asked)
+    chosen = options.checked_recipe(recipe)
     passes = options.pipeline(disable)
     folder = options.checked_dump(dump)
     from wholestep.api import compile as compile_step
@@ -56,17 +62,7 @@ def command(
     from wholestep.passes.pipeline import Pipeline, default_pipeline
     from wholestep.train.job import make_job
 
-    job = make_job(
-        model,
-        sets=sets or (),
-        data=data,
-        glob=glob,
-        field=field,
-        tokenizer=tokenizer,
-        batch=batch,
-        seq=seq,
-        precision=precision,
-    )
+    job = make_job(model, **asked)
     everything = passes or default_pipeline()
     run = {
         "captured": Pipeline([]),

@@ -13,6 +13,60 @@ from wholestep.cli import options
 if TYPE_CHECKING:
     from wholestep.train.running import Outcome
 
+Out = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="The folder of the run; runs/MODEL-DATA when not given, never overwritten."),
+]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Go on from the newest checkpoint of --out, or of the newest run. "
+        "--out may also be one checkpoint. What is not given again is as it was.",
+    ),
+]
+Init = Annotated[
+    str | None,
+    typer.Option(
+        "--init", metavar="RUN", help="Start from the weights of a run, a checkpoint, or a folder of transformers."
+    ),
+]
+Nonfinite = Annotated[
+    str | None,
+    typer.Option(
+        metavar="stop|skip", help="What to do about a loss or gradient that is not finite; stop when not given."
+    ),
+]
+SaveEvery = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Steps between checkpoints; about ten over a run when not given."),
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Options from a file, such as the run.toml of a run; those given here win."),
+]
+Log = Annotated[
+    str | None, typer.Option(metavar="NAMES", help="Also log to csv, tensorboard, wandb; several by commas.")
+]
+
+EXAMPLES = """\b
+Examples:
+  wholestep train
+  wholestep train gpt-1m --data stdlib --steps 500 --set lr=0.002
+  wholestep train gpt-1m --data my_texts --glob '*.md'
+  wholestep train resnet-18 --data my_images
+  wholestep train --init runs/gpt-1m-shakespeare --data my_texts
+  wholestep train hf:bert --set num_hidden_layers=2 --batch 4 --steps 20
+  wholestep train my_package.training:setup --out runs/mine
+  wholestep train llama-1b --memory 26GiB
+  wholestep train llama-1b --memory 16GiB --host-memory 64GiB
+  wholestep train llama-1b --plan plan.toml
+  wholestep train gpt-1m --recipe recipe.toml
+  wholestep train gpt-1m --log csv,tensorboard
+  wholestep train --config runs/gpt-1m-shakespeare/run.toml --out runs/again
+  wholestep train --resume --steps 2000
+"""
+
 
 def command(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=options.MODEL_HELP)] = None,
@@ -25,34 +79,11 @@ def command(
     batch: options.Batch = None,
     seq: options.Seq = None,
     precision: options.Precision = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="The folder of the run; runs/MODEL-DATA when not given, never overwritten."),
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Go on from the newest checkpoint of --out, or of the newest run. "
-            "--out may also be one checkpoint. What is not given again is as it was.",
-        ),
-    ] = False,
-    init: Annotated[
-        str | None,
-        typer.Option(
-            "--init", metavar="RUN", help="Start from the weights of a run, a checkpoint, or a folder of transformers."
-        ),
-    ] = None,
-    nonfinite: Annotated[
-        str | None,
-        typer.Option(
-            metavar="stop|skip", help="What to do about a loss or gradient that is not finite; stop when not given."
-        ),
-    ] = None,
-    save_every: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Steps between checkpoints; about ten over a run when not given."),
-    ] = None,
+    out: Out = None,
+    resume: Resume = False,
+    init: Init = None,
+    nonfinite: Nonfinite = None,
+    save_every: SaveEvery = None,
     memory: options.Memory = None,
     host_memory: options.HostMemory = None,
     offload_path: options.OffloadPath = None,
@@ -62,13 +93,8 @@ def command(
     disable: options.Disable = None,
     dump: options.Dump = None,
     seed: options.Seed = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Options from a file, such as the run.toml of a run; those given here win."),
-    ] = None,
-    log: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Also log to csv, tensorboard, wandb; several by commas.")
-    ] = None,
+    config: Config = None,
+    log: Log = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="One line at the end, and what went wrong.")] = False,
     json: options.Json = False,
 ) -> None:
@@ -76,31 +102,12 @@ def command(
 
     The run gets a folder with metrics, checkpoints, a picture of the loss and a sample. Ctrl-C saves, and --resume goes
     on as if nothing had happened, on a CPU bit for bit. Exit code 1 when training had to stop.
-
-    \b
-    Examples:
-      wholestep train
-      wholestep train gpt-1m --data stdlib --steps 500 --set lr=0.002
-      wholestep train gpt-1m --data my_texts --glob '*.md'
-      wholestep train resnet-18 --data my_images
-      wholestep train --init runs/gpt-1m-shakespeare --data my_texts
-      wholestep train hf:bert --set num_hidden_layers=2 --batch 4 --steps 20
-      wholestep train my_package.training:setup --out runs/mine
-      wholestep train llama-1b --memory 26GiB
-      wholestep train llama-1b --memory 16GiB --host-memory 64GiB
-      wholestep train llama-1b --plan plan.toml
-      wholestep train gpt-1m --recipe recipe.toml
-      wholestep train gpt-1m --log csv,tensorboard
-      wholestep train --config runs/gpt-1m-shakespeare/run.toml --out runs/again
-      wholestep train --resume --steps 2000
     """
-    options.checked_model(model)
-    options.checked_data(data, glob, model)
-    options.checked_recipe(recipe)
     options.checked(precision=precision, backend=backend)
     options.checked_memory(memory, plan)
+    options.checked_room(host_memory, offload_path)
     options.one_of("--nonfinite", nonfinite, ("stop", "skip"))
-    options.pipeline(disable)
+    options.refuse_unknown_passes(disable)
     given = {
         "model": model, "sets": sets or None, "data": data, "glob": glob, "field": field,
         "tokenizer": tokenizer, "batch": batch, "seq": seq, "precision": precision, "steps": steps,

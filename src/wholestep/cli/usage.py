@@ -7,9 +7,47 @@ under `--set`, and an option only where its name is near.
 from __future__ import annotations
 
 import difflib
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import typer.core
+
 from wholestep.errors import BadOption
+
+MAY_BE_EMPTY = ("prompt",)
+
+
+class Command(typer.core.TyperCommand):
+    """A command that refuses what the parser would take in silence: an option given twice, an empty value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        refuse_doubtful(given, order)
+        return super().parse_args(ctx, args)
+
+
+def refuse_doubtful(given: Mapping[str, Any], order: Sequence[Any]) -> None:
+    """`given`: texts by the names of parameters; `order`: the parameters as they were met, one that was given twice twice."""
+    for number, parameter in enumerate(order):
+        named = next((name for name in parameter.opts if name.startswith("--")), parameter.metavar or parameter.name)
+        if (
+            parameter in order[:number]
+            and getattr(parameter, "nargs", 1) == 1
+            and not getattr(parameter, "multiple", False)
+        ):
+            raise BadOption(f"{named} is given twice", hint="give it once")
+        value = given.get(parameter.name)
+        texts = value if isinstance(value, (list, tuple)) else [value]
+        if "" in texts and parameter.name not in MAY_BE_EMPTY:
+            raise BadOption(f"{named} is an empty text", hint="give it a value, or leave it out")
+
+
+def refuse_no_numbers(values: Mapping[str, Any]) -> None:
+    """nan is neither below the least value nor above the largest, and so passes the parser."""
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise BadOption(f"--{name.replace('_', '-')} {value}", hint="give a number")
 
 
 def explained(error: Any) -> str:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from wholestep.cli import options
+
+EXAMPLES = """\b
+Examples:
+  wholestep verify gpt-1m --steps 2
+  wholestep verify hf:bert --set num_hidden_layers=2 --batch 2 --seq 32
+  wholestep verify gpt-1m --memory 20MiB --batch 2 --backend interpret
+  wholestep verify gpt-1m --recipe recipe.toml --steps 2
+  wholestep verify hf:llama --recipe shards.toml --mesh tp=2 --steps 2
+  wholestep verify my_package.training:setup --backend interpret --json
+"""
 
 
 def command(
@@ -37,39 +47,24 @@ def command(
     Every value has to lie within twice the rounding error that eager PyTorch itself shows against float64. Awkward
     batches and a step in eval mode follow the train steps. Exit code 1 when anything differs, and where it began. With
     --recipe the model as it was written is the measure, and the wrong verb is named; with --mesh the ranks run side by side.
-
-    \b
-    Examples:
-      wholestep verify gpt-1m --steps 2
-      wholestep verify hf:bert --set num_hidden_layers=2 --batch 2 --seq 32
-      wholestep verify gpt-1m --memory 20MiB --batch 2 --backend interpret
-      wholestep verify gpt-1m --recipe recipe.toml --steps 2
-      wholestep verify hf:llama --recipe shards.toml --mesh tp=2 --steps 2
-      wholestep verify my_package.training:setup --backend interpret --json
     """
-    options.checked_model(model)
-    options.checked_data(data, glob, model)
     options.checked(precision=precision, backend=backend)
     options.checked_memory(memory, plan)
-    planned, chosen = options.read_plan(plan), options.checked_recipe(recipe)
-    passes, folder, ranks = options.pipeline(disable), options.checked_dump(dump), options.read_mesh(mesh)
+    options.checked_room(host_memory, offload_path)
+    options.refuse_unknown_passes(disable)
+    options.look_at_recipe(recipe)
+    planned, ranks = options.read_plan(plan), options.read_mesh(mesh)
+    asked: dict[str, Any] = {
+        "sets": sets or (), "data": data, "glob": glob, "field": field, "tokenizer": tokenizer, "batch": batch, "seq": seq,
+        "precision": precision, "seed": seed or 0,
+    }  # fmt: skip
+    options.checked_job(model, **asked)
+    chosen, passes, folder = options.checked_recipe(recipe), options.pipeline(disable), options.checked_dump(dump)
     backend = backend or ("inductor" if ranks is None or ranks.num_ranks == 1 else "interpret")
     from wholestep.api import verify
     from wholestep.train.job import make_job
 
-    job = make_job(
-        model,
-        sets=sets or (),
-        data=data,
-        glob=glob,
-        field=field,
-        tokenizer=tokenizer,
-        batch=batch,
-        seq=seq,
-        precision=precision,
-        steps=steps,
-        seed=seed or 0,
-    )
+    job = make_job(model, steps=steps, **asked)
     report = verify(
         job.model, job.loss_fn, job.optimizer, [job.batches.batch(number) for number in range(steps)], steps=steps,
         edge_batches=job.edge_batches or None, memory=memory, host_memory=host_memory, offload_path=offload_path or None,

@@ -31,6 +31,13 @@ class Card:
         return not self.device.name.startswith("cpu")
 
 
+def refuse_units(device: Device, precision: str) -> None:
+    """An error where the card cannot compute in `precision`."""
+    if precision not in device.peaks:
+        has = ", ".join(device.peaks)
+        raise BadOption(f"{device.title} has no units for {precision}", hint=f"use --precision fp32; it has {has}")
+
+
 def find_target(text: str) -> Card:
     """The target of that name; an error that names the nearest for anything else."""
     name = text.strip()

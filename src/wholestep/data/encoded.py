@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from wholestep.data.rows import BETWEEN
 from wholestep.data.sources import Source, key_of
 from wholestep.data.tokens import Tokens
 from wholestep.disk import cache_folder, read_json
@@ -28,8 +29,6 @@ VERSION = 1
 """Raised when the same documents would be cut in another way."""
 PIECE = 8_000_000
 """A longer document is cut at a line before it is encoded: the tokenizer takes a hundred times the memory of its text."""
-BETWEEN = b"\n\n"
-"""Between two documents, where the tokenizer has no id for an end."""
 _SECONDS_OF_A_DAY = 86_400
 
 

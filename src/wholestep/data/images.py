@@ -18,15 +18,14 @@ from torch import Tensor
 
 from wholestep.data.draws import generator_for
 from wholestep.data.encoded import building
+from wholestep.data.image_files import list_images, read_image
 from wholestep.data.rows import needs
-from wholestep.data.sources import DIGITS, SPLITS, hash_files, key_of, list_files
+from wholestep.data.sources import DIGITS, hash_files, key_of
 from wholestep.disk import cache_folder, read_json
 from wholestep.errors import BadOption
 
-HELD_OUT_EVERY = 10
 VERSION = 1
 """Raised when the same files would give other pixels."""
-WANTED = "a folder with one folder of images per class"
 _PART = 256
 """Images looked at together for mean and spread."""
 
@@ -45,7 +44,7 @@ class ImageBatches:
         """`known`: classes, mean and spread of the run this belongs to; None finds them here."""
         self.name, self.image, self.channels, self.units = str(folder.resolve()), image, channels, batch
         self.seed, self.device = seed, device
-        paths, named, held = _listed(folder, glob)
+        paths, named, held = list_images(folder, glob)
         classes = sorted(set(named))
         self.classes = list(known["classes"]) if known else classes
         for name in classes:
@@ -110,44 +109,6 @@ class ImageBatches:
         return (pixels - mean) / std
 
 
-def _listed(folder: Path, glob: str | None) -> tuple[dict[str, Path], list[str], list[bool]]:
-    """(files by name, the class of each, whether it is held out)."""
-    if not folder.is_dir():
-        raise BadOption(f"data {str(folder)!r} is no folder", hint=f"give {WANTED}")
-    paths = list_files(folder, glob)
-    parts = {SPLITS.get(name.split("/")[0]) for name in paths}
-    split = None not in parts and "train" in parts and len(parts) > 1
-    out = "held" if "held" in parts else "test"
-    if split:
-        paths = {name: path for name, path in paths.items() if SPLITS[name.split("/")[0]] in ("train", out)}
-    depth = 2 if split else 1
-    for name in paths:
-        if len(name.split("/")) <= depth:
-            hint = f"give {WANTED}" + ("" if glob else ", or take part of it with --glob")
-            raise BadOption(f"data {str(folder)!r}: {name} lies in no folder of a class", hint=hint)
-    named = [name.split("/")[depth - 1] for name in paths]
-    classes = sorted(set(named))
-    if len(classes) < 2:
-        raise BadOption(
-            f"data {str(folder)!r} has one class, {classes[0]!r}: nothing to tell apart", hint=f"give {WANTED}"
-        )
-    if split:
-        return paths, named, [SPLITS[name.split("/")[0]] == out for name in paths]
-    return paths, named, _every_tenth(named)
-
-
-def _every_tenth(named: list[str]) -> list[bool]:
-    """Of every class each tenth; of one with two to nine images the last."""
-    totals = {name: named.count(name) for name in set(named)}
-    seen = dict.fromkeys(totals, 0)
-    held = []
-    for name in named:
-        seen[name] += 1
-        few = 2 <= totals[name] < HELD_OUT_EVERY
-        held.append(seen[name] == totals[name] if few else seen[name] % HELD_OUT_EVERY == 0)
-    return held
-
-
 def _pixels(paths: Mapping[str, Path], key: str, image: int, channels: int) -> Any:
     """[n, channels, image, image] of bytes, mapped from the cache or read now."""
     shape = (len(paths), channels, image, image)
@@ -162,26 +123,11 @@ def _pixels(paths: Mapping[str, Path], key: str, image: int, channels: int) -> A
         with building(folder) as made:
             with (made / "pixels.bin").open("wb") as file:
                 for path in paths.values():
-                    file.write(_read(path, image, channels).tobytes())
+                    file.write(read_image(path, image, channels).tobytes())
             (made / "facts.json").write_text(json.dumps(shape))
         return np.memmap(folder / "pixels.bin", np.uint8, "r", shape=shape)
     except OSError:  # a disk that refuses the cache is no reason not to train
-        return np.stack([_read(path, image, channels) for path in paths.values()])
-
-
-def _read(path: Path, image: int, channels: int) -> Any:
-    """One image, [channels, image, image]."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as opened:
-            turned = opened.convert("L" if channels == 1 else "RGB")
-            drawn = np.asarray(turned.resize((image, image), Image.Resampling.BILINEAR))
-    except Exception as error:  # Pillow's plugins raise what they like
-        raise BadOption(
-            f"{path} is no image that Pillow can read: {type(error).__name__}", hint="remove it, or use --glob"
-        ) from None
-    return drawn[None] if channels == 1 else np.ascontiguousarray(drawn.transpose(2, 0, 1))
+        return np.stack([read_image(path, image, channels) for path in paths.values()])
 
 
 def _mean_and_std(pixels: Any, chosen: Tensor) -> tuple[list[float], list[float]]:

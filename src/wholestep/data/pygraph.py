@@ -22,14 +22,11 @@ import torch
 from torch import Tensor
 
 from wholestep.data.draws import generator_for
+from wholestep.data.python_kinds import FILES, KINDS, RELATIONS
 from wholestep.data.texts import NOT_LIBRARY
 from wholestep.errors import BadOption
 from wholestep.relational.graph import RelGraph
 
-FILES = 300
-KINDS = ("module", "class", "function", "method")
-RELATIONS = ("contains", "imports", "calls", "inherits")
-"""Relation r + 4 is relation r turned round."""
 HELD_OUT_PART = 0.2
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -16,6 +16,8 @@ from typing import Any
 from wholestep.errors import BadOption, WholestepWarning
 
 FIELD = "text"
+BETWEEN = b"\n\n"
+"""Between two documents, where the tokenizer has no id for an end."""
 JSON_LINES = (".jsonl", ".ndjson")
 PARQUET = (".parquet", ".pq")
 _BOM = b"\xef\xbb\xbf"
@@ -23,6 +25,7 @@ _WIDE = (b"\xff\xfe", b"\xfe\xff")
 NO_TEXT = (".npy", ".safetensors")
 """Files of tokens."""
 _LOOK = 2**20
+_LEAVE_OUT = "leave it out with --glob"
 _ROWS = 1000
 """Read at a time."""
 
@@ -44,14 +47,14 @@ def of_file(path: Path, field: str, *, in_folder: bool) -> Iterator[bytes]:
     except OSError as error:
         raise BadOption(f"data {str(path)!r} cannot be read: {error.strerror or error}") from None
     if content.strip():
-        yield checked_text(content, str(path), hint="leave it out with --glob" if in_folder else "")
+        yield checked_text(content, str(path), hint=_LEAVE_OUT if in_folder else "")
     elif in_folder:
         warnings.warn(f"{path} is empty, and passed over", WholestepWarning, stacklevel=2)
     else:
         raise _empty(path)
 
 
-def look_at(path: Path) -> None:
+def look_at(path: Path, *, in_folder: bool = False) -> None:
     """An error when the beginning of a file shows that it is no text; what has rows or tokens is looked at by its reader."""
     if has_fields(path) or path.suffix.lower() in NO_TEXT:
         return
@@ -60,11 +63,13 @@ def look_at(path: Path) -> None:
             start = file.read(_LOOK)
     except OSError as error:
         raise BadOption(f"data {str(path)!r} cannot be read: {error.strerror or error}") from None
+    if not start and in_folder:
+        return  # passed over
     if not start:
         raise _empty(path)
     if len(start) == _LOOK:  # it may end inside of a letter, or of a line of four bytes each
         start = start[: start.rfind(b"\n") + 1] or start[:-4]
-    checked_text(start, str(path))
+    checked_text(start, str(path), hint=_LEAVE_OUT if in_folder else "")
 
 
 def _empty(path: Path) -> BadOption:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wholestep.errors import BadOption
@@ -168,3 +169,10 @@ class Ranks:
 
 ALONE = Ranks()
 """One rank, which has all."""
+
+
+def fitting_parts(sizes: Iterable[int], parts: int) -> str:
+    """A hint: the most ranks, below so many, among which all of these can be divided."""
+    shared = math.gcd(*sizes)
+    fitting = next(n for n in range(parts, 0, -1) if shared % n == 0)
+    return f"{fitting} ranks would do" if fitting > 1 else "leave that parameter whole"

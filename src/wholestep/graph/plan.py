@@ -41,7 +41,7 @@ class Plan:
     """The peak that was predicted: allocated."""
     predicted_seconds: float | None = _field(None, "of one step on the device under [made_for]")
     recompute: tuple[str, ...] = ()
-    """Values of the forward pass that are not kept for the backward pass but made again there; `key@12` in the first 12 layers."""
+    """Values of the forward pass that are not kept for the backward pass but recomputed there; `key@12` in the first 12 layers."""
     host: tuple[str, ...] = ()
     """Values that wait for the backward pass in the host's memory; `key@12` in the first 12 layers, which still compile once."""
     file: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -156,6 +157,8 @@ def toml_value(value: Any) -> str:
         )
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(toml_value(entry) for entry in value if entry is not None) + "]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # nan, inf, -inf
     if isinstance(value, (bool, int, float)):
         return json.dumps(value)
     # DEL is a control character to TOML and none to JSON

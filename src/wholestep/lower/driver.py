@@ -121,6 +121,7 @@ def build_driver(
     if consume:
         lines.append("    inputs.clear()")
     lines.append("    _ = None")
+    head = len(lines)
     # an event of one recording cannot be waited for in the next
     may_cut = len(statements) >= MIN_CALLS and not consume and not any(statement.is_ordered for statement in statements)
     cuts = {len(statements) // share for share in CUTS} if may_cut else set()
@@ -137,7 +138,18 @@ def build_driver(
             else rendered
         )
     if any(statement.is_ordered for statement in statements):
-        lines.append(f"    {scope.constant(streams, 'streams')}.join()")
+        name = scope.constant(streams, "streams")
+        body = [
+            f"    {line}" for line in lines[head:]
+        ]  # whoever fails, copies on the way are waited for before memory is let go
+        lines[head:] = [
+            "    try:",
+            *body,
+            f"        {name}.join()",
+            "    except BaseException:",
+            f"        {name}.abandon()",
+            "        raise",
+        ]
     lines.append(f"    return ({''.join(_literal(value, scope) + ', ' for value in results)})")
     source = "\n".join(lines) + "\n"
     return Driver(_execute(source, scope), source)

@@ -8,9 +8,12 @@ anything with it.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -20,6 +23,8 @@ from wholestep.tiers.files import FileStore, padded
 
 SLABS = 4
 """Values in flight: two of them leave, or come, while two are written, or read."""
+LOOK_SECONDS = 0.5
+"""How often whoever waits for a slab asks whether the disk hangs."""
 
 
 class FileTrips:
@@ -35,9 +40,14 @@ class FileTrips:
             SLABS, thread_name_prefix="wholestep-in"
         )  # readers wait for writers, so apart
         self.streams: dict[str, Any] = {}
+        self.moved_bytes = {"out": 0, "in": 0}
+        """Per step."""
+        self.waited_seconds = 0.0
+        """In which the step waited for the disk, since it was made."""
 
     def trip(self, like: torch.Tensor) -> FileTrip:
         self.slab_bytes = max(self.slab_bytes, padded(like.nbytes))
+        self.moved_bytes = {way: count + like.nbytes for way, count in self.moved_bytes.items()}
         return FileTrip(self, self.store.reserve(like.nbytes), like)
 
     def slab(self) -> torch.Tensor:
@@ -47,11 +57,25 @@ class FileTrips:
                 self.free = queue.SimpleQueue()
                 for _ in range(SLABS):
                     self.free.put(host_memory(self.slab_bytes, pinned=self.device.type == "cuda"))
-        return self.free.get()
+        while True:
+            self.store.refuse_hung()  # whose slabs do not come back
+            with contextlib.suppress(queue.Empty):
+                return self.free.get(timeout=LOOK_SECONDS)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The step waits for the disk while it is open."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited_seconds += time.perf_counter() - began
 
     def give_back(self, slab: torch.Tensor) -> None:
+        """It is free again, unless a request that hangs may still read or write it."""
         assert self.free is not None
-        self.free.put(slab)
+        if not self.store.hung:
+            self.free.put(slab)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: str) -> Any:
         """Copy beside the computation, after what the main stream was given so far; what to wait for."""
@@ -76,7 +100,10 @@ class FileTrip:
         self.read: Future[Any] | None = None
 
     def send(self, x: torch.Tensor) -> torch.Tensor:
-        slab = self.trips.slab()
+        if self.written is not None:  # of a step that failed, perhaps: two writes to one slot would have no order
+            wait([self.written])
+        with self.trips.waiting():
+            slab = self.trips.slab()
         held = viewed(slab, 0, self.shape, self.stride, self.dtype)
         self.copied = self.trips.copy(held, x, "out")
         self.written = self.trips.writers.submit(self._write, slab, self.copied)
@@ -97,7 +124,8 @@ class FileTrip:
 
     def fetched(self, y: torch.Tensor) -> torch.Tensor:
         assert self.read is not None
-        arrived = self.read.result()
+        with self.trips.waiting():
+            arrived = self.read.result()
         if arrived is not None:
             arrived.wait(torch.cuda.current_stream(self.trips.device))
         return y

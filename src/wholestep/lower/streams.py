@@ -9,7 +9,6 @@ as it is written and checks what a GPU would not: that every event that is waite
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import Protocol
 
 import torch
@@ -29,6 +28,9 @@ class Streams(Protocol):
 
     def join(self) -> None:
         """The step is over: the main stream waits for all others."""
+
+    def abandon(self) -> None:
+        """The step failed: memory that copies still use is let go behind them, and the next step begins anew."""
 
 
 class InOrder:
@@ -58,6 +60,9 @@ class InOrder:
     def join(self) -> None:
         self._over = True
 
+    def abandon(self) -> None:
+        self._over = True
+
     def _note(self, what: str, stream: str, event: str) -> None:
         if self._over:  # the first word of a new step
             self.left, self.log, self._over = set(), [], False
@@ -73,6 +78,7 @@ class OnCuda:
         self.main: torch.cuda.Stream | None = None
         """That of the step at work; it may be another at every step: recordings have one of their own."""
         self.used: set[str] = set()
+        self.sides: dict[str, torch.cuda.Stream] = {}
 
     def on(self, stream: str) -> contextlib.AbstractContextManager[None]:
         return torch.cuda.stream(self._stream(stream))
@@ -86,6 +92,12 @@ class OnCuda:
     def join(self) -> None:
         for name in self.used:
             self._main().wait_stream(self._side(name))
+        self.main, self.used = None, set()
+
+    def abandon(self) -> None:
+        """What failed is told; that a recording cannot be joined any more is not."""
+        with contextlib.suppress(RuntimeError):
+            self.join()
         self.main, self.used = None, set()
 
     def _main(self) -> torch.cuda.Stream:
@@ -102,9 +114,10 @@ class OnCuda:
             self._side(name).wait_stream(main)  # it starts where the step is, and is part of its recording
         return self._side(name)
 
-    @functools.cache  # noqa: B019  as many as a step has names
     def _side(self, name: str) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self.device)
+        if name not in self.sides:
+            self.sides[name] = torch.cuda.Stream(self.device)
+        return self.sides[name]
 
 
 def streams_for(device: torch.device) -> Streams:

@@ -36,6 +36,7 @@ class Transfers:
     """The statements of one step: asked for node by node, in order."""
 
     def __init__(self, device: torch.device, store: FileStore | None = None) -> None:
+        self.device = device
         self.arena = Arena(pinned=device.type == "cuda")
         self.files = None if store is None else FileTrips(store, device)
         self.trips: dict[fx.Node, FileTrip] = {}
@@ -44,6 +45,10 @@ class Transfers:
         self.mark: str | None = None
         """The event of the main stream that holds for this place."""
         self.moved_bytes = {OUT: 0, IN: 0}
+        self.used_bytes = 0
+        """Of the arena: what values take of their slots."""
+        self.state_bytes = 0
+        """Of optimizer state that lies on the host, in memory of its own."""
 
     def statements(self, node: fx.Node, *, exactly: bool = False) -> list[Statement]:
         """The calls that a node stands for."""
@@ -91,6 +96,7 @@ class Transfers:
             trip = self.trips[node] = self.files.trip(like)
             return [Statement(trip.send, (x,), {}, (node,), comment="to a file")]
         send = Send(self.arena, self.arena.reserve(like.nbytes), like)
+        self.used_bytes += like.nbytes
         self.left[node] = f"{node.name}.out"
         marks = self._marked(node.name)
         return [*marks, Statement(send, (x,), {}, (node,), stream=OUT, after=(str(self.mark),), leaves=self.left[node])]
@@ -98,6 +104,7 @@ class Transfers:
     def _copy_out_into(self, node: fx.Node) -> list[Statement]:
         x, target = node.args
         self.moved_bytes[OUT] += x.meta["val"].nbytes  # type: ignore[union-attr]
+        self.state_bytes += x.meta["val"].nbytes  # type: ignore[union-attr]
         self.left[target] = f"{node.name}.out"  # type: ignore[index]
         marks = self._marked(node.name)
         event = self.left[target]  # type: ignore[index]
@@ -186,6 +193,8 @@ def _fill(y: torch.Tensor, h: torch.Tensor) -> None:
 
 WRITTEN: dict[Any, int] = {_fill: 0, copy_out_into: 1}
 """Function -> the argument that it writes to."""
+BESIDE = (_nothing, _fill)
+"""Of all functions those that are called beside the one call that stands for a node."""
 
 
 def passes_on(statement: Statement) -> fx.Node | None:

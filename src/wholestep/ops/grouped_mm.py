@@ -108,7 +108,7 @@ def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], 
 def _differentiated(
     ctx: torch.autograd.function.FunctionCtx, grad: Tensor
 ) -> tuple[Tensor | None, Tensor | None, None]:
-    """Two operators, that of w first: x, kept or made again for it, is gone before the gradient of x, as large, is made."""
+    """Two operators, that of w first: x, kept or recomputed for it, is gone before the gradient of x, as large, is made."""
     x, w, ends = ctx.saved_tensors  # type: ignore[attr-defined]
     of_x, of_w = ctx.needs_input_grad[:2]  # type: ignore[attr-defined]
     grad_w = torch.ops.ws.grouped_mm_weights(grad, x, ends) if of_w else None

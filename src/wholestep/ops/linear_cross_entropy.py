@@ -227,7 +227,7 @@ def linear_cross_entropy_backward(
     *,
     implementation: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, weight and bias, from the logits made again and the forward's lse."""
+    """The gradients of x, weight and bias, from the logits recomputed and the forward's lse."""
     x, weight = _dense(x, weight)
     rule = Rule(ignore_index, label_smoothing, z_loss, softcap)
     scale = _row_scale(grad, target, rule, reduction, lse.dtype)

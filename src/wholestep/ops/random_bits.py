@@ -117,8 +117,13 @@ def normal(
 ) -> Tensor:
     """Standard normal by Box-Muller from two streams, computed in float32 and then cast."""
     radius_uniform = 1.0 - uniform(shape, key, torch.float32, device)  # in (0, 1]: its logarithm is finite
-    angle = uniform(shape, key ^ NORMAL_STREAM, torch.float32, device) * 6.283185307179586
+    angle = uniform(shape, _other_stream(key), torch.float32, device) * 6.283185307179586
     return (torch.sqrt(-2.0 * torch.log(radius_uniform)) * torch.cos(angle)).to(dtype)
+
+
+def _other_stream(key: Tensor) -> Tensor:
+    """The key of the second stream; one of a part (`part_key`) lies where it lay."""
+    return key ^ NORMAL_STREAM if key.dim() == 0 else torch.cat([key[:1] ^ NORMAL_STREAM, key[1:]])
 
 
 # ---- keys ----------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ class DoesNotHold(RuntimeError):
 
 def reference(holds: int, device: torch.device) -> Tensor:
     if not holds:
-        raise DoesNotHold("sizes that only data tells are not as they were taken for granted")
+        raise DoesNotHold("a size that depends on the data is not what the captured graph assumes")
     return torch.ones((), dtype=torch.bool, device=device)
 
 

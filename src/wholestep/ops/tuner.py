@@ -117,7 +117,7 @@ def refuse_unusable(name: str, what: str, call: str, reasons: Mapping[str, str |
     if name not in reasons:
         near = difflib.get_close_matches(name, reasons, n=1)
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(fit)}"
-        raise NoSuchKernel(f"the plan names kernel {name!r} for {what} {call}, which there is not", hint=hint)
+        raise NoSuchKernel(f"the plan names kernel {name!r} for {what} {call}, which does not exist", hint=hint)
     if reasons[name] is not None:
         hint = f"use one of {', '.join(fit)}, or leave it out and the fastest is found"
         raise BadOption(f"the plan names kernel {name!r} for {what} {call}: {reasons[name]}", hint=hint)

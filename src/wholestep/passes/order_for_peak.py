@@ -3,7 +3,8 @@
 In: a graph in the order of tracing. Out: the same nodes, some elsewhere.
 - A value that is larger than what it lets die (a widening cast, a mask, zeros) is made right before its first reader: a tied
   embedding's partial gradient waits for the other part in bf16, and what only the backward reads is made in the backward.
-- A value that is smaller than what it lets die (a narrowing cast, a comparison) is made right behind its last argument.
+- A value that is smaller than what it lets die (a narrowing cast, a comparison, the gradient of a gate) is made right behind its
+  last argument.
 
 A moved node takes the phase and module of its new neighbour, so regions stay whole; and it stays in its layer, or outside all
 of them, so equal layers stay equal (the head's cast of its input would make the last layer an odd one). Nodes that read state
@@ -36,6 +37,11 @@ _MOVABLE = frozenset(
         "scalar_tensor", "masked_fill",
     )
 )  # fmt: skip
+# Elementwise gradients: what they read is a product and two values of the forward pass, which need not wait for other products.
+_HOISTED = frozenset(
+    f"aten::{name}_backward"
+    for name in ("silu", "gelu", "threshold", "sigmoid", "tanh", "hardswish", "hardtanh", "elu", "leaky_relu", "softplus", "mish")
+)  # fmt: skip
 
 
 @compiler_pass(numerics="bitwise")
@@ -60,8 +66,10 @@ def _move_all(graph: TrainingGraph) -> bool:
     written = _written(graph, lives.found)
     changed = False
     for node in reversed(list(graph.operations())):
-        if _is_movable(node) and written.isdisjoint(lives.read(node)):
+        if _is_one_of(_MOVABLE, node) and written.isdisjoint(lives.read(node)):
             changed |= _sink(node, lives) or _hoist(node, lives)
+        elif _is_one_of(_HOISTED, node) and written.isdisjoint(lives.read(node)):
+            changed |= _hoist(node, lives)
     return changed
 
 
@@ -147,9 +155,9 @@ def _written(graph: TrainingGraph, found: Mapping[fx.Node, Storages]) -> set[int
     return {number for target in targets for number in flat_numbers(found[placeholders[target]])}
 
 
-def _is_movable(node: fx.Node) -> bool:
+def _is_one_of(names: frozenset[str], node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    if schema is None or schema.name not in _MOVABLE or not isinstance(node.meta.get("val"), torch.Tensor):
+    if schema is None or schema.name not in names or not isinstance(node.meta.get("val"), torch.Tensor):
         return False
     return bool(node.users) and not (node.meta.get("custom") or {}).get("direct")
 

@@ -15,22 +15,20 @@ import difflib
 import functools
 import importlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any, Literal
 
 from wholestep.errors import BadOption
-from wholestep.graph.check import check, looked_at
 from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
-from wholestep.graph.printer import dump as dump_graph
-from wholestep.graph.training_graph import TrainingGraph
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the names of passes are read before torch is loaded
     from wholestep.capture.trace import Capture
+    from wholestep.graph.training_graph import TrainingGraph
 
-Pass = Callable[[TrainingGraph], TrainingGraph]
-ApplyPass = Callable[[TrainingGraph, Plan], TrainingGraph]
+Pass = Callable[["TrainingGraph"], "TrainingGraph"]
+ApplyPass = Callable[["TrainingGraph", Plan], "TrainingGraph"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,7 +82,7 @@ TABLE: tuple[PassRow, ...] = (
         "before recompute, whose copies are to take the same"),
     PassRow("mark_regions", "apply", "what the plan fuses becomes a region of its own",
         "before recompute, whose copies belong to the region of what they repeat"),
-    PassRow("recompute", "apply", "what the plan does not keep is made again in the backward",
+    PassRow("recompute", "apply", "what the plan does not keep is recomputed in the backward",
         "after all that reads the names of values; after it nothing may merge equal ones"),
     PassRow("offload", "apply", "what the plan moves waits in the host's memory or in files",
         "after recompute, whose copies read what comes back"),
@@ -217,10 +215,7 @@ class Pipeline:
     def _find(self, name: str) -> tuple[int, bool]:
         """Where a pass stands, and whether in the apply part."""
         known = [*map(name_of, self.passes), *map(name_of, self.apply)]
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-            raise BadOption(f"there is no pass {name!r}", hint=hint)
+        _refuse_unknown(name, known)
         at = known.index(name)
         return (at, False) if at < len(self.passes) else (at - len(self.passes), True)
 
@@ -235,6 +230,9 @@ class Pipeline:
         self, graph: TrainingGraph, *, dump: str | None = None, first: int = 1
     ) -> tuple[TrainingGraph, list[PassReport]]:
         """All passes in order, each checked, timed and (with `dump`) written out, numbered from `first`; what each did."""
+        from wholestep.graph.check import check, looked_at
+        from wholestep.graph.printer import dump as dump_graph
+
         check(graph)
         checked = looked_at(graph)
         if dump is not None and first == 1:
@@ -303,6 +301,19 @@ def default_pipeline(extra: Sequence[Pass] = ()) -> Pipeline:
     """The passes every step goes through, in the order of the table; `extra` ones follow those of the prepare part."""
     prepare = [row.load() for row in TABLE if row.part == "prepare"]
     return Pipeline([*prepare, *extra], [row.load() for row in TABLE if row.part == "apply"])
+
+
+def refuse_unknown_passes(names: Iterable[str]) -> None:
+    """An error for a name that no pass of the table has; none of them is loaded."""
+    for name in names:
+        _refuse_unknown(name, [row.name for part in ("prepare", "apply") for row in TABLE if row.part == part])
+
+
+def _refuse_unknown(name: str, known: Sequence[str]) -> None:
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+        raise BadOption(f"there is no pass {name!r}", hint=hint)
 
 
 def table_for_docs() -> str:

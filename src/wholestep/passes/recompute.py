@@ -1,4 +1,4 @@
-"""Values of the forward pass are made again in the backward pass instead of being kept, as the Plan says.
+"""Values of the forward pass are recomputed in the backward pass instead of being kept, as the Plan says.
 
 In: a graph and the keys of values that are not to be kept. Out: the graph in which the backward pass of every layer reads
 copies of them, computed from what is kept. A copy is made once per layer's backward, right before its first reader, and

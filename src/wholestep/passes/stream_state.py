@@ -6,8 +6,8 @@ state each; what they replace is copied in before them and out behind them:
     y = copy_in(state) ... | y = in_done(y); new = adamw(..., y); h = copy_out(new) ... | h = out_done(new, h)
 
 While one part is updated, the next come in and those before go out; a few parts are on the card at a time. What stays on the card
-is updated last, while copies go out. State that is an input lies on the host from step to step, and `optimizer.state` stays its
-owner. The same operators on the same values: every bit stays.
+is updated between them, while copies come and go. State that is an input lies on the host from step to step, and `optimizer.state`
+stays its owner. The same operators on the same values: every bit stays.
 """
 
 from __future__ import annotations
@@ -104,10 +104,23 @@ def _cut(graph: TrainingGraph, update: fx.Node, away: set[fx.Node]) -> list[fx.N
             held = 0
         parts[-1].append(i)
         held += size
-    stays = [i for i in range(count) if i not in set(moved)]
-    groups = [*parts, *([stays] if stays else [])]
-    made = split_update(graph.graph, update, [Part(tuple(group), update) for group in groups])
-    return made[: len(parts)]
+    beside = _shared_out([i for i in range(count) if i not in set(moved)], update, len(parts) + 1)
+    groups = [group for number, part in enumerate(parts) for group in (beside[number], part)] + [beside[-1]]
+    made = iter(split_update(graph.graph, update, [Part(tuple(group), update) for group in groups if group]))
+    nodes = [next(made) if group else None for group in groups]
+    return [node for node in nodes[1::2] if node is not None]
+
+
+def _shared_out(stays: Sequence[int], update: fx.Node, count: int) -> list[list[int]]:
+    """What stays on the card in so many groups of about as many bytes: they are updated while copies come and go."""
+    sizes = [entry.meta["val"].nbytes for entry in update_list(update, "params")]
+    whole = sum(sizes[i] for i in stays) or 1
+    groups: list[list[int]] = [[] for _ in range(count)]
+    passed = 0
+    for i in stays:
+        groups[min(count - 1, count * passed // whole)].append(i)
+        passed += sizes[i]
+    return groups
 
 
 def _stream(graph: TrainingGraph, updates: Sequence[fx.Node], away: set[fx.Node], stations: Sequence[fx.Node]) -> None:
@@ -149,12 +162,13 @@ def _stream(graph: TrainingGraph, updates: Sequence[fx.Node], away: set[fx.Node]
 
 
 def _ahead(graph: TrainingGraph, updates: Sequence[fx.Node], stations: Sequence[fx.Node]) -> fx.Node:
-    """Where the first parts begin to come: a station before the first update, two where all updates stand at the end."""
+    """Where the first parts begin to come: a station before the first update. Where all updates stand at the end, not before the
+    station behind the backward pass: until then all gradients wait, and memory is scarcest."""
     position = {node: index for index, node in enumerate(graph.graph.nodes)}
     known = [node for node in stations if node in position]  # an update that was cut may have been one
     places = [position[node] for node in known]
     first, last = (bisect.bisect_right(places, position[update]) - 1 for update in (updates[0], updates[-1]))
-    ahead = first - (2 if first == last else 1)
+    ahead = first - int(first != last)
     return known[ahead] if ahead >= 0 else updates[0]
 
 

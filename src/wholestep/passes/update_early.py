@@ -1,4 +1,4 @@
-"""Updates move to where their gradients are final, so that gradients die young.
+"""Updates move to where their gradients are final, so that gradients are freed early.
 
 In: a graph whose optimizer node, one per parameter group, waits at the end for all gradients. Out: several such nodes, each
 between two layers of the backward, right behind the layer whose gradients it consumes. Of all gradients (as many bytes as the
@@ -44,7 +44,7 @@ def update_early(
 ) -> TrainingGraph:
     """adamw(all parameters) => adamw(layer 11), adamw(layer 10), ..., each behind the backward of its layer.
 
-    `clip="layer"` clips what each of these nodes updates by its own norm: another training than clipping by the global one,
+    `clip="layer"` clips what each of these nodes updates by its own norm: not the training that clipping by the global one gives,
     asked for by name (`compile(clip_scope="layer")`), in which gradients need not wait for each other.
     """
     if plan is not None and plan.early_update is False:

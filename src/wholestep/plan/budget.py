@@ -275,15 +275,15 @@ class Fitting:
             )
             first += f"; {show_bytes(point.host_bytes)} wait on the host, {show_bytes(point.moved_bytes['out'])} leave per step"
         if not plan.recompute:
-            return Note("memory", f"{first}; nothing is made again")
+            return Note("memory", f"{first}; nothing is recomputed")
         cost = 100 * ((plan.predicted_seconds or fastest) / fastest - 1)
         values = counted(len(plan.recompute), "value is", "values are")
-        again = f"{values} made again in the backward pass, about +{cost:.1f} % time"
+        again = f"{values} recomputed in the backward pass, about +{cost:.1f} % time"
         return Note("memory", f"{first}; {again}")
 
 
 class ForSpeed:
-    """Without a budget: plans one captured step so that what is quicker to compute than to keep is made again.
+    """Without a budget: plans one captured step so that what is quicker to compute than to keep is recomputed.
 
     On a GPU and compiled, that is; a step that is interpreted, or runs on a CPU, keeps everything.
     """
@@ -311,7 +311,7 @@ class ForSpeed:
         if plan.recompute:
             count = len(plan.recompute)
             values = counted(count, "value is", "values are")
-            quicker = f"{values} quicker to make again than to keep (plan=wholestep.Plan() keeps them)"
+            quicker = f"{values} quicker to recompute than to keep (plan=wholestep.Plan() keeps them)"
             self.told = [Note("plan", quicker)]
         return plan
 

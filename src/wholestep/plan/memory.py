@@ -1,7 +1,7 @@
-"""The memory planner: which saved values to keep, which to make again and which to move, least time for a number of bytes.
+"""The memory planner: which saved values to keep, which to recompute and which to move, least time for a number of bytes.
 
-In: a Problem and a target in bytes. Out: the keys of the values to make again, and what leaves the card. One binary variable per
-value (kept), two per operation (made again near, made again far); equal layers share them, so a model of any depth has a few
+In: a Problem and a target in bytes. Out: the keys of the values to recompute, and what leaves the card. One binary variable per
+value (kept), two per operation (recomputed near, recomputed far); equal layers share them, so a model of any depth has a few
 hundred. Solved exactly by HiGHS.
 
     keep(v) + again(maker(v)) >= 1                   for every value v the backward pass reads
@@ -18,7 +18,7 @@ variable per share, and optimizer state may lie there:
     sum away bytes / link <= seconds of the window + wait(window)      in every window, each way
     minimise  ... + sum wait(window)
 
-A value may be made again from one that comes back: whatever is kept, here or there, may be read.
+A value may be recomputed from one that comes back: whatever is kept, here or there, may be read.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ import dataclasses
 import os
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 from wholestep.plan.moves import STATE_IN_FLIGHT
 from wholestep.plan.problem import Problem
 
+if TYPE_CHECKING:
+    from scipy.optimize import LinearConstraint
+
 SECONDS_PER_SOLVE = 4.0
 AGAIN_AT_ONCE = 0.5
-"""Share of what is made again in a layer that is in memory at the same time."""
+"""Share of what is recomputed in a layer that is in memory at the same time."""
 SMALL_SHARE = 2e-5
 """Values that the backward pass reads and that are smaller than this share of the memory, all layers together, are kept."""
 
@@ -76,11 +78,12 @@ class MemoryPlanner:
         everything = max(problem.rest, default=0) + sum(value.bytes for value in self.values)
         self.scale = max(1.0, everything / 1000)  # solvers want numbers of a sane size, in models of any size
         self.again_bytes = {unit.key: 0.0 for unit in self.units}
-        """What an operation adds to a stretch in which it is made again."""
+        """What an operation adds to a stretch in which it is recomputed."""
         for value in self.values:
             if value.stored and value.count:
                 self.again_bytes[value.unit] += AGAIN_AT_ONCE * value.bytes / value.count
         self.moves = [] if problem.moves is None else list(problem.moves.moves)
+        self.in_flight = frozenset(() if problem.moves is None else problem.moves.in_flight)
         self.away = range(self.target + 1, self.target + 1 + len(self.moves))
         """Variables: whether a move is made; then whether any state is moved; then the seconds waited in every window."""
         self.any_state = self.away.stop
@@ -145,7 +148,8 @@ class MemoryPlanner:
                 if stretch in u.stretches and again[u.key]
             ]
             terms += [(i, m.freed[stretch] / self.scale) for i, m in zip(self.away, self.moves) if m.freed.get(stretch)]
-            terms += [(self.any_state, -STATE_IN_FLIGHT / self.scale)] if self.moves else []
+            if self.moves and stretch in self.in_flight:
+                terms.append((self.any_state, -STATE_IN_FLIGHT / self.scale))
             self._row(terms, rest / self.scale)
 
     def _links(self) -> None:
@@ -199,6 +203,8 @@ class MemoryPlanner:
             integral[self.waits.start : self.waits.stop] = 0
             upper[self.waits.start : self.waits.stop] = np.inf
             cost[self.waits.start : self.waits.stop] = 1.0
+        from scipy.optimize import Bounds, milp  # half a second that a step without a budget does not wait for
+
         with _solver_is_silent():
             found = milp(
                 cost, integrality=integral, bounds=Bounds(lower, upper), constraints=self._constraints(size),
@@ -207,6 +213,9 @@ class MemoryPlanner:
         return None if found.x is None else self._decision(found.x)
 
     def _constraints(self, size: int) -> LinearConstraint:
+        from scipy.optimize import LinearConstraint
+        from scipy.sparse import coo_array
+
         rows = np.repeat(np.arange(len(self._rows)), [len(columns) for columns, _, _ in self._rows])
         columns = np.concatenate([np.asarray(columns) for columns, _, _ in self._rows])
         numbers = np.concatenate([np.asarray(numbers) for _, numbers, _ in self._rows])
@@ -233,7 +242,10 @@ class MemoryPlanner:
         if self.moves:
             seconds += self.whole * float(sum(x[self.waits.start : self.waits.stop]))
             in_flight = STATE_IN_FLIGHT if any(self.moves[n].value is None for n in away) else 0
-            sums = [s + in_flight - sum(self.moves[n].freed.get(i, 0) for n in away) for i, s in enumerate(sums)]
+            sums = [
+                s + (in_flight if i in self.in_flight else 0) - sum(self.moves[n].freed.get(i, 0) for n in away)
+                for i, s in enumerate(sums)
+            ]
         return Decision(tuple(sorted(again)), seconds, max(sums, default=0.0), away)
 
 

@@ -68,13 +68,15 @@ class Moves:
 
     moves: Sequence[Move]
     windows: Sequence[float]
-    """Seconds of every window: those of the forward pass, then the rest."""
+    """Seconds of every window: those of the forward pass, then of the rest, then of updates that stand together at the end."""
     seconds_out: float
     """Per byte that leaves."""
     seconds_in: float
     seconds_shared: float
     """Which a byte that leaves while others come takes from them."""
     room: Room
+    in_flight: Sequence[int] = ()
+    """Stretches in which parts of the state are on the way to their updates, where any lies on the host."""
 
 
 def make_moves(
@@ -93,25 +95,39 @@ class _Builder:
         self.starts = [place for place, _ in places]
         self.numbers = [number for _, number in places]
         self.end_of_forward = max(stretches.values(), default=-1) + 1
+        self.at_end = self._end()
         self._windows()
 
     def _windows(self) -> None:
-        """Equal seconds of the forward pass, and of the rest."""
-        seconds = {True: 0.0, False: 0.0}
-        ends: dict[bool, list[tuple[int, float]]] = {True: [], False: []}
+        """Equal seconds of the forward pass, and of the rest; one for updates that stand together at the end."""
+        seconds = {"forward": 0.0, "rest": 0.0, "end": 0.0}
+        ends: dict[str, list[tuple[int, float]]] = {"forward": [], "rest": [], "end": []}
         for work in self.line.works:
-            forward = phase_of(work.node) == "forward"
+            place = self.position[work.node]
+            late = self.at_end is not None and place >= self.at_end
+            span = "forward" if phase_of(work.node) == "forward" else "end" if late else "rest"
             moved = sum(self.line.sizes.get(s, 0) for s in (*work.makes, *work.reads))
-            seconds[forward] += self.clock.moving(moved) if work.fusable else self.clock.library_call(work.node)
-            ends[forward].append((self.position[work.node], seconds[forward]))
+            seconds[span] += self.clock.moving(moved) if work.fusable else self.clock.library_call(work.node)
+            ends[span].append((place, seconds[span]))
         self.ends, self.whole = ends, seconds
-        self.windows = [seconds[forward] / WINDOWS for forward in (True, False) for _ in range(WINDOWS)]
+        self.windows = [seconds[span] / WINDOWS for span in ("forward", "rest") for _ in range(WINDOWS)]
+        self.windows.append(seconds["end"])
+
+    def _end(self) -> int | None:
+        """Where updates begin, if all of them stand behind the backward pass."""
+        updates = [self.position[node] for node in self.graph.operations() if node.target in IN_PLACE]
+        backward = [self.position[node] for node in self.graph.operations() if phase_of(node) == "backward"]
+        if not updates or not backward or min(updates) < backward[-1]:
+            return None
+        return backward[-1] + 1
 
     def _window(self, node: fx.Node, *, forward: bool) -> int:
-        ends = self.ends[forward]
+        if not forward and self.at_end is not None and self.position[node] >= self.at_end:
+            return 2 * WINDOWS
+        ends = self.ends["forward" if forward else "rest"]
         at = bisect.bisect_left(ends, (self.position[node], 0.0))
         passed = ends[min(at, len(ends) - 1)][1] if ends else 0.0
-        share = min(WINDOWS - 1, int(WINDOWS * passed / (self.whole[forward] or 1.0)))
+        share = min(WINDOWS - 1, int(WINDOWS * passed / (self.whole["forward" if forward else "rest"] or 1.0)))
         return share if forward else WINDOWS + share
 
     def build(self, room: Room) -> Moves:
@@ -119,7 +135,17 @@ class _Builder:
         if not alone:  # the host's memory is the device's own
             return Moves((), (), 0.0, 0.0, 0.0, room)
         moves = [*self._values(), *self._states()]
-        return Moves(moves, self.windows, 1 / alone, 1 / alone, (1 / both) * (1 - both / alone), room)
+        return Moves(
+            moves, self.windows, 1 / alone, 1 / alone, (1 / both) * (1 - both / alone), room, self._in_flight()
+        )
+
+    def _in_flight(self) -> list[int]:
+        """From the station before the first update on; behind the backward pass, where they all stand there."""
+        updates = [self.position[node] for node in self.graph.operations() if node.target in IN_PLACE]
+        stations = [place for place in self.trips.places if place <= min(updates, default=0)]
+        first = self.at_end if self.at_end is not None else stations[-2] if len(stations) > 1 else 0
+        ends = dict(zip(self.numbers, self.starts, strict=True))  # the last node of every stretch
+        return [number for number, end in ends.items() if end >= first]
 
     def _values(self) -> list[Move]:
         keys, layers = value_keys(self.graph), layers_of(self.graph.graph.nodes)

@@ -7,7 +7,7 @@ from typing import Any
 
 from wholestep.graph.bytes import show_bytes
 from wholestep.graph.layers import layer_pattern
-from wholestep.plan.moves import Move, Moves
+from wholestep.plan.moves import WINDOWS, Move, Moves
 
 
 def chosen_moves(moves: Moves | None, away: Sequence[int]) -> list[Move]:
@@ -46,8 +46,8 @@ def reasons_to_move(moves: Moves | None, away: Sequence[int]) -> dict[str, str]:
     chosen = chosen_moves(moves, away)
     if moves is None or not chosen:
         return {}
-    half = len(moves.windows) // 2
-    hides = {"out": sum(moves.windows[:half]) / moves.seconds_out, "back": sum(moves.windows[half:]) / moves.seconds_in}
+    forward, rest = sum(moves.windows[:WINDOWS]), sum(moves.windows[WINDOWS:])
+    hides = {"out": forward / moves.seconds_out, "back": rest / moves.seconds_in}
     found: dict[str, str] = {}
     for shares in _by_value(chosen).values():
         size = sum(move.host_bytes for move in shares)

@@ -1,13 +1,13 @@
-"""Keep or make again: what there is to decide about the memory of a step, as sets and numbers.
+"""Keep or recompute: what there is to decide about the memory of a step, as sets and numbers.
 
 In: a TrainingGraph, its Timeline, a clock. Out: a Problem, in which equal layers share one decision. A value of the forward
-pass that the backward pass reads is kept, or made again from what is kept. A value may be made again in the backward of its
-own layer (`near`), or in that of another which reads it (`far`: what a layer hands to the next). Nothing may be made again
+pass that the backward pass reads is kept, or recomputed from what is kept. A value may be recomputed in the backward of its
+own layer (`near`), or in that of another which reads it (`far`: what a layer hands to the next). Nothing may be recomputed
 far from something that itself is not kept and comes from yet another layer: otherwise the whole forward pass would be
 repeated for every layer.
 
 Memory is looked at in every stretch of the backward pass and, last, at the end of the forward pass, where the loss is: what is
-kept until then, what is made again there, and the rest, which no decision changes. Time is what is made again, and for fused
+kept until then, what is recomputed there, and the rest, which no decision changes. Time is what is recomputed, and for fused
 results that are kept, what it takes to write and read them: to compute a GELU twice is quicker than to store it.
 """
 
@@ -49,7 +49,7 @@ class Value:
     alive: dict[int, int] = dataclasses.field(default_factory=lambda: defaultdict(int))
     """Stretch of the backward pass -> bytes kept there."""
     stored: bool = False
-    """Made again it would be written to memory, not only computed inside its readers."""
+    """Recomputed it would be written to memory, not only computed inside its readers."""
     holding: float = 0.0
     """Seconds it takes to write it for the backward pass and to read it there."""
     made_from: set[str] = dataclasses.field(default_factory=set)
@@ -69,7 +69,7 @@ class Unit:
     free_reads: set[str] = dataclasses.field(default_factory=set)
     """Values made outside all layers (rotary tables, embeddings)."""
     stretches: set[int] = dataclasses.field(default_factory=set)
-    """Where it would be made again."""
+    """Where it would be recomputed."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -176,8 +176,10 @@ def _together(actions: list[Action]) -> list[Action]:
     for action in actions:
         key = action["command"], action["python"], action["title"]
         if key in merged:
-            first = merged[key]
-            action = first | {"gain": first["gain"] + action["gain"], "why": f"{first['why']}; {action['why']}"}
+            first, (row, _, reason) = merged[key], action["why"].partition(": ")
+            rows, _, same = first["why"].partition(": ")
+            why = f"{rows}, {row}: {reason}" if reason == same else f"{first['why']}; {action['why']}"
+            action = first | {"gain": first["gain"] + action["gain"], "why": why}
         merged[key] = action
     return list(merged.values())
 
@@ -200,7 +202,9 @@ def _remedy(row: Any, profile: Profile) -> tuple[str, str, dict[str, Any]]:
     if row.kind in ("matmul", "convolution", "attention"):
         formats = profile.device["peaks"]
         if profile.settings.get("precision") == "fp32" and formats.get("bf16", 0) > 1.5 * formats.get("fp32", 1):
-            more = f"bf16 has {formats['bf16'] / formats['fp32']:.1f} times the peak of fp32 here; other rounding"
+            more = (
+                f"bf16 has {formats['bf16'] / formats['fp32']:.1f} times the peak of fp32 here; it rounds differently"
+            )
             copied = {"option": "--precision bf16", "python": 'precision="bf16"', "exact": False}
             return "Compute in bf16", more, copied
         return larger[0], "sizes that are multiples of 64 and a larger batch use the units better", larger[1]

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from wholestep.cost.roofline import Fp32Units, fp32_units_here, roofline
 from wholestep.cost.utilisation import utilisation
 from wholestep.errors import BadOption, WholestepError
 from wholestep.graph.bytes import show_bytes
+from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.lower.footprint.blocks import MemoryProfile
 from wholestep.lower.footprint.predict import predict_profile
@@ -90,6 +91,8 @@ class Profile:
     eager_memory: MemoryProfile | None
     predicted_memory: MemoryProfile | None
     budget_bytes: int | None
+    copies: dict[str, Any] | None
+    """Between card and host: moved_bytes, rates beside those of the link, waits, arena; None where nothing moves."""
     predictions: tuple[dict[str, Any], ...]
     """name, predicted, measured, unit."""
     verified: dict[str, Any] | None
@@ -137,6 +140,9 @@ def profile_job(
     steps: int = 20,
     memory: bool = True,
     budget: str | int | None = None,
+    host_memory: str | int | None = None,
+    offload_path: Sequence[str | Path] | None = None,
+    plan: Plan | None = None,
     verified: bool = True,
     passes: Any = None,
     command: Sequence[str] = (),
@@ -145,13 +151,18 @@ def profile_job(
     """Measure a step of `job`; it trains while it is measured.
 
     `memory`: whether the memory of a step is followed; `budget`: what it may take, as `wholestep.compile(memory=...)`;
+    `host_memory`, `offload_path`, `plan`: where values may wait, as there;
     `command`: the words on the command line, for advice to be copied from; `tell` hears what is being done.
     """
     if system not in SYSTEMS:
         raise BadOption(f"system={system!r}", hint=f"use {', '.join(SYSTEMS)}")
     if budget is not None and system != "wholestep":
         raise BadOption(f"a memory budget for system={system!r}", hint="only Wholestep's own step is planned for one")
-    return _Session(job, system, backend, steps, passes, budget, tuple(command), tell).measure(memory, verified)
+    places = {"host_memory": host_memory, "offload_path": offload_path or None, "plan": plan}
+    places = {name: value for name, value in places.items() if value is not None}
+    if places and system != "wholestep":
+        raise BadOption(f"{next(iter(places))} for system={system!r}", hint="only Wholestep's own step is planned")
+    return _Session(job, system, backend, steps, passes, budget, tuple(command), tell, places).measure(memory, verified)
 
 
 class _Session:
@@ -160,7 +171,9 @@ class _Session:
     def __init__(
         self, job: Job, system: str, backend: str, steps: int, passes: Any,
         budget: str | int | None, command: tuple[str, ...], tell: Callable[[str], None],
+        places: Mapping[str, Any],
     ) -> None:  # fmt: skip
+        self.places = places
         self.command, self.compile_seconds, self.busy = command, 0.0, ""
         self.job, self.system, self.wanted, self.samples = job, system, backend, steps
         self.passes, self.budget, self.tell, self.notes = passes, budget, tell, list[str]()
@@ -181,12 +194,14 @@ class _Session:
         timing = self._timing(call)
         variant = step.variant_for(self.batch) if step is not None and self.system == "wholestep" else None
         calls, device = self._calls(step, call, variant, device, timing)
+        copies = self._copies(step, variant, device, timing)
         busy = self._busy(call)
         graph = step.graph if step is not None else None
         used = None if graph is None else node_costs(graph)
         remembered = self._memory(call, variant, graph) if memory else (None, None, None)
         checked = self._verify(variant, timing) if verified and self.system == "wholestep" else None
         found = self._profile(timing, calls, device, used, busy, variant, remembered, checked)
+        found = dataclasses.replace(found, copies=copies)
         return dataclasses.replace(found, actions=tuple(actions.actions_of(found, self._budget_fix(found, variant))))
 
     # ---- the step ----
@@ -196,7 +211,8 @@ class _Session:
         job, ours, began = self.job, self.system == "wholestep", time.perf_counter()
         step = api.compile(
             job.model, job.loss_fn, job.optimizer, self.batch, backend=self.wanted if ours else "interpret", check="off",
-            passes=self.passes, memory=self.budget, seed=job.settings.get("seed", 0), verbose=False, **job.compile_options,
+            passes=self.passes, memory=self.budget, seed=job.settings.get("seed", 0), verbose=False, **self.places,
+            **job.compile_options,
         )  # fmt: skip
         self.compile_seconds = time.perf_counter() - began if ours else 0.0
         if step.graph is None:
@@ -282,6 +298,15 @@ class _Session:
             wait(self.place)
             taken = time.perf_counter() - began
         return min(kernels.busy_seconds(activities) / taken, 1.0)
+
+    def _copies(
+        self, step: Step | None, variant: Variant | None, device: Device, timing: Timing
+    ) -> dict[str, Any] | None:
+        if step is None or variant is None:
+            return None
+        self.tell("timing copies between card and host")
+        batches = [self.job.batches.batch(number) for number in range(WATCHED_STEPS)]
+        return watching.watch_copies(step, variant, batches, device, self.fp32, timing.median)
 
     # ---- memory and verification ----
 
@@ -378,7 +403,8 @@ class _Session:
             shares={"gpu_busy": busy, "data_wait": wait_share, "between_calls": max(step - spent, 0.0) / step},
             utilisation=self._utilisation(costs, step, device), busy=self.busy or None, memory=memory,
             eager_memory=eager, predicted_memory=predicted,
-            budget_bytes=_budget_of(variant), predictions=tuple(facts.predictions(memory, predicted, floor, 1e3 * step)),
+            budget_bytes=_budget_of(variant), copies=None,
+            predictions=tuple(facts.predictions(memory, predicted, floor, 1e3 * step)),
             verified=checked, actions=(), environment=facts.environment(self.place), notes=tuple(dict.fromkeys(self.notes)),
         )  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from wholestep.graph.bytes import show_bytes
 from wholestep.graph.counted import counted
-from wholestep.report.page import render_page, show_count, show_gain, show_percent
+from wholestep.report.page import copy_lines, render_page, show_count, show_gain, show_percent
 from wholestep.report.pictures.drawing import show_ms
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ def summary_lines(profile: Profile) -> list[str]:
         split = sorted(((n, c) for c, n in profile.memory.at_peak.items() if n), reverse=True)[:4]
         told = ", ".join(f"{name} {show_bytes(count)}" for count, name in split)
         lines.append(f"memory    peak {show_bytes(profile.memory.peak_bytes)} ({told}){eager}")
+    copies = copy_lines(profile.copies)
+    lines += [f"{'' if index else 'copies':10}{what}: {words}" for index, (what, words) in enumerate(copies)]
     if profile.verified is not None:
         verdict = "equal to eager" if profile.verified["ok"] else "DIFFERS from eager"
         lines.append(f"verified  {verdict}, {counted(len(profile.verified['rows']), 'value')}")

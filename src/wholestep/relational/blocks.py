@@ -141,7 +141,7 @@ class Blocks:
         for n, more in enumerate((1, *real)):
             self.used[used["bucket"]][n] += more
         order = torch.arange(sizes.edges, device=edge.device)
-        given = graph.order.index_select(0, edge)
+        given = graph.order.index_select(0, edge).long()
         any_edge = given[:1] if edge.shape[0] else given.new_zeros(1)
         nodes = torch.cat([ids, seeds[:1].expand(sizes.nodes - ids.shape[0])])
         return Block(

@@ -55,6 +55,8 @@ class RelGraph:
     rows: Rows
     only_sources: Rows
     """The same with source pairs for every relation: where a message is not linear in its source, and to compare with."""
+    of_relations: Table
+    """Relations -> nodes, over pairs: relations of sources, then those of destinations, each with its pairs."""
     at_destinations: Table
     """Source nodes -> destination pairs, over edges."""
     incoming: Table
@@ -81,7 +83,8 @@ class RelGraph:
         order = order.index_select(0, (dst * relations + etype).index_select(0, order).argsort(stable=True))
         src, dst, etype = (ids.index_select(0, order) for ids in (src, dst, etype))
         types = None if ntype is None else make_types(*_checked_types(ntype, nodes, num_types, src.device))
-        self._fill({"order": order, "types": types} | make_tables(src, dst, etype, nodes, relations))
+        tables = make_tables(src, dst, etype, nodes, relations)
+        self._fill({"order": order.to(tables["src"].dtype), "types": types} | tables)
 
     @classmethod
     def _of(cls, tables: Mapping[str, Any]) -> RelGraph:
@@ -123,12 +126,9 @@ class RelGraph:
 
     def given(self) -> tuple[Tensor, Tensor]:
         """(source, destination) and relation of every edge, in the order in which they were given."""
-        index, etype = (
-            torch.empty(2, self.num_edges, dtype=torch.int64, device=self.order.device),
-            torch.empty_like(self.order),
-        )
-        index[:, self.order], etype[self.order] = torch.stack([self.src, self.dst]).long(), self.etype.long()
-        return index, etype
+        told = torch.empty(3, self.num_edges, dtype=torch.int64, device=self.order.device)
+        told[:, self.order.long()] = torch.stack([self.src, self.dst, self.etype]).long()
+        return told[:2], told[2]
 
     def to(self, device: Any) -> RelGraph:
         """The same graph elsewhere."""

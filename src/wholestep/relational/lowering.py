@@ -58,6 +58,7 @@ class _Lowering(Products):
                 raise refused(node, "it makes a tensor of its own", "give it as a parameter")
         self.graph.output(self._summed(self.message))
         self.graph.eliminate_dead_code()
+        self._join_dots()
         return Program(fx.GraphModule(torch.nn.Module(), self.graph))
 
     def _inputs(self, placeholders: list[fx.Node]) -> None:

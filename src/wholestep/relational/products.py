@@ -6,16 +6,32 @@ which is made once per relation; so does one with a narrow matrix that all relat
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import torch
 from torch import Tensor, fx
 
 from wholestep.relational import spaces
-from wholestep.relational.by_rows import has_rows
+from wholestep.relational.by_rows import RESHAPES, has_rows
 from wholestep.relational.program import HALF, Building, Linear, Value
 from wholestep.relational.spaces import GROUPS, Space, joined
 from wholestep.relational.trace import refused
 
 aten = torch.ops.aten
+
+
+_ONES = RESHAPES | {aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default}
+
+
+def before_views(node: Any) -> fx.Node:
+    """What has the same numbers in the same order, before dimensions of size one came and went."""
+    while node.target in _ONES:
+        before, after = ([size for size in n.meta["val"].shape if size != 1] for n in (node.args[0], node))
+        if before != after:
+            break
+        node = node.args[0]
+    return node  # type: ignore[no-any-return]
 
 
 class Products(Building):
@@ -27,9 +43,13 @@ class Products(Building):
         if right.space in GROUPS and left.space not in (Space.ONE, right.space):
             if nodes[0].meta["val"].shape[1] != 1:  # type: ignore[union-attr]
                 return self._grouped(node, left, right, tuple(node.meta["val"].shape[1:]))
-            rows = self._made(
-                node, spaces.tail_reshaped, (left.node, [nodes[0].meta["val"].shape[2]]), left.space, told=False
-            )  # type: ignore[union-attr]
+            given = before_views(nodes[0])
+            if given.meta["val"].dim() == 2:  # the very rows: what else reads them, reads the same
+                rows = self.values[given]
+            else:
+                rows = self._made(
+                    node, spaces.tail_reshaped, (left.node, [nodes[0].meta["val"].shape[2]]), left.space, told=False
+                )  # type: ignore[union-attr]
             return self._shaped(node, self._grouped(node, rows, right, (node.meta["val"].shape[2],)))
         if left.space in GROUPS and right.space not in (Space.ONE, left.space):
             turned = [self._made(node, aten.transpose.int, (v.node, 1, 2), v.space, told=False) for v in (right, left)]
@@ -138,6 +158,26 @@ class Products(Building):
         if kind is node.meta["val"].dtype:
             return made
         return self._made(node, Tensor.to, (made.node, node.meta["val"].dtype), made.space, told=False)
+
+    def _join_dots(self) -> None:
+        """Dots of the same nodes with relations, as sources and as destinations, become one; when the program is whole."""
+        place = {node: number for number, node in enumerate(self.graph.nodes)}
+        seen: dict[Any, fx.Node] = {}
+        for late in [node for node in place if node.target is spaces.dot_with_relations]:
+            nodes, space = late.args[1], late.args[3]
+            early = seen.setdefault(nodes, late)
+            if early.args[3] is space or any(place[user] < place[late] for user in early.users):
+                continue  # of one side, or read too early
+            sides = {dot.args[3]: dot for dot in (early, late)}
+            with self.graph.inserting_before(late):
+                vectors = [sides[side].args[2] for side in (Space.SOURCE_PAIR, Space.DESTINATION_PAIR)]
+                both = self.graph.call_function(spaces.dots_with_relations, (self.table, nodes, *vectors))
+                both.meta["told"] = "dots with relations of both sides", Space.SOURCE
+                for number, side in enumerate((Space.SOURCE_PAIR, Space.DESTINATION_PAIR)):
+                    part = self.graph.call_function(operator.getitem, (both, number))
+                    sides[side].replace_all_uses_with(part)
+            del seen[nodes]
+        self.graph.eliminate_dead_code()
 
     def _dot_of_ends(self, node: fx.Node, sides: list[fx.Node]) -> Value | None:
         ends = {self.values[n].space: n for n in sides if n.meta["val"].dtype is node.meta["val"].dtype}

@@ -251,6 +251,14 @@ def dot_with_relations(graph: RelGraph, nodes: Tensor, vectors: Tensor, space: S
     return (graph.sources if space is Space.SOURCE_PAIR else graph.destinations).dot(nodes, vectors)
 
 
+def dots_with_relations(
+    graph: RelGraph, nodes: Tensor, of_sources: Tensor, of_destinations: Tensor
+) -> tuple[Tensor, ...]:
+    """Both sides' at once: rows are read, and their gradients written, once for the two of them."""
+    dots = graph.of_relations.dot(nodes, torch.cat([of_sources, of_destinations]))
+    return dots.split([count_of(graph, Space.SOURCE_PAIR), count_of(graph, Space.DESTINATION_PAIR)])
+
+
 DOTS = {Space.SOURCE: dot_of_nodes, Space.SOURCE_PAIR: dot_of_source_pairs}
 
 # ---- sums over the edges of a node ----

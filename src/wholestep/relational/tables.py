@@ -36,16 +36,20 @@ class Taking:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Table:
-    """Rows summed up: the entries of target t stand at ptr[t] to ptr[t + 1]; `edge` is that whose weight counts, or -1."""
+    """Rows summed up: the entries of target t stand at ptr[t] to ptr[t + 1]; `edge` is that whose weight counts, or -1.
+
+    Without `edge` no entry has one: weights are not asked for, so that nothing is kept for their gradient.
+    """
 
     ptr: Tensor
     index: Tensor
-    edge: Tensor
+    edge: Tensor | None
     back_ptr: Tensor
     back_index: Tensor
-    back_edge: Tensor
+    back_edge: Tensor | None
 
     def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        weight = None if self.edge is None else weight
         edge, back_edge = (None, None) if weight is None else (self.edge, self.back_edge)
         out: Tensor = torch.ops.ws.gather_sum(
             x, weight, self.ptr, self.index, edge, self.back_ptr, self.back_index, back_edge
@@ -53,7 +57,8 @@ class Table:
         return out
 
     def dot(self, left: Tensor, right: Tensor) -> Tensor:
-        """For every edge the product of the row of its target and the one it reads, along the last dimension."""
+        """For every edge the product of the row of its target and the one it reads, along the last dimension. Of tables where every
+        entry has an edge."""
         table = self.ptr, self.index, self.edge, self.back_ptr, self.back_index, self.back_edge
         out: Tensor = torch.ops.ws.edge_dot(left, right, *table)
         return out
@@ -155,12 +160,14 @@ def make_tables(
     counts = (
         of_source, of_destination, torch.minimum(of_source, of_destination),
         torch.where(fewer, of_source, per_relation), torch.where(fewer, per_relation, of_destination),
+        torch.where(fewer, per_relation, 0),
     )  # fmt: skip
-    sizes = there = Sizes(nodes, src.shape[0], *torch.stack([count.sum() for count in counts]).tolist())
+    *found, through_sources = torch.stack([count.sum() for count in counts]).tolist()
+    sizes = there = Sizes(nodes, src.shape[0], *found)
     if room is not None:
         sizes = room(there)
         assert sizes.hold(there), f"{sizes} have no room for {there}"
-    fit = _narrow(max(*sizes, relations))
+    fit = _narrow(max(*sizes, sizes.source_pairs + sizes.destination_pairs, relations))
     starts = [_starts(_at(side.node, side.by_node), sizes.nodes) for side in sides]
     sources, destinations = (
         _pairs(side, etype, begin, size, sizes, relations, fit)
@@ -168,31 +175,33 @@ def make_tables(
     )
     last = sizes.nodes - 1
     long = [fit(_filled_up(t, sizes.edges, fill)) for t, fill in ((src, last), (dst, last), (etype, relations - 1))]
-    everyone = fit(torch.arange(sizes.edges, device=src.device))
-    one_each = fit(torch.arange(sizes.edges + 1, device=src.device))
+    pairs = sizes.source_pairs + sizes.destination_pairs
+    numbers = fit(torch.arange(max(sizes.edges, pairs) + 1, device=src.device))
+    everyone = numbers[: sizes.edges]
     ptr, back_ptr = (fit(_closed(begin.clone(), sizes.edges)) for begin in starts[::-1])
     back = fit(_counted_on(by_src, sizes.edges))
     pair_of = _before(_changes(sides[1].pair))[1:] - 1  # in the order of edges
     pair_ptr = _closed(_starts(pair_of, sizes.destination_pairs), sizes.edges)
-    none = torch.full_like(sources.relation, -1)
-    each = fit(torch.arange(sizes.source_pairs + 1, device=src.device))
     at_edges, of_node = sources.to_edge, sources.of_node
+    rows = _rows(sides, starts, etype, fit, fewer, sizes)
+    if room is None:  # with room, graphs of equal shapes are one program
+        rows = _without_idle_edges(rows, through_sources, sizes.edges)
     only_sources = Rows(
         sources.ends,
-        Table(each, of_node.index, none, of_node.back_ptr, of_node.back_index, none),
+        Table(numbers[: sizes.source_pairs + 1], of_node.index, None, of_node.back_ptr, of_node.back_index, None),
         Table(ptr, at_edges.index, everyone, at_edges.back_ptr, _at(long[1], at_edges.back_index), at_edges.back_index),
         torch.ones_like(fewer),
     )
     return {
         "src": long[0], "dst": long[1], "etype": long[2], "ptr": ptr, "pair_ptr": fit(pair_ptr), "degree": torch.diff(ptr.long()),
         "from_src": Taking(long[0], back_ptr, back), "from_dst": Taking(long[1], ptr, everyone),
-        "sources": sources, "destinations": destinations, "rows": _rows(sides, starts, etype, fit, fewer, sizes),
-        "only_sources": only_sources,
+        "sources": sources, "destinations": destinations, "rows": rows, "only_sources": only_sources,
+        "of_relations": _of_relations(sources, destinations, numbers[:pairs]),
         "at_destinations": Table(
             destinations.to_edge.back_ptr, _at(long[0], destinations.to_edge.back_index), destinations.to_edge.back_index,
             back_ptr, _at(destinations.to_edge.index, back), back,
         ),
-        "incoming": Table(ptr, everyone, everyone, one_each, long[1], everyone),
+        "incoming": Table(ptr, everyone, everyone, numbers[: sizes.edges + 1], long[1], everyone),
         "neighbours": Table(ptr, long[0], everyone, back_ptr, _at(long[1], back), back),
         "nodes": torch.empty(sizes.nodes, 0, device=src.device),
     }  # fmt: skip
@@ -235,6 +244,33 @@ def _pairs(side: _Side, etype: Tensor, starts: Tensor, size: int, sizes: Sizes, 
     spare = torch.arange(size, device=pair.device)  # pairs that fill the room are the last in this order too
     of_node = Taking(fit(node), fit(ptr), fit(spare.scatter_(0, place, in_order)))
     return Pairs(fit(relation), fit(ends), of_node, at_edges)
+
+
+def _of_relations(sources: Pairs, destinations: Pairs, everyone: Tensor) -> Table:
+    """Node by node its source pairs, then its destination pairs, which are numbered behind all source pairs."""
+    count, relations = sources.relation.shape[0], sources.ends.shape[0]
+    one, other = sources.of_node, destinations.of_node
+    places = (
+        everyone[:count] + _at(other.back_ptr, _at(one.index, one.back_index)),
+        everyone[: everyone.shape[0] - count] + _at(one.back_ptr, _at(other.index, other.back_index) + 1),
+    )
+    edge = torch.empty_like(everyone).scatter_(
+        0, torch.cat(places).long(), torch.cat([one.back_index, other.back_index + count])
+    )
+    relation = torch.cat([sources.relation, destinations.relation + relations])
+    ends = torch.cat([sources.ends.new_zeros(1), sources.ends, destinations.ends + count])
+    back_index = torch.cat([one.index, other.index])
+    return Table(one.back_ptr + other.back_ptr, _at(relation, edge), edge, ends, back_index, everyone)
+
+
+def _without_idle_edges(rows: Rows, through_sources: int, edges: int) -> Rows:
+    """Where no edge, or every one, goes through its source pair, one of the two tables sums over pairs alone."""
+    bare: dict[str, Any] = {"edge": None, "back_edge": None}
+    if edges and through_sources == 0:
+        return dataclasses.replace(rows, spread=dataclasses.replace(rows.spread, **bare))
+    if edges and through_sources == edges:
+        return dataclasses.replace(rows, gathered=dataclasses.replace(rows.gathered, **bare))
+    return rows
 
 
 def _rows(sides: list[_Side], starts: list[Tensor], etype: Tensor, fit: Fit, by_source: Tensor, sizes: Sizes) -> Rows:

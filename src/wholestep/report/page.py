@@ -48,6 +48,7 @@ def render_page(profile: Mapping[str, Any]) -> str:
         p=profile, wide=pictures_of(profile), narrow=pictures_of(profile, NARROW),
         modules=module_rows(profile["modules"], profile["step_ms"]["median"]),
         rows=profile["rows"][:MOST_ROWS], left_out=max(len(profile["rows"]) - MOST_ROWS, 0), cards=cards_of(profile),
+        copies=copy_lines(profile["copies"]),
         settings=_settings(profile["settings"]), version=str(profile["format"]),
     )  # fmt: skip
 
@@ -98,6 +99,29 @@ def cards_of(profile: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     cards.append(("between calls", show_percent(shares["between_calls"]), "host time no call accounts for"))
     cards.append(("waiting for data", show_percent(shares["data_wait"]), f"{show_ms(times['data_median'])} per batch"))
     return cards
+
+
+def copy_lines(copies: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """(what, in words) of a step's copies between card and host, for the page and the terminal."""
+    if copies is None:
+        return []
+    link, found = copies["link"], []
+    for way, words in (("out", "to the host"), ("in", "back")):
+        rate, whole = copies["rates"][way], None if link is None else link[way]
+        text = f"{show_bytes(copies['moved_bytes'][way])} a step"
+        if rate is not None:
+            text += f", {show_count(rate)}B/s while copies run"
+            text += "" if whole is None else f", {rate / whole:.0%} of the link's {show_count(whole)}B/s"
+        found.append((words, text))
+    if link is not None:
+        found.append(("both ways", f"the link moves {show_count(link['both'])}B/s each way when both are busy"))
+    waits = f"{show_ms(copies['wait_ms'])} a step, {show_percent(copies['wait_share'])} of it"
+    found.append(("waits", f"{waits}{'; on a CPU copies are made at once' if copies['stand_in'] else ''}"))
+    arena = f"{show_bytes(copies['arena_bytes'])}, of which values take {show_bytes(copies['arena_used_bytes'])}"
+    found.append(("arena", arena if copies["arena_bytes"] else "none: no value waits in the host's memory"))
+    for name, what in (("state_bytes", "optimizer state on the host"), ("file_bytes", "in files")):
+        found += [(what, show_bytes(copies[name]))] if copies[name] else []
+    return found
 
 
 def show_count(value: float | None) -> str:

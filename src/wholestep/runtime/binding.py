@@ -199,12 +199,10 @@ class Binding:
                 first = next(iter(self.members[plan]), None)
                 known = 0.0 if first is None else optimizers.steps_taken(optimizer, self.subject.parameters[first])  # type: ignore[arg-type]
                 self.steps[plan] = known
-            elif counter.device.type == "cpu":
-                self.steps[plan] = float(counter[0])
-            elif getattr(counter, _KNOWN, (None, 0.0))[0] == counter._version:
+            elif counter.is_cuda and getattr(counter, _KNOWN, (None, 0.0))[0] == counter._version:
                 self.steps[plan] = getattr(counter, _KNOWN)[1]
             else:
-                self.steps[plan] = float(counter[0])
+                self.steps[plan] = _counted(counter.tolist())
                 setattr(counter, _KNOWN, (counter._version, self.steps[plan]))
 
     # ---- inputs ----
@@ -297,8 +295,8 @@ def guard_state(optimizer: Optimizer, on_host: set[str]) -> None:
             raise WholestepError("optimizer.step() by hand while optimizer state lies on the host", hint=hint)
 
     def wait(owner: Optimizer) -> None:
-        if any(p.is_cuda for p in owner.state):
-            torch.cuda.synchronize()
+        for device in {p.device for p in owner.state if p.is_cuda}:
+            torch.cuda.synchronize(device)
 
     setattr(optimizer, _HOOKS, (optimizer.register_step_pre_hook(refuse), optimizer.register_state_dict_pre_hook(wait)))
 
@@ -323,11 +321,17 @@ def _shared_counter(tables: list[dict]) -> torch.Tensor:
         if all(s._base is base and s.storage_offset() == i for i, s in enumerate(steps)):
             return base
     counter = torch.stack([s.detach().reshape(()) for s in steps])
-    if bool((counter != counter[0]).any()):
-        raise StateMoved("parameters of one group have taken different numbers of steps")
+    _counted(counter.tolist())
     for i, table in enumerate(tables):
         table["step"] = counter[i]
     return counter
+
+
+def _counted(steps: list[float]) -> float:
+    """The number that all parameters of a group have."""
+    if steps.count(steps[0]) != len(steps):
+        raise StateMoved("parameters of one group have taken different numbers of steps")
+    return steps[0]
 
 
 def _kinds(subject: Subject) -> dict[str, tuple]:

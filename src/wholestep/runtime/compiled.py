@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from wholestep.capture.front import dynamo as private
-from wholestep.capture.front.unguarded import Unguarded, refuse_unguardable
+from wholestep.capture.front.unguardable import refuse_unguardable
+from wholestep.capture.front.unguarded import Unguarded
 from wholestep.capture.ladder import COMPILED, EAGER
 from wholestep.capture.subject import Subject
 from wholestep.capture.undo import Undo

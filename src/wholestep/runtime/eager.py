@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from wholestep.capture.forward import check_loss
 from wholestep.capture.optimizers import genuine_zero_grad
 from wholestep.capture.preflight import autocast_for
 from wholestep.capture.subject import Subject
-from wholestep.capture.tracer import check_loss
 
 Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
 

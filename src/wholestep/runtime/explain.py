@@ -27,12 +27,12 @@ MOST_KERNELS = 6
 
 
 def told(plan: Plan) -> str:
-    """The decisions of a plan in one line: the values that the backward pass makes again, largest reasons first."""
+    """The decisions of a plan in one line: the values that the backward pass recomputes, largest reasons first."""
     moved = {*plan.host, *plan.file, *plan.state}
     reasons = [key for key in plan.reasons if key not in moved]
     names = [key.replace("/", " ") for key in reasons] or [key.replace("/", " ") for key in plan.recompute]
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return f"made again in the backward pass: {', '.join(names[:4])}{more}"
+    return f"recomputed in the backward pass: {', '.join(names[:4])}{more}"
 
 
 def told_moves(plan: Plan, facts: Mapping[str, Any]) -> list[str]:

@@ -59,7 +59,7 @@ class Offloaded:
     """What waits on the host; `moved_bytes` and `kept_bytes` say how much was copied and how much stayed for want of room."""
 
     def __init__(self, device: torch.device, pool: Pool, least: int) -> None:
-        self.pool, self.least = pool, least
+        self.device, self.pool, self.least = device, pool, least
         self.link = _CudaLink(device) if device.type == "cuda" else _NoLink()
         self.stays: set[StorageWeakRef] = set()
         self.known: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()
@@ -77,7 +77,10 @@ class Offloaded:
     def pack(self, tensor: torch.Tensor) -> Any:
         """The tensor itself where it stays; else what it takes to have it again."""
         self._look()
-        storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
+        here = (
+            tensor.layout == torch.strided and tensor.device == self.device
+        )  # the link's streams know no other device
+        storage = tensor.untyped_storage() if here else None
         if storage is None or storage.nbytes() < self.least or StorageWeakRef(storage) in self.stays or _is_odd(tensor):
             return tensor
         stored = self._stored(tensor, storage)
@@ -92,7 +95,7 @@ class Offloaded:
             return packed
         self._look()
         stored: Stored = packed.stored
-        if stored.overwritten:
+        if stored.was_overwritten():
             raise RuntimeError(
                 "a tensor that the backward pass needs was modified by an inplace operation while it left the card: "
                 "use the operation that is not in place"
@@ -159,9 +162,12 @@ class Stored:
     asked: int = 0
     """How often they were asked back: when all were, the device's memory is let go."""
 
+    def was_overwritten(self) -> bool:
+        """Whether it was written to before its copy was known to be over, which it may not be yet."""
+        return self.overwritten or (self.held is not None and self.held._version != self.version)
+
     def let_go(self) -> None:
-        if self.held is not None:
-            self.overwritten = self.held._version != self.version
+        self.overwritten = self.was_overwritten()
         self.held = None
 
     def fetch(self) -> None:
@@ -245,6 +251,6 @@ class _CudaLink:
 
 
 def _is_odd(tensor: torch.Tensor) -> bool:
-    """What is not simply bytes in a storage: subclasses, conjugate or negative views, tensors of other devices."""
+    """What is not simply bytes in a storage: subclasses, conjugate or negative views."""
     odd = type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
     return odd or tensor.is_sparse or (tensor.is_leaf and tensor.requires_grad)

@@ -83,8 +83,12 @@ class OneStep:
     def _graph_called(self, graph: LossGraph, args: tuple) -> tuple:
         numbers, returned = graph.host(args)
         variant = self.step.variant_of(graph, args, self.batch)
-        named = self._one(variant, args, numbers)
-        return graph.results(named, returned)
+        try:
+            named = self._one(variant, args, numbers)
+        except EagerDid as did:
+            loss, aux = did.result
+            raise EagerDid((loss, aux | graph.live_aux(args))) from None
+        return graph.results(named, returned, args)
 
     def _without_guards(self) -> tuple[Result, torch.Tensor | None]:
         for batch in self.micro:

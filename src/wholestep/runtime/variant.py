@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from wholestep.capture.front.shared import bytes_of, overlap
 from wholestep.capture.reading import Reading
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
@@ -74,6 +75,9 @@ class Variant:
         batch = zip(self.brought, capture.graph.indices(Role.BATCH))
         self.written_back = [(i, place) for i, place in batch if place in written]
         """(argument, input) of what a call brings and the graph writes to."""
+        self.mutated = [i for i in written if capture.graph.inputs[i].role in (Role.BUFFER, Role.CONSTANT)]
+        self.mutated_memory: set[int] = set()
+        """Where what the graph writes beside parameters and batches lies."""
         self.before = Kept()
         self.uses = 0
         self.checked = False
@@ -90,6 +94,7 @@ class Variant:
         """Bind what moved; look at the optimizer."""
         moved = self.binding.refresh([args[i] for i in self.given])
         if moved:
+            self.mutated_memory.clear()
             for runner in (self.runner, self.update_runner):
                 if runner is not None and hasattr(runner, "invalidate"):
                     runner.invalidate()
@@ -103,6 +108,8 @@ class Variant:
         """The graph on one micro-batch: its outputs by name, gradients that were not used up, the norm of all of them."""
         self.feed(seed, step, micro, numbers)
         inputs = self.inputs(args)
+        if self.mutated or self.written_back:
+            self._refuse_shared(args, inputs)
         if self.written and not self.before.holds:
             self.before.keep([inputs[i] for i in self.written])
         with seeded_generator(self.subject.device, seed, step, micro), without_autocast(self.subject.device):
@@ -123,6 +130,21 @@ class Variant:
         if HOLDS in named:
             self.check_assumed(named[HOLDS])
         return named, gradients, norm
+
+    def _refuse_shared(self, args: Sequence[Any], inputs: Sequence[Any]) -> None:
+        """What is written may not lie in the memory of anything else that a call brings: there both would change."""
+        if not self.mutated_memory:
+            self.mutated_memory = {inputs[i].untyped_storage().data_ptr() for i in self.mutated}
+        dense = [i for i in self.brought if args[i].layout is torch.strided]
+        shared = any(args[i].untyped_storage().data_ptr() in self.mutated_memory for i in dense)
+        if self.written_back:
+            held = {
+                i: bytes_of(t) for i, t in enumerate(args) if isinstance(t, torch.Tensor) and t.layout is torch.strided
+            }
+            pairs = ((held[i], other) for i, _ in self.written_back for k, other in held.items() if k != i)
+            shared = shared or any(overlap(*pair) for pair in pairs)
+        if shared:
+            raise CaptureRefused("a tensor that the loss writes to shares memory with another one that it reads")
 
     def check_assumed(self, holds: torch.Tensor) -> None:
         """Raise AssumptionFailed where one of the step's assumptions about data does not hold; waits for the device."""

@@ -62,7 +62,7 @@ def shard_table(cuts: Mapping[str, Cut]) -> dict[str, str]:
 def syncs_of(recipe: Recipe, modules: Modules) -> list[Sync]:
     """What the `sync` lines ask of each module."""
     return [
-        Sync(path, line.operation, line.when, line.axis, recipe.place(line))  # type: ignore[attr-defined]
+        Sync(path, line.operation, line.when, line.axis, recipe.place(line), line.over)  # type: ignore[attr-defined]
         for line in recipe.of("sync")
         for path in modules.select(line.at)
     ]

@@ -11,12 +11,14 @@ import difflib
 import fnmatch
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from wholestep.errors import BadOption
 from wholestep.graph.layers import layer_pattern
+from wholestep.graph.mesh import AXES
 
 
 def fits(path: str, glob: str) -> bool:
@@ -41,6 +43,21 @@ def inside(path: str, module: str) -> bool:
 def joined(scope: str, path: str) -> str:
     """A path below a scope."""
     return ".".join(part for part in (scope, path) if part)
+
+
+def address(given: Any) -> str:
+    """A path as text; the number of a layer is one too: sch["layers"][0]."""
+    if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
+        return str(given)
+    if not isinstance(given, str):
+        raise BadOption(f"{given!r} is no address of modules", hint='give a path or a glob: sch["layers.[01]"]')
+    return given
+
+
+def check_axis(line: str, over: Any) -> None:
+    """Raise unless a mesh has such an axis."""
+    if over not in AXES:
+        raise BadOption(f"{line} over={over!r}", hint=nearest(str(over), list(AXES), f"axes: {', '.join(AXES)}"))
 
 
 def nearest(name: str, known: list[str] | dict[str, nn.Module], otherwise: str) -> str:

@@ -15,8 +15,6 @@ from wholestep.errors import BadOption
 from wholestep.schedule.modules import Modules, inside
 from wholestep.schedule.verb import Verb
 
-FORMAT = 1
-
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:

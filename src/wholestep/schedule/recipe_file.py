@@ -13,19 +13,18 @@ from typing import Any
 
 from torch import nn
 
-from wholestep.errors import BadOption, WholestepError, WholestepWarning
+from wholestep.errors import BadOption, WholestepWarning
 from wholestep.graph.plan_file import toml_value
+from wholestep.graph.recipe_table import END, FORMAT, read_table
 from wholestep.schedule import verbs  # noqa: F401 - registers them
 from wholestep.schedule.modules import Modules
-from wholestep.schedule.recipe import FORMAT, Recipe
-from wholestep.schedule.verb import VERBS, make, nearest
+from wholestep.schedule.recipe import Recipe
+from wholestep.schedule.verb import VERBS, make
 
 HEAD = """\
 # A recipe of Wholestep: how a model runs, one verb a line. Use it with: wholestep train MODEL --recipe FILE
 # `layers.*` is every module of a list. What each verb takes: wholestep.schedule(model).help("recompute")
 """
-END = "end"
-"""The last table of a file, so that one that was cut off is noticed."""
 
 
 def recipe_text(recipe: Recipe) -> str:
@@ -49,40 +48,12 @@ def write_recipe(recipe: Recipe, path: Path) -> None:
 
 def read_recipe(path: Path) -> Recipe:
     """The recipe in a file; it is not held against a model yet."""
+    table = read_table(path)
     try:
-        import tomllib
-    except ImportError as error:  # Python 3.10
-        raise WholestepError("a recipe needs Python 3.11 or newer, which reads TOML") from error
-    if not path.is_file():
-        raise BadOption(f"there is no recipe {path}", hint="write one with: wholestep.schedule(model).save(FILE)")
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
-        raise BadOption(f"{path} is no recipe: {' '.join(str(error).split())}") from error
-    try:
-        return _from_table(table, path.name)
+        lines = tuple(_line(i, row) for i, row in enumerate(table.get("verbs", []), start=1))
     except BadOption as error:
         raise BadOption(f"{path}: {error.what}", hint=error.hint) from None
-
-
-def _from_table(table: dict[str, Any], source: str) -> Recipe:
-    known = ("format", "verbs", "expects", END)
-    for name in table:
-        if name not in known:
-            hint = "plans are given by --plan" if name in ("recompute", "made_for") else nearest(name, list(known), "")
-            raise BadOption(f"a recipe with an unknown field {name!r}", hint=hint or f"fields are {', '.join(known)}")
-    if table.get("format") != FORMAT:
-        raise BadOption(f"a recipe of format {table.get('format')!r}", hint=f"this version reads format {FORMAT}")
-    if table.get(END) != {}:
-        raise BadOption("the recipe is not whole", hint=f"a recipe ends in a line [{END}]")
-    rows, expects = table.get("verbs", []), table.get("expects", {})
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and row for row in rows):
-        raise BadOption(
-            "verbs is no list of tables", hint='write lines such as { recompute = "layers.*", ratio = 0.5 },'
-        )
-    if not isinstance(expects, dict) or not all(isinstance(value, str) for value in expects.values()):
-        raise BadOption("expects is no table of texts", hint="leave it out where the recipe is written by hand")
-    return Recipe(tuple(_line(i, row) for i, row in enumerate(rows, start=1)), expects, source)
+    return Recipe(lines, table.get("expects", {}), path.name)
 
 
 def _line(number: int, row: dict[str, Any]) -> Any:

@@ -115,7 +115,7 @@ class Scheduled:
         told: dict[str, Verb] = {}
         for node, key in keys.items():
             line, again = decided.about(node)
-            if line is None or is_cheap_view(node):  # a view of what is made again is made again
+            if line is None or is_cheap_view(node):  # a view of what is recomputed is recomputed
                 continue
             rank, known = ranks[key][layers.get(node)], chosen.setdefault(key, set())
             if again and may_recompute(_maker(node)):
@@ -196,7 +196,7 @@ class _Decided:
         self.patterns = {str(line): line for line in lines if line.pattern is not None}
 
     def about(self, node: fx.Node) -> tuple[Any, bool]:
-        """(the line, or None; whether the value is made again)."""
+        """(the line, or None; whether the value is recomputed)."""
         mark = (node.meta.get("custom") or {}).get("matched")
         if mark in self.patterns:
             return self.patterns[mark], not _leaves(node, lambda user: _mark(user) == mark)

@@ -29,7 +29,7 @@ from wholestep.graph.mesh import Mesh, Ranks
 from wholestep.schedule import verb as verbs_table
 from wholestep.schedule import verbs  # noqa: F401 - registers them
 from wholestep.schedule.cuts import cuts_of, localised, syncs_of
-from wholestep.schedule.modules import Modules, inside, joined
+from wholestep.schedule.modules import Modules, address, inside, joined
 from wholestep.schedule.pattern import trace_pattern
 from wholestep.schedule.recipe import Recipe
 from wholestep.schedule.recipe_file import (
@@ -64,8 +64,8 @@ class Place:
     def __init__(self, schedule: Schedule, at: str) -> None:
         self.schedule, self.at = schedule, at
 
-    def __getitem__(self, path: str) -> Place:
-        at = joined(self.at, path)
+    def __getitem__(self, path: str | int) -> Place:
+        at = joined(self.at, address(path))
         if "/" not in at:
             self.schedule.modules.select(at)
         return Place(self.schedule, at)
@@ -246,6 +246,8 @@ class Schedule(Place):
 
     def save(self, path: str | Path) -> None:
         """Write the recipe, with what it expects of the model."""
+        if not isinstance(path, str | Path):
+            raise BadOption(f"a recipe is not written to {path!r}", hint="name a file: sch.save('recipe.toml')")
         write_recipe(self.recipe, Path(path))
         self.start = self.recipe
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import nn
@@ -136,15 +136,30 @@ def make(name: str, at: str, *args: Any, **kwargs: Any) -> Verb:
             takes = f"it takes {', '.join(fields)}" if fields else "it takes none"
             raise BadOption(f"{name} has no argument {given!r}", hint=nearest(given, fields, takes))
     try:
-        return kind(at, *args, **kwargs)
+        line = kind(at, *args, **kwargs)
     except TypeError as error:
         text = str(error).replace("__init__()", f"{name}()").replace(f"{kind.__name__}.{name}", name)
         raise BadOption(f"{text}", hint=f"see sch.help({name!r})") from None
+    _check_kinds(line)
+    return line
+
+
+def _check_kinds(line: Verb) -> None:
+    """What is a name or a table by its annotation has to be one; numbers are looked at by each verb."""
+    for field in dataclasses.fields(line)[1:]:
+        value, kinds = getattr(line, field.name), [one.strip() for one in str(field.type).split("|")]
+        missing = value is None and "None" in kinds
+        if kinds[0] == "str" and not isinstance(value, str) and not missing:
+            raise BadOption(f"{line.name} {field.name}={value!r}", hint=f"give a text; see sch.help({line.name!r})")
+        if kinds[0].startswith("Mapping") and not isinstance(value, Mapping) and not missing:
+            raise BadOption(f"{line.name} {field.name}={value!r}", hint="give a table {name: name}")
 
 
 def known_verb(name: str) -> type[Verb]:
-    if name not in VERBS:
-        raise BadOption(f"there is no verb {name!r}", hint=nearest(name, list(VERBS), f"verbs are {', '.join(VERBS)}"))
+    if not isinstance(name, str) or name not in VERBS:
+        raise BadOption(
+            f"there is no verb {name!r}", hint=nearest(str(name), list(VERBS), f"verbs are {', '.join(VERBS)}")
+        )
     return VERBS[name]
 
 

@@ -20,7 +20,6 @@ from wholestep.bench.process import ask_child
 from wholestep.bench.protocol import Protocol
 from wholestep.search.space import Point, recipe_of_lines
 
-CLOCKS = ("wall", "cpu")
 PROTOCOL = Protocol(seconds=20.0, warm_up_seconds=30.0)
 Row = dict[str, Any]
 

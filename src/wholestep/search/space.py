@@ -23,14 +23,13 @@ from typing import Any
 
 from wholestep.errors import BadOption, WholestepError
 from wholestep.graph.bytes import parse_bytes
+from wholestep.graph.recipe_table import read_table
 from wholestep.options import CHOICES
 from wholestep.schedule import verbs  # noqa: F401 - registers them
 from wholestep.schedule.modules import nearest
-from wholestep.schedule.recipe import FORMAT, Recipe
-from wholestep.schedule.recipe_file import END
+from wholestep.schedule.recipe import Recipe
 from wholestep.schedule.verb import VERBS, make
 
-FIELDS = ("format", "verbs", "expects", "search", END)
 SETTINGS = ("batch", "seq", "precision", "memory", "backend", "data", "set")
 """Of `[search]`, beside the model; each but `set`, a table of such values, may be a list or a range."""
 MOST_POINTS = 512
@@ -114,16 +113,7 @@ def recipe_of_lines(lines: Sequence[Mapping[str, Any]], expects: Mapping[str, st
 
 def read_space(path: Path) -> Space:
     """The points of a file; models are not looked at yet."""
-    try:
-        import tomllib
-    except ImportError as error:  # Python 3.10
-        raise WholestepError("a recipe needs Python 3.11 or newer, which reads TOML") from error
-    if not path.is_file():
-        raise BadOption(f"there is no recipe {path}", hint="write one with a table [search], see docs/recipe-search.md")
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadOption(f"{path} is no recipe: {' '.join(str(error).split())}") from error
+    table = read_table(path, search=True)
     try:
         return _space(table, path.name)
     except BadOption as error:
@@ -131,21 +121,10 @@ def read_space(path: Path) -> Space:
 
 
 def _space(table: Mapping[str, Any], source: str) -> Space:
-    _refuse_unknown(table, FIELDS, "a field")
-    if table.get("format") != FORMAT:
-        raise BadOption(f"a recipe of format {table.get('format')!r}", hint=f"this version reads format {FORMAT}")
-    if table.get(END) != {}:
-        raise BadOption("the recipe is not whole", hint=f"a recipe ends in a line [{END}]")
     search, lines, expects = table.get("search"), table.get("verbs", []), table.get("expects", {})
     if not isinstance(search, dict) or not isinstance(search.get("model"), str):
         raise BadOption("it does not say what to search for", hint='give it a table [search] with model = "gpt-1m"')
-    if not isinstance(lines, list) or not all(isinstance(line, dict) and line for line in lines):
-        raise BadOption(
-            "verbs is no list of tables", hint='write lines such as { recompute = "blocks.*", ratio = [0, 1] },'
-        )
-    if not isinstance(expects, dict) or not all(isinstance(value, str) for value in expects.values()):
-        raise BadOption("expects is no table of texts", hint="leave it out where the recipe is written by hand")
-    _refuse_unknown(search, ("model", *SETTINGS), "a setting")
+    _refuse_unknown(search, ("model", *SETTINGS), "setting")
     chosen = dict(_choices(search, lines))
     axes = tuple(Axis(name, values) for name, values in _names(chosen, lines).items() if len(values) > 1)
     count = math.prod(len(axis.values) for axis in axes)
@@ -194,7 +173,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def _range(table: Mapping[str, Any], what: str) -> tuple[Any, ...]:
     """`{ from, to, step }` or `{ from, to, times }`, both ends included."""
-    _refuse_unknown(table, ("from", "to", "step", "times"), f"{what}: a part of a range")
+    _refuse_unknown(table, ("from", "to", "step", "times"), f"part of the range of {what}")
     if "to" not in table or ("step" in table) == ("times" in table):
         raise BadOption(
             f"{what}: a range of {', '.join(table)}", hint="write { from = 8, to = 64, times = 2 } or step = 8"
@@ -275,7 +254,7 @@ def _refuse_unknown(table: Mapping[str, Any], known: Sequence[str], what: str) -
     for name in table:
         if name not in known:
             raise BadOption(
-                f"{what} {name!r} there is not", hint=nearest(name, list(known), f"there are {', '.join(known)}")
+                f"unknown {what} {name!r}", hint=nearest(name, list(known), f"there are {', '.join(known)}")
             )
 
 

@@ -7,6 +7,7 @@ GPU it is plain memory.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Sequence
 
@@ -79,7 +80,15 @@ def _register(memory: torch.Tensor) -> None:
         raise NotEnoughMemory(
             f"CUDA does not pin {show_bytes(memory.numel())} of host memory (error {int(code)})", hint=hint
         )
-    weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, memory.data_ptr())
+    weakref.finalize(memory.untyped_storage(), _unregister, memory.data_ptr())
+
+
+def _unregister(address: int) -> None:
+    """Copies that still use it are waited for: whoever drops a step, or the graph of a loss, does not."""
+    with contextlib.suppress(RuntimeError):  # of a device that failed
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def viewed(

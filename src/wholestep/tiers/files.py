@@ -42,6 +42,8 @@ class FileStore:
         self.ends = [0] * len(folders)
         self.sums: dict[tuple[int, int], int] | None = {} if checksums else None
         self.wait_seconds = wait_seconds
+        self.hung = ""
+        """What is wrong, once a request took too long: it may still read or write the memory it was given."""
         for folder in folders:
             path, handle = open_direct(folder)
             self.paths.append(path)
@@ -62,6 +64,7 @@ class FileStore:
 
     def write(self, slot: tuple[int, int], memory: torch.Tensor) -> list[concurrent.futures.Future[None]]:
         """Begin to write page-aligned bytes."""
+        self.refuse_hung()
         if self.sums is not None:
             self.sums[slot] = zlib.crc32(memory.numpy())
         return [
@@ -70,19 +73,23 @@ class FileStore:
 
     def read(self, slot: tuple[int, int], memory: torch.Tensor) -> list[concurrent.futures.Future[None]]:
         """Begin to read as many bytes as the memory has."""
+        self.refuse_hung()
         return [self.pool.submit(self._all_of, _pread, slot[0], part, offset) for part, offset in _parts(slot, memory)]
 
     def wait(self, requests: Sequence[concurrent.futures.Future[None]], slot: tuple[int, int]) -> None:
-        """Until all are done; raises what any of them raised."""
-        try:
-            for request in requests:
-                request.result(timeout=self.wait_seconds)
-        except concurrent.futures.TimeoutError:
-            path = self.paths[slot[0]]
-            raise TierFailed(
-                f"{path}: the disk took more than {self.wait_seconds:g} s for a request (errno {errno.ETIMEDOUT})",
-                hint="name another folder with offload_path=",
-            ) from None
+        """Until all are done, whatever becomes of any: then nobody uses their memory. Raises what the first of them raised."""
+        for request in requests:
+            if not concurrent.futures.wait([request], timeout=self.wait_seconds).done:
+                late = f"the disk took more than {self.wait_seconds:g} s for a request (errno {errno.ETIMEDOUT})"
+                self.hung = f"{self.paths[slot[0]]}: {late}"
+                self.refuse_hung()
+        for request in requests:
+            request.result()
+
+    def refuse_hung(self) -> None:
+        """After that nothing is asked of it any more."""
+        if self.hung:
+            raise TierFailed(self.hung, hint="name another folder with offload_path=")
 
     def check(self, slot: tuple[int, int], memory: torch.Tensor) -> None:
         """What was read is what was written, where checksums are kept."""

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from wholestep.data import encoded, token_files
 from wholestep.data.digits import CLASSES, DigitBatches
-from wholestep.data.images import WANTED, ImageBatches
-from wholestep.data.pygraph import KINDS, PyGraphBatches, read_pygraph
+from wholestep.data.images import ImageBatches
+from wholestep.data.pygraph import PyGraphBatches, read_pygraph
+from wholestep.data.python_kinds import KINDS
 from wholestep.data.sources import find_source, hash_files, refuse_changed
-from wholestep.data.texts import OTHER_DATA, TEXTS, unknown_data
+from wholestep.data.texts import OTHER_DATA
 from wholestep.data.tokens import RESERVED, Bytes, Examples, Numbers, Tokens, make_tokens, read_tokens
 from wholestep.data.windows import (
     Form,
@@ -32,11 +33,12 @@ from wholestep.data.windows import (
 )
 from wholestep.errors import BadOption
 from wholestep.train import families, outside, sampling
-from wholestep.train.called import CalledBatches
+from wholestep.train.called import CalledBatches, check_batch
 from wholestep.train.checkpoint import load_weights
 from wholestep.train.checkpoint_files import FACTS, open_stored
 from wholestep.train.families import Family
 from wholestep.train.saved import Kept
+from wholestep.train.settings import is_function
 
 _WRITES_FROM = 1024
 """Tokens the sample looks back on, for a model without a longest sequence."""
@@ -107,38 +109,6 @@ def find_data(settings: Mapping[str, Any], family: Family, device: torch.device,
     return made(settings, family, device, kept)
 
 
-def is_function(data: str) -> bool:
-    """`package.module:callable`."""
-    return ":" in data and not os.path.exists(os.path.expanduser(data))
-
-
-def check_data_fits(data: str, family: Family, said: str) -> None:
-    """Text for what reads text, images for what sees them, a graph for what runs over one."""
-    wanted, verb = (
-        ("images", "sees")
-        if family.reads_images
-        else ("a graph", "runs over")
-        if family.reads_graphs
-        else ("text", "reads")
-    )
-    own = os.path.exists(os.path.expanduser(data)) and data not in (*TEXTS, *OTHER_DATA)
-    if is_function(data) and not family.reads_graphs:
-        return
-    if own and family.reads_images and not os.path.isdir(os.path.expanduser(data)):
-        raise BadOption(f"data {data!r} is one file, {said} sees images", hint=f"give {WANTED}")
-    if own and not family.reads_graphs:
-        return
-    if family.reads_images and data not in (*TEXTS, *OTHER_DATA):
-        raise unknown_data(data, tuple(OTHER_DATA))
-    is_a = OTHER_DATA.get(data, "text")
-    if is_a != wanted:
-        fitting = [name for name, what in OTHER_DATA.items() if what == wanted]
-        hint = f"use {fitting[0]}" if fitting else f"use {', '.join(TEXTS)} or the path of a text file or folder"
-        if wanted == "images":
-            hint += f", or give {WANTED}"
-        raise BadOption(f"data {data!r} is {is_a}, {said} {verb} {wanted}", hint=hint)
-
-
 # ---- texts ----
 
 
@@ -198,21 +168,11 @@ def _called(settings: Mapping[str, Any], family: Family, device: torch.device, k
     refuse_changed(settings["data"], settings["data_digest"], batches.digest, None, {})
     found: dict[str, Any] = {"data_digest": batches.digest}
     if family.reads_images:
+        check_batch(batches.batch(0), settings["data"], family, 0)
         return Data(batches=batches, config=family.configure(dict(settings["config"])), found=found)
     config, tokens = _config_and_tokens(settings, family, None, kept, ids=0)
+    check_batch(batches.batch(0), settings["data"], family, config.vocab_size)
     return Data(batches=batches, config=config, tokens=tokens, found=found | _found(settings, family, config, tokens))
-
-
-def check_sequence(seq: int, family: Family, config: Any, said: str) -> None:
-    """A sequence the model can read."""
-    longest = family.context(config)
-    if longest is not None and seq > longest:
-        longer = f" or --set {family.longer}={seq}" if family.longer else ""
-        raise BadOption(
-            f"--seq {seq}: {said} reads at most {longest} tokens", hint=f"use --seq {longest} or less{longer}"
-        )
-    if family.task == "causal" and seq < 2:
-        raise BadOption(f"--seq {seq}: there is no next token to learn", hint="use --seq 2 or more")
 
 
 def _config_and_tokens(
@@ -333,7 +293,7 @@ def _fitting(
     """The same data, with a configuration that tells its classes apart."""
     data.config = family.configure(config)
     if families.classes_of(data.config) < classes:
-        what = f"{settings['model']} tells {families.classes_of(data.config)} classes apart, {settings['data']} has {classes}"
+        what = f"{settings['model']} has {families.classes_of(data.config)} classes, {settings['data']} has {classes}"
         raise BadOption(what, hint=f"--set {field}={classes}")
     return data
 

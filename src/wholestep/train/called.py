@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from wholestep.errors import BadOption
 from wholestep.train import resolve
+from wholestep.train.families import Family
 from wholestep.train.loader import LoaderBatches, is_iterable_of_batches
 
 MOST_HELD_OUT = 64
@@ -59,6 +60,32 @@ class CalledBatches(LoaderBatches):
 
     def describe(self) -> str:
         return f"{self.name}: {super().describe()}"
+
+
+def check_batch(batch: Any, name: str, family: Family, ids: int) -> None:
+    """An error when a batch is not what the model takes; `ids`: how many it knows, 0 for images."""
+    keys = (
+        ("pixel_values", "labels")
+        if family.reads_images
+        else ("input_ids", "targets" if family.task == "next" else "labels")
+    )
+    hint = f"give dicts of tensors: {', '.join(keys)}"
+    if not isinstance(batch, Mapping):
+        raise BadOption(f"{name} gives a {type(batch).__name__} as a batch", hint=hint)
+    for key in keys:
+        if not isinstance(batch.get(key), Tensor):
+            has = ", ".join(map(str, batch)) or "nothing"
+            raise BadOption(f"{name} gives batches without a tensor {key!r}: they hold {has}", hint=hint)
+    read = batch[keys[0]]
+    if ids and (read.is_floating_point() or read.ndim != 2):
+        shape = "x".join(map(str, read.shape)) or "no"
+        raise BadOption(f"{name}: input_ids are {shape} values of {read.dtype}", hint="give rows of whole numbers")
+    if ids and read.numel() and not 0 <= int(read.min()) <= int(read.max()) < ids:
+        worst = int(read.max()) if int(read.max()) >= ids else int(read.min())
+        raise BadOption(
+            f"{name} gives the id {worst}, the model knows {ids}",
+            hint=f"--set vocab_size={worst + 1} or more" if worst >= ids else "ids are 0 or more",
+        )
 
 
 def _digest(batch: Any) -> str:

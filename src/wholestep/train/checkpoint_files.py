@@ -18,16 +18,17 @@ import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from wholestep.disk import read_json
 from wholestep.errors import BadCheckpoint, WholestepWarning
 from wholestep.train.checkpoint_hashes import HASHES, difference, read_hashes, write_hashes
 from wholestep.train.encoding import decode
+
+if TYPE_CHECKING:  # finding a checkpoint, and finding it damaged, needs no torch
+    from torch import Tensor
 
 FORMAT = "wholestep checkpoint"
 VERSION = 1
@@ -50,6 +51,8 @@ def write(
     beside: Mapping[str, bytes],
 ) -> Path:
     """`beside`: name -> content of files that are no tensors."""
+    from safetensors.torch import save_file
+
     final = root / folder_name(number)
     temporary = root / f"{_UNFINISHED[0]}{final.name}-{uuid.uuid4().hex[:8]}"
     try:
@@ -222,7 +225,7 @@ def _damage(path: Path) -> str | None:
             if hashes is not None and (wrong := difference(path, name, hashes)):
                 return wrong
             if name in facts["files"]:
-                with safe_open(path / name, framework="pt"):
+                with safe_open(path / name, framework="np"):
                     pass
     except BadCheckpoint:
         raise

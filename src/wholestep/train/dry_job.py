@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from wholestep.train import families
 from wholestep.train.build import FORMS
 from wholestep.train.families import Family
-from wholestep.train.job import Job, compile_options_of, make_job, own_job, resolve_settings
+from wholestep.train.job import Job, compile_options_of, make_job, own_job
 from wholestep.train.optimizers import make_optimizer
+from wholestep.train.settings import resolve_settings
 
 _BYTE_IDS = 256
 
@@ -55,8 +56,7 @@ def make_dry_job(
     on_gpu: bool = True,
 ) -> DryJob:
     """What `make_job` would make for a GPU (or for a CPU), without its values."""
-    where = torch.device("cuda" if on_gpu else "cpu")
-    settings, family = resolve_settings(model, sets=sets, batch=batch, seq=seq, precision=precision, where=where)
+    settings, family = resolve_settings(model, sets=sets, batch=batch, seq=seq, precision=precision, on_gpu=on_gpu)
     if family is None:
         return dry(own_job(settings, torch.device("cpu")))
     if family.reads_graphs:  # its tables have sizes that only their values decide

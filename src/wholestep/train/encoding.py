@@ -8,28 +8,30 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Mapping
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from wholestep.errors import BadCheckpoint
 
+if TYPE_CHECKING:  # what is wrong with a checkpoint is told before torch is loaded
+    from torch import Tensor
+
 _TAG = "$"
 """Marks, in JSON, an object that stands for something JSON lacks: a tuple, a table with other keys than text, a tensor."""
-_DTYPES = {
-    torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
-}  # fmt: skip
+_DTYPES = (
+    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
+    "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2",
+)  # fmt: skip
 
 
 def own_copy(tensor: Tensor, name: str) -> Tensor:
     """A contiguous CPU tensor that shares its storage with no other: safetensors asks for that."""
-    if tensor.layout is not torch.strided or tensor.dtype not in _DTYPES or tensor.is_meta:
+    import torch
+
+    if tensor.layout is not torch.strided or str(tensor.dtype).removeprefix("torch.") not in _DTYPES or tensor.is_meta:
         kind = "without data" if tensor.is_meta else f"of {tensor.dtype}, {tensor.layout}"
         raise BadCheckpoint(f"{name!r} is a tensor {kind}, which cannot be saved")
     tensor = tensor.detach()
-    if type(tensor) is not Tensor:
+    if type(tensor) is not torch.Tensor:
         raise BadCheckpoint(
             f"{name!r} is a {type(tensor).__name__}, which cannot be saved", hint="save its plain tensors"
         )
@@ -49,7 +51,9 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor] | None = None) -> A
             return inside
         tag = "counter" if isinstance(value, collections.Counter) else "dict"
         return {_TAG: tag, "items": [[encode(key, f"a key of {path}"), item] for key, item in inside.items()]}
-    if isinstance(value, Tensor) and tensors is not None:
+    if tensors is not None and _is_tensor(value):
+        import torch
+
         tensors[path] = own_copy(value, path)
         strides = {} if value.is_contiguous() else {"strides": list(torch.empty_like(value, device="meta").stride())}
         return {_TAG: "tensor", "name": path, **strides}
@@ -57,6 +61,12 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor] | None = None) -> A
     raise BadCheckpoint(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which JSON cannot hold", hint=hint
     )
+
+
+def _is_tensor(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
@@ -74,6 +84,8 @@ def decode(value: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
         stored = (tensors or {})[value["name"]]
         if "strides" not in value:
             return stored.clone()  # what was read lies in the mapped file, aligned to 8 bytes only
+        import torch
+
         return torch.empty_strided(stored.shape, value["strides"], dtype=stored.dtype).copy_(stored)
     pairs = {decode(key, tensors): decode(item, tensors) for key, item in value["items"]}
     return collections.Counter(pairs) if tag == "counter" else pairs

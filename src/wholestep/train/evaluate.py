@@ -19,11 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wholestep.data.token_files import is_token_file
 from wholestep.errors import BadOption
 from wholestep.train.build import find_data, image_logits
 from wholestep.train.held_out import evaluating
-from wholestep.train.job import resolve_settings
 from wholestep.train.saved import Kept
+from wholestep.train.settings import resolve_settings
 from wholestep.train.trained import Trained
 
 OWN_BATCHES = 20
@@ -70,7 +71,9 @@ def evaluate(
         found = find_data(settings, trained.family, trained.device, _kept(trained, data))
         whole = data is not None and not _same(data, trained.settings.get("data"))
         source, part, described = found.batches.passages(whole), "all" if whole else "held out", settings["data"]
-        task, unit, per_token = trained.family.task, found.batches.unit, getattr(found.batches, "bytes_per_token", None)
+        task, unit = trained.family.task, found.batches.unit
+        # ids in a file stand for texts of which nobody knows how long they were
+        per_token = None if is_token_file(settings["data"]) else getattr(found.batches, "bytes_per_token", None)
     rest = iter(source)
     totals = _measure(trained, task, itertools.islice(rest, batches))
     if not totals.batches:
@@ -100,7 +103,7 @@ def _settings(trained: Trained, given: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the run, with other data and sizes."""
     asked = {name: value for name, value in given.items() if value is not None}
     if asked:  # as train would look at it: is it data for this model, can it read so many tokens?
-        resolve_settings(str(trained.path), where=trained.device, **asked)
+        resolve_settings(str(trained.path), on_gpu=trained.device.type == "cuda", **asked)
     if asked.get("data") is not None:
         asked |= {"data_digest": None} | {name: given[name] for name in _DATA}
         if _same(asked["data"], trained.settings.get("data")):

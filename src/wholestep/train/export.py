@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from wholestep.errors import BadOption, WholestepError
 from wholestep.train import hf_models, outside
 from wholestep.train.checkpoint import model_tensors
+from wholestep.train.models.configs import LAYERS
 from wholestep.train.models.gpt import GPT
-from wholestep.train.models.resnet import LAYERS, ResNet
+from wholestep.train.models.resnet import ResNet
+from wholestep.train.saved import refuse_taken
 from wholestep.train.trained import Trained
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,8 +46,7 @@ class Exported:
 
 def export(trained: Trained, out: Path, *, precision: str | None = None) -> Exported:
     """Write `trained` to `out`: a new folder, or a new file that ends with .safetensors."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise BadOption(f"{out} exists already", hint="name a folder or file that is new")
+    refuse_taken(out)
     dtype = None if precision is None else PRECISIONS[precision]
     if out.suffix == ".safetensors":
         return _written(out, lambda place: _one_file(trained, place, dtype), _plain(out, trained))

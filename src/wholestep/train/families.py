@@ -1,23 +1,25 @@
 """The families a model can belong to, behind one face: what `--set` may change, how it is built, what a batch looks like.
 
 In: the name of a family (`gpt`, `resnet`, `rgcn`, `hf:<model_type>` or a folder). Out: a Family. A family knows models, not data:
-which tokens, images or graph it is given is decided in `build.py`.
+which tokens, images or graph it is given is decided in `build.py`. Torch is loaded when a model is built or its loss is asked for.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from wholestep.errors import BadOption
-from wholestep.train import hf_models
-from wholestep.train.models.gpt import GPT, GPTConfig, next_token_loss
-from wholestep.train.models.resnet import ResNet, ResNetConfig, class_loss
-from wholestep.train.models.rgcn import RGCN, RGCNConfig, kind_loss
+from wholestep.train import hf_models, hf_sources
+from wholestep.train.models.configs import GPTConfig, ResNetConfig, RGCNConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    Loss = Callable[[Any, Any], Any] | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +34,8 @@ class Family:
     """Those fields in words, for a message."""
     typed: bool
     """Are the defaults also the types? transformers checks its own."""
-    loss_fn: Callable[[Any, Any], Any] | None
+    find_loss: Callable[[], Loss]
+    """The loss of (model, batch); None for a model that computes its own."""
     configure: Callable[[dict[str, Any]], Any]
     """Changed fields -> the configuration."""
     build: Callable[[Any, str | None], nn.Module]
@@ -43,6 +46,10 @@ class Family:
     """The field that makes it longer."""
     folder: Path | None = None
     """Where the model lies, when it is one on disk."""
+
+    @property
+    def loss_fn(self) -> Loss:
+        return self.find_loss()
 
     @property
     def reads_images(self) -> bool:
@@ -64,30 +71,45 @@ def find_family(name: str, *, said: str) -> Family:
     return _hugging_face(hf_models.find(name, say=said), said)
 
 
+def find_by_sources(name: str, *, said: str) -> Family | None:
+    """The same without loading torch, to ask what may be set and how long a sequence is; None where that takes the package."""
+    if name in ("gpt", "resnet", "rgcn"):
+        return find_family(name, said=said)
+    found = hf_sources.find(name, say=said)
+    if found is None:
+        return None
+    family = _hugging_face(found, said)
+    return dataclasses.replace(
+        family, configure=lambda c: hf_sources.configure(found, hf_models.spread_dropout(found, c))
+    )
+
+
 def _gpt() -> Family:
     fields = _defaults(GPTConfig) | {"vocab_size": 0}
-    return Family(
-        task="next", fields=fields, where=", ".join(fields), typed=True, loss_fn=next_token_loss,
-        configure=lambda changes: GPTConfig(**changes), build=lambda config, init: GPT(config),
-        context=lambda config: config.context, longer="context",
-    )  # fmt: skip
+    return _own("next", GPTConfig, fields, "gpt", ("GPT", "next_token_loss"), lambda config: config.context, "context")
 
 
 def _resnet() -> Family:
-    fields = _defaults(ResNetConfig)
-    return Family(
-        task="image", fields=fields, where=", ".join(fields), typed=True, loss_fn=class_loss,
-        configure=lambda changes: ResNetConfig(**changes), build=lambda config, init: ResNet(config),
-        context=lambda config: None, longer="",
-    )  # fmt: skip
+    return _own("image", ResNetConfig, _defaults(ResNetConfig), "resnet", ("ResNet", "class_loss"))
 
 
 def _rgcn() -> Family:
-    fields = _defaults(RGCNConfig)
+    return _own("graph", RGCNConfig, _defaults(RGCNConfig), "rgcn", ("RGCN", "kind_loss"))
+
+
+def _own(
+    task: str, config: Any, fields: dict[str, Any], module: str, names: tuple[str, str],
+    context: Callable[[Any], int | None] = lambda config: None, longer: str = "",
+) -> Family:  # fmt: skip
+    """One of this package's own: class and loss of these names, in the module of that name."""
+
+    def load(name: str) -> Any:
+        return getattr(importlib.import_module(f"wholestep.train.models.{module}"), name)
+
     return Family(
-        task="graph", fields=fields, where=", ".join(fields), typed=True, loss_fn=kind_loss,
-        configure=lambda changes: RGCNConfig(**changes), build=lambda config, init: RGCN(config),
-        context=lambda config: None, longer="",
+        task=task, fields=fields, where=", ".join(fields), typed=True, find_loss=lambda: load(names[1]),
+        configure=lambda changes: config(**changes), build=lambda made, init: load(names[0])(made), context=context,
+        longer=longer,
     )  # fmt: skip
 
 
@@ -99,7 +121,7 @@ def _hugging_face(found: hf_models.HFModel, said: str) -> Family:
         fields=fields | ({"dropout": 0.0} if hf_models.dropout_fields(fields) and "dropout" not in fields else {}),
         where=found.where,
         typed=False,
-        loss_fn=None,
+        find_loss=lambda: None,
         configure=lambda changes: hf_models.configure(found, hf_models.spread_dropout(found, changes), said=said),
         build=lambda config, init: hf_models.build(found, config, said=said, init=init),
         context=hf_models.context,

@@ -17,8 +17,7 @@ from wholestep.capture.dry import capture_dry
 from wholestep.capture.trace import Capture
 from wholestep.compiler import compiler_for
 from wholestep.cost.devices import Device
-from wholestep.cost.target import Card
-from wholestep.errors import BadOption
+from wholestep.cost.target import Card, refuse_units
 from wholestep.graph.mesh import Mesh
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
@@ -225,10 +224,7 @@ def captured_step(
         question.model, sets=question.sets, batch=batch or question.batch, seq=seq or question.seq, precision=question.precision,
         on_gpu=on_gpu,
     )  # fmt: skip
-    precision, device = job.settings["precision"], question.target.device
-    if precision not in device.peaks:
-        has = ", ".join(device.peaks)
-        raise BadOption(f"{device.title} has no units for {precision}", hint=f"use --precision fp32; it has {has}")
+    refuse_units(question.target.device, job.settings["precision"])
     built = time.perf_counter()
     tell(f"capturing the step{f' at batch {batch}' if batch else ''}, without data")
     options = Options(passes=passes, recipe=question.recipe, mesh=question.mesh, **job.compile_options)

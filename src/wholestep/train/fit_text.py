@@ -100,7 +100,7 @@ def _plan(fit: Fit) -> list[str]:
 
 
 def plan_words(plan: Plan) -> list[str]:
-    """What is made again rather than kept, by module, and why."""
+    """What is recomputed rather than kept, by module, and why."""
     told = []
     if plan.early_update:
         told.append("parameters are updated as soon as their gradients are final")

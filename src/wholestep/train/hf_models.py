@@ -23,6 +23,8 @@ TASKS = {
     "image": ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
 }
 """Task -> the class that builds its models, and the table of the model types that have one."""
+Heads = Mapping[str, Mapping[str, Any]]
+"""Task -> model type -> the class, or classes, with a head for it."""
 PLAIN_IMAGE_SIZE = 64
 """For image models whose configuration names no size: they take any."""
 _NOT_FOR_SET = {"transformers_version", "_name_or_path", "architectures", "model_type", "label2id", "id2label", "dtype"}
@@ -51,7 +53,7 @@ class HFModel:
 
     @property
     def where(self) -> str:
-        return f"the fields of transformers.{type(self.config).__name__}"
+        return f"the fields of transformers.{getattr(self.config, 'title', type(self.config).__name__)}"
 
 
 def find(model: str, *, say: str | None = None) -> HFModel:
@@ -61,12 +63,11 @@ def find(model: str, *, say: str | None = None) -> HFModel:
         model_type = model.removeprefix("hf:")
         if model_type not in hf.CONFIG_MAPPING:
             raise unknown_type(model_type, list(hf.CONFIG_MAPPING))
-        return _found(say or model, model_type, None, _one_line(model, lambda: hf.AutoConfig.for_model(model_type)))
-    folder = Path(model).expanduser().resolve()
-    if not (folder / "config.json").is_file():
-        raise BadOption(f"MODEL {model!r} is a folder without a config.json", hint="name a folder that holds one")
+        config = _one_line(model, lambda: hf.AutoConfig.for_model(model_type))
+        return found(say or model, model_type, None, config, _heads())
+    folder = folder_with_config(model)
     config = _one_line(model, lambda: hf.AutoConfig.from_pretrained(folder, local_files_only=True))
-    return _found(model, config.model_type, folder, config)
+    return found(model, config.model_type, folder, config, _heads())
 
 
 def installed() -> bool:
@@ -84,6 +85,19 @@ def transformers(model: str) -> Any:
     return transformers
 
 
+def folder_with_config(model: str) -> Path:
+    folder = Path(model).expanduser().resolve()
+    if not (folder / "config.json").is_file():
+        raise BadOption(f"MODEL {model!r} is a folder without a config.json", hint="name a folder that holds one")
+    return folder
+
+
+def unknown_type_in(folder: str, model_type: Any) -> BadOption:
+    """For a config.json of no type that transformers has."""
+    what = f"MODEL {folder!r}: its config.json says model_type {model_type!r}, which transformers does not know"
+    return BadOption(what, hint="update transformers, or name another folder")
+
+
 def unknown_type(model_type: str, known: list[str]) -> BadOption:
     # A name on the hub often begins with its type: gpt2-medium, bert-base-uncased.
     begins = sorted((name for name in known if model_type.startswith(name)), key=len)[-1:]
@@ -94,8 +108,9 @@ def unknown_type(model_type: str, known: list[str]) -> BadOption:
     )
 
 
-def _found(said: str, model_type: str, folder: Path | None, config: Any) -> HFModel:
-    task = _task(model_type, config)
+def found(said: str, model_type: str, folder: Path | None, config: Any, heads: Heads) -> HFModel:
+    """The model of that configuration, with the head that it is trained with."""
+    task = _task(model_type, config, heads)
     if task is None:
         hint = "text models and image classifiers can be trained here; any other by package.module:callable"
         raise BadOption(
@@ -104,11 +119,14 @@ def _found(said: str, model_type: str, folder: Path | None, config: Any) -> HFMo
     return HFModel(model_type, folder, task, config)
 
 
-def _task(model_type: str, config: Any) -> str | None:
-    """By the architecture a folder names; else by type, where an encoder that could also write is trained as an encoder."""
+def _heads() -> Heads:
     from transformers.models.auto import modeling_auto
 
-    tables = {task: getattr(modeling_auto, names) for task, (_, names) in TASKS.items()}
+    return {task: getattr(modeling_auto, names) for task, (_, names) in TASKS.items()}
+
+
+def _task(model_type: str, config: Any, tables: Heads) -> str | None:
+    """By the architecture a folder names; else by type, where an encoder that could also write is trained as an encoder."""
     for architecture in getattr(config, "architectures", None) or ():
         for task, table in tables.items():
             classes = table.get(model_type, ())
@@ -173,10 +191,11 @@ def context(config: Any) -> int | None:
 
 def image_shape(config: Any) -> tuple[int, int]:
     """(pixels per side, channels)."""
-    size = getattr(config, "image_size", None) or PLAIN_IMAGE_SIZE
+    seen = getattr(config, "vision_config", None) or config  # of a model that also reads
+    size = getattr(seen, "image_size", None) or PLAIN_IMAGE_SIZE
     if isinstance(size, (list, tuple)):
         size = size[0]
-    return int(size), int(getattr(config, "num_channels", None) or 3)
+    return int(size), int(getattr(seen, "num_channels", None) or 3)
 
 
 def build(found: HFModel, config: Any, *, said: str, init: str | None) -> Any:

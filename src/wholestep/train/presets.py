@@ -105,7 +105,7 @@ PRESETS: dict[str, Preset] = {
         data="digits", batch=64, steps=500, lr=2e-3, weight_decay=0.05, warmup=50,
     ),
     "rgcn": Preset(
-        summary="an R-GCN that tells modules, classes, functions and methods apart by who contains, imports, calls, inherits whom",
+        summary="an R-GCN that classifies modules, classes, functions and methods by who contains, imports, calls, inherits whom",
         family="rgcn", config={"width": 32}, parameters=18_660,
         data="pygraph", batch=1, steps=60, lr=1e-2, warmup=10, precision="fp32",
     ),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from wholestep.errors import BadOption, WholestepWarning
 from wholestep.graph.bytes import parse_budget
+from wholestep.graph.recipe_table import read_table
 from wholestep.train import wishes
 from wholestep.train.config_file import DIGEST, read_config
 
@@ -72,10 +73,12 @@ def run(
         new_run_is_possible(out)  # before a model is built
     request, digest = completed(given, folder, config)
     loggers = [*make_loggers(request["log"]), *loggers]
+    plan = plan_at(request["plan"])
+    _look(request, given, folder, out)
     from wholestep.capture.preflight import refuse_world
 
     refuse_world()  # before each of them makes a folder
-    passes, plan = _pipeline(request["disable"]), plan_at(request["plan"])
+    passes = _pipeline(request["disable"])
     _check_recipe(request["recipe"])
     from wholestep.train.loop import train
 
@@ -153,13 +156,37 @@ def _merged(before: list[str] | None, now: list[str] | None) -> list[str] | None
     return list({text.partition("=")[0].strip(): text for text in (*(before or ()), *(now or ()))}.values()) or None
 
 
+def _look(request: Mapping[str, Any], given: Mapping[str, Any], folder: RunFolder | None, out: Path | None) -> None:
+    """What can be told to be wrong before torch is loaded."""
+    from wholestep.passes.pipeline import refuse_unknown_passes
+    from wholestep.train.look_ahead import look_ahead, look_at_run
+
+    refuse_unknown_passes(request["disable"] or ())
+    if request["recipe"] is not None:
+        read_table(Path(request["recipe"]))
+    if folder is None or _changed(given):
+        look_ahead(request["model"], **_asked_for(request))
+    if folder is not None:
+        look_at_run(folder, out if out is not None and out.parent == folder.checkpoints else None)
+
+
+def _changed(given: Mapping[str, Any]) -> list[str]:
+    """What makes another job of a run that is resumed."""
+    return [name for name in ("model", "seed", *MADE_OF) if name != "steps" and given.get(name) is not None]
+
+
+def _asked_for(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `make_job`, besides the model."""
+    asked = {name: request[name] for name in MADE_OF}
+    return asked | {"sets": tuple(request["sets"] or ()), "seed": request["seed"] or 0}
+
+
 def _job(request: dict[str, Any], given: Mapping[str, Any], folder: RunFolder | None) -> Job:
     """What was asked, as a Job; a run that is resumed as it was is made from its own settings, whatever the defaults are now."""
     from wholestep.train.job import make_job, make_job_again
     from wholestep.train.saved import Kept, has_weights
 
-    changed = [name for name in ("model", "seed", *MADE_OF) if name != "steps" and given.get(name) is not None]
-    if folder is not None and not changed and folder.facts.get("settings"):
+    if folder is not None and not _changed(given) and folder.facts.get("settings"):
         try:
             return make_job_again(folder.facts["settings"], steps=given.get("steps"), kept=Kept.by(folder.path))
         except (KeyError, TypeError, AttributeError) as error:
@@ -169,9 +196,7 @@ def _job(request: dict[str, Any], given: Mapping[str, Any], folder: RunFolder | 
                 raise
             what = f"{folder.path / 'run.json'} is damaged: its settings make no job ({type(error).__name__}: {error})"
             raise BadOption(what, hint="mend it, or start a new run") from error
-    arguments = {name: request[name] for name in MADE_OF}
-    arguments |= {"sets": tuple(request["sets"] or ()), "seed": request["seed"] or 0}
-    job = make_job(request["model"], **arguments)
+    job = make_job(request["model"], **_asked_for(request))
     if folder is None and request["model"] and not request["init"] and has_weights(request["model"]):
         text = f"the weights are drawn anew; --init {request['model']} starts from those that are there"
         warnings.warn(text, WholestepWarning, stacklevel=2)

@@ -6,13 +6,16 @@ fourth may also be an iterable of batches, such as a DataLoader.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from wholestep.errors import BadOption, WholestepError
@@ -30,17 +33,71 @@ def find_function(name: str, *, what: str = "MODEL") -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise BadOption(f"{what} {name!r}: {error}", hint="run where the module can be imported") from error
+        raise _not_there(name, what, error) from error
     except Exception as error:  # anything may happen while somebody's module is imported
         raise BadOption(
             f"{what} {name!r}: importing {module_name} raised {_said(error)}", where=_place(error)
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        close = difflib.get_close_matches(function_name, [n for n in vars(module) if callable(getattr(module, n))], n=1)
-        hint = f"did you mean {module_name}:{close[0]}?" if close else "name a function of that module"
-        raise BadOption(f"{module_name} has no function {function_name!r}", hint=hint)
+        raise _no_function(module_name, function_name, [n for n in vars(module) if callable(getattr(module, n))])
     return function
+
+
+def refuse_missing(name: str, *, what: str = "MODEL") -> None:
+    """The same without importing the module, where its source shows that there is no such function; else nothing."""
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        find_function(name, what=what)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    if "." in module_name:  # looking would import what is above it
+        return
+    try:
+        spec = importlib.util.find_spec(module_name)
+    except (
+        ImportError,
+        ValueError,
+        AttributeError,
+    ):  # of a relative name, or of a module that was replaced by something else
+        return
+    if spec is None:
+        raise _not_there(name, what, f"No module named {module_name!r}")
+    if not (spec.origin or "").endswith(".py"):
+        return
+    try:
+        tree = ast.parse(Path(spec.origin or "").read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    bound = _bound(tree)
+    if bound is not None and function_name not in bound:
+        raise _no_function(module_name, function_name, bound)
+
+
+def _bound(tree: ast.Module) -> list[str] | None:
+    """The names that a module binds; None where its source does not tell."""
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.append(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.append(node.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found += [alias.asname or alias.name for alias in node.names]
+    hidden = {"*", "__getattr__"} & set(found) or any(
+        isinstance(node, ast.Name) and node.id in ("globals", "exec", "setattr", "vars") for node in ast.walk(tree)
+    )
+    return None if hidden else found
+
+
+def _not_there(name: str, what: str, why: object) -> BadOption:
+    return BadOption(f"{what} {name!r}: {why}", hint="run where the module can be imported")
+
+
+def _no_function(module_name: str, function_name: str, known: Iterable[str]) -> BadOption:
+    close = difflib.get_close_matches(function_name, list(known), n=1)
+    hint = f"did you mean {module_name}:{close[0]}?" if close else "name a function of that module"
+    return BadOption(f"{module_name} has no function {function_name!r}", hint=hint)
 
 
 def parameters(function: Callable[..., Any]) -> tuple[dict[str, Any], bool]:

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from wholestep.disk import read_json
+from wholestep.disk import read_json, why_not_new
 from wholestep.errors import BadOption, WholestepError, WholestepWarning
 
 FORMAT = "wholestep run"
@@ -90,6 +90,9 @@ class RunFolder:
     def discard(self) -> None:
         """Remove a run that never took a step."""
         shutil.rmtree(self.path, ignore_errors=True)
+        if self.path.parent == RUNS:
+            with contextlib.suppress(OSError):  # there are other runs
+                RUNS.rmdir()
 
 
 def new_run(out: Path | None, name: str, facts: Mapping[str, Any]) -> RunFolder:
@@ -128,11 +131,10 @@ def new_run(out: Path | None, name: str, facts: Mapping[str, Any]) -> RunFolder:
 
 
 def new_run_is_possible(out: Path) -> None:
-    """An error when `out` holds something already, or lies below a file."""
-    for above in out.parents:
-        if above.exists() and not above.is_dir():
-            hint = "name another folder with --out"
-            raise BadOption(f"a run cannot be written to {out}: {above} is not a folder", hint=hint)
+    """An error when `out` holds something already, or cannot be made where it is."""
+    why = f"{out} is a file" if out.is_file() else None if out.is_dir() else why_not_new(out)
+    if why is not None:
+        raise BadOption(f"a run cannot be written to {out}: {why}", hint="name another folder with --out")
     if (out / FACTS).exists():
         raise BadOption(
             f"{out} already holds a run", hint="add --resume to go on with it, or name another folder with --out"

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from wholestep.data.tokens import TOKENIZER_FILE
-from wholestep.disk import read_json
+from wholestep.data.tokens import KINDS, TOKENIZER_FILE, find_tokenizer
+from wholestep.disk import read_json, why_not_new
 from wholestep.errors import BadOption
 from wholestep.train import run_folder
 from wholestep.train.checkpoint_files import FACTS, Stored, checkpoints, open_stored
@@ -134,6 +134,37 @@ def has_weights(model: str) -> bool:
     path = Path(model).expanduser()
     saved = find_saved(model) if path.exists() else None
     return saved.checkpoint is not None if saved is not None else path.is_dir() and any(path.glob("*.safetensors"))
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Whether transformers would open it: a configuration, and weights."""
+    return (folder / CONFIG_FILE).is_file() and any(folder.glob("*.safetensors"))
+
+
+def no_run(name: str) -> BadOption:
+    what = f"{name} is neither a run nor a folder with a {CONFIG_FILE} and .safetensors weights"
+    return BadOption(what, hint="give the folder of a run, as `wholestep train` prints it")
+
+
+def given_tokenizer(given: str) -> Path:
+    """The tokenizer.json that `--tokenizer` names for a model that is trained already."""
+    if given in KINDS:
+        hint = "leave it out for that of the run, or name a folder with a tokenizer.json"
+        raise BadOption(f"--tokenizer {given}: the model has learnt its tokens", hint=hint)
+    return find_tokenizer(Path(given).expanduser())
+
+
+def refuse_taken(out: Path) -> None:
+    """An error when an export cannot be written there."""
+    try:
+        taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
+    except OSError as error:
+        raise BadOption(f"{out} cannot be looked into: {error.strerror}", hint="name another place") from None
+    if taken:
+        raise BadOption(f"{out} exists already", hint="name a folder or file that is new")
+    why = why_not_new(out)
+    if not out.exists() and why is not None:
+        raise BadOption(f"{out} cannot be written: {why}", hint="name another place")
 
 
 def weights_at(init: str) -> tuple[Path, Path | None]:

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-from wholestep.data.tokens import RESERVED, TOKENIZER_FILE, Bytes, Numbers, Tokens, find_tokenizer, read_tokens
+from wholestep.data.tokens import RESERVED, TOKENIZER_FILE, Bytes, Numbers, Tokens, read_tokens
 from wholestep.disk import read_json
 from wholestep.errors import BadOption
 from wholestep.train.checkpoint import load_weights
 from wholestep.train.families import Family, find_family
-from wholestep.train.job import Job, device_named, own_job, resolve_settings
+from wholestep.train.job import Job, device_named, own_job
 from wholestep.train.presets import refuse_missing
-from wholestep.train.saved import CONFIG_FILE, Saved, find_saved
+from wholestep.train.saved import Saved, find_saved, given_tokenizer, is_model_folder, no_run
+from wholestep.train.settings import resolve_settings
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -55,12 +56,9 @@ def open_trained(name: str, *, tokenizer: str | None = None, device: str | None 
         return _of_run(name, saved, tokenizer, where)
     folder = Path(name).expanduser().absolute()
     refuse_missing(name)
-    if not (folder / CONFIG_FILE).is_file() or not any(folder.glob("*.safetensors")):
-        hint = "give the folder of a run, as `wholestep train` prints it"
-        raise BadOption(
-            f"{name} is neither a run nor a folder with a {CONFIG_FILE} and .safetensors weights", hint=hint
-        )
-    settings, family = resolve_settings(str(folder), where=where)
+    if not is_model_folder(folder):
+        raise no_run(name)
+    settings, family = resolve_settings(str(folder), on_gpu=where.type == "cuda")
     assert family is not None
     config = family.configure({})
     if family.reads_images:
@@ -98,7 +96,7 @@ def _tokens(path: Path, family: Family, settings: dict[str, Any], given: str | N
             raise BadOption(f"--tokenizer {given}: this model reads no text", hint="leave it out")
         return None
     if given is not None:
-        return read_tokens(find_tokenizer(Path(given).expanduser()))
+        return read_tokens(given_tokenizer(given))
     if settings.get("tokenizer") == "bytes":
         return Bytes(0 if family.task == "next" else len(RESERVED))
     if settings.get("tokenizer") == "ids":

@@ -29,6 +29,8 @@ TRAINING: dict[str, tuple[type, float | None, str]] = {
 }
 """Training value -> its type, its least value, what it means."""
 _CHOICES: dict[str, tuple[str, ...]] = {"schedule": SCHEDULES, "optimizer": OPTIMIZERS, "tokenizer": KINDS}
+_END = {"seed": 2**63, "vocabulary": 10**7, "accumulate": 2**31, "warmup": 2**63}
+"""Less than these; a tokenizer takes memory for all the ids it may have."""
 OWN = ("clip_norm", "accumulate", "seed")
 """Those that count for a function of the user's own, which has an optimizer already."""
 _OPTIONS = ("batch", "seq", "steps", "data", "precision", "device")
@@ -101,8 +103,8 @@ def check_training(key: str, value: Any) -> Any:
         raise BadOption(f"--set {key}={value}", hint="use more than 0")
     if least is not None and value < least:
         raise BadOption(f"--set {key}={value}", hint=f"use {least:g} or more")
-    if key == "seed" and value >= 2**63:
-        raise BadOption(f"--set {key}={value}", hint="use less than 2**63")
+    if key in _END and value >= _END[key]:
+        raise BadOption(f"--set {key}={value}", hint=f"use less than {_END[key]:,}")
     return value
 
 
@@ -118,4 +120,10 @@ def _as(key: str, value: Any, kind: type) -> Any:
         return float(value)
     if kind in (bool, str) and isinstance(value, kind):
         return value
-    raise BadOption(f"--set {key}={value}: not {_NAMES[kind]}", hint=f"give {key} {_NAMES[kind]}")
+    raise wrong_kind(key, value, kind)
+
+
+def wrong_kind(key: str, value: Any, *kinds: type) -> BadOption:
+    """The error for a value of another kind; every whole number is a number."""
+    wanted = " or ".join(_NAMES[kind] for kind in kinds if not (kind is int and float in kinds))
+    return BadOption(f"--set {key}={value}: not {wanted}", hint=f"give {key} {wanted}")

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from wholestep.capture.batch import flatten, unflatten
+from wholestep.capture.forward import run_loss
 from wholestep.capture.preflight import set_aside
 from wholestep.capture.sites import Sites
 from wholestep.capture.subject import Subject
-from wholestep.capture.tracer import run_loss
 from wholestep.capture.undo import Undo
 from wholestep.errors import BadBatch, BadLoss, WholestepError
 from wholestep.runtime.random import keys_for, seeded_generator

@@ -309,7 +309,8 @@ class SideBySide:
             def run(graph: LossGraph, args: tuple, micro: Any = micro, call: Any = call) -> tuple:
                 numbers, returned = graph.host(args)
                 known = made.reading is not None and graph is made.reading.graph
-                return graph.results(call(made if known else self._made(graph, args, micro), args, numbers), returned)
+                values = call(made if known else self._made(graph, args, micro), args, numbers)
+                return graph.results(values, returned, args)
 
             own = own_batch(micro)  # a step may write to it
             if made.reading is None:

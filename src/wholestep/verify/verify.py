@@ -8,6 +8,7 @@ generators are put back.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -64,15 +65,8 @@ def verify(
     Model, optimizer, random generators and the Python values that `loss_fn` can reach are as before when it returns.
     """
     if by_verb is not None:
-        if by_verb not in BY_VERB or options.get("recipe") is None:
-            raise BadOption(f"by_verb={by_verb!r}", hint="use 'blame' or 'each', together with recipe=")
-
-        def of(recipe: Recipe, edges: Sequence[Any]) -> Report:
-            own = {**options, "recipe": recipe}
-            return verify(model, loss_fn, optimizer, batches, steps=steps, edge_batches=edges, eval_too=eval_too, **own)
-
-        recipe, root, each = recipe_of(options["recipe"]), root_of(model), by_verb == "each"
-        return verify_by_verb(of, root, batches, recipe, each=each, edge_batches=edge_batches)
+        subject = functools.partial(verify, model, loss_fn, optimizer, batches, steps=steps, eval_too=eval_too)
+        return _by_verb(subject, model, batches, by_verb, edge_batches, options)
     edge_batches = edge_batches or ()
     mesh = options.get("mesh")
     if isinstance(mesh, Mesh) and mesh.num_ranks > 1:  # the one backend that runs several ranks
@@ -95,6 +89,25 @@ def verify(
         reason = f": {report.falls[0]}" if report.falls else ""
         raise UnsupportedModel(f"nothing was captured, so that a recipe cannot be verified{reason}")
     return report
+
+
+def _by_verb(
+    verify_all: Callable[..., Report],
+    model: Any,
+    batches: Any,
+    by_verb: str,
+    edge_batches: Any,
+    options: dict[str, Any],
+) -> Report:
+    """Which verb of the recipe is wrong."""
+    if by_verb not in BY_VERB or options.get("recipe") is None:
+        raise BadOption(f"by_verb={by_verb!r}", hint="use 'blame' or 'each', together with recipe=")
+
+    def of(recipe: Recipe, edges: Sequence[Any]) -> Report:
+        return verify_all(edge_batches=edges, **{**options, "recipe": recipe})
+
+    recipe, root, each = recipe_of(options["recipe"]), root_of(model), by_verb == "each"
+    return verify_by_verb(of, root, batches, recipe, each=each, edge_batches=edge_batches)
 
 
 def _run_all(beside: SideBySide, todo: list[tuple[str, Any]], eval_batch: Any) -> None:

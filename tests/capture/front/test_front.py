@@ -6,8 +6,10 @@ Every change is made on both sides, and training must follow eager whether it as
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -450,3 +452,24 @@ def test_what_the_forward_sets_once_is_set_and_guarded() -> None:
     twins.both(lambda side: setattr(side.model, "kind", None))
     twins.train([probabilities])
     assert twins.ours.model.kind == "regression" and twins.step.rung == "whole step"
+
+
+# ---- nothing stays ----
+
+
+@pytest.mark.parametrize("backend", ["interpret", "inductor"])
+def test_a_step_that_nobody_holds_is_freed_with_its_model(backend: str) -> None:
+    """Dynamo keeps tables for as long as the process lives, some where no collector looks: none may lead to the user's tensors."""
+
+    def trained() -> list[weakref.ref]:
+        side = with_option()
+        step = wholestep.compile(side.model, side.loss_fn, side.optimizer, BATCHES[0], backend=backend)
+        step(BATCHES[0])
+        if backend == "interpret":
+            side.extra.set(0.3)
+            step(BATCHES[1])  # captured anew
+        return [weakref.ref(thing) for thing in (step, side.model, side.model[0].weight, side.optimizer, side.loss_fn)]
+
+    left = trained()
+    gc.collect()
+    assert [reference() for reference in left] == [None] * 5

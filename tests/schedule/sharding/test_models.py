@@ -164,8 +164,8 @@ def test_a_sum_that_does_not_follow_is_an_error() -> None:
     [
         (lambda sch: sch["head"].shard("weight", 0, blocks=5), "blocks=5"),
         (lambda sch: sch["head"].shard("weight", 0, blocks=[4, 4]), "sum is 12"),
-        (lambda sch: sch["head"].shard("weight", 0, parts=8), "4 would do|6 would do"),
-        (lambda sch: sch["head"].shard("weight", 0, parts=4, blocks=2), "3 would do"),
+        (lambda sch: sch["head"].shard("weight", 0, parts=8), "4 ranks would do|6 ranks would do"),
+        (lambda sch: sch["head"].shard("weight", 0, parts=4, blocks=2), "3 ranks would do"),
         (lambda sch: sch["head"].sync("all_gather"), "without a dimension"),
         (lambda sch: sch["head"].sync("scatter", when="backward", axis=0), "backward pass"),
     ],

@@ -228,6 +228,41 @@ def gated(p: Any, x: Any) -> Any:
     return (y * p["s"]).square().mean()
 
 
+def two_by_view(p: Any, x: Any) -> Any:
+    """Keys and values in one weight, as many as there are ranks."""
+    k, v = F.linear(x, p["kv"]).unflatten(-1, (2, 4, 4)).permute(2, 0, 3, 1, 4)
+    q = F.linear(x, p["q"]).unflatten(-1, (4, 4)).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v)
+    return F.linear(out.transpose(1, 2).flatten(2), p["o"]).square().mean()
+
+
+def halves_by_view(p: Any, x: Any) -> Any:
+    both = F.linear(x, p["a"], p["ab"]).view(3, 2, 8)
+    return (F.silu(both[:, 0]) * both.select(1, 1)).square().mean()
+
+
+def four_by_unbind(p: Any, x: Any) -> Any:
+    one, two, three, four = F.linear(x, p["a"]).view(3, 4, 8).unbind(1)
+    return (one * two + three.tanh() * four).square().mean()
+
+
+def one_key(p: Any, x: Any) -> Any:
+    """One head of keys and values for all queries."""
+    q, k, v = (F.linear(x, p[n]).unflatten(-1, (-1, 4)).transpose(1, 2) for n in "qkv")
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).square().mean()
+
+
+def hits(p: Any, x: Any, labels: Any) -> Any:
+    """A loss, and how often it is right; equal values have the first place."""
+    logits = F.linear(x, p["w"])
+    return (
+        F.cross_entropy(logits, labels),
+        logits.argmax(-1),
+        logits.round().argmax(1, keepdim=True),
+        (logits * 0).argmax(1),
+    )
+
+
 MULTIHEAD = {"w": (48, 16), "b": (48,), "o": (16, 16), "ob": (16,)}
 HIDDEN = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
 LINEAR = {"a": (16, 8), "ab": (16,), "b": (8, 16), "bb": (8,)}
@@ -246,6 +281,11 @@ CASES: dict[str, Case] = {
     "q, k, v in one": (fused_heads, {"qkv": (48, 8), "b": (48,), "o": (8, 16)}, (X3,), {"qkv": 0, "b": 0, "o": 1}),
     "q, k, v in one, bias whole": (fused_heads, {"qkv": (48, 8), "b": (48,), "o": (8, 16)}, (X3,), {"qkv": 0, "o": 1}),
     "q, k, v by a view": (fused_by_view, {"qkv": (48, 8), "o": (8, 16)}, (X3,), {"qkv": 0, "o": 1}),
+    "two by a view": (two_by_view, {"kv": (32, 8), "q": (16, 8), "o": (8, 16)}, (X3,), {"kv": 0, "q": 0, "o": 1}),
+    "halves by a view": (halves_by_view, {"a": (16, 8), "ab": (16,)}, (X,), {"a": 0, "ab": 0}),
+    "four by unbind": (four_by_unbind, {"a": (32, 8)}, (X,), {"a": 0}),
+    "one key": (one_key, {"q": (16, 8), "k": (4, 8), "v": (4, 8)}, (X3,), {"q": 0, "k": 0, "v": 0}),
+    "hits": (hits, {"w": (8, 8)}, (X, ids(3)), {"w": 0}),
     "few keys in one": (fused_unequal, {"qkv": (64, 8), "o": (8, 32)}, (X3,), {"qkv": 0, "o": 1}),
     "few keys": (few_keys, {"q": (16, 8), "k": (4, 8), "v": (4, 8), "o": (8, 16), "bias": (1, 8, 5, 5)}, (X3,),
                  {"q": 0, "k": 0, "v": 0, "o": 1}),
@@ -339,7 +379,9 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, tuple[int, ...]], tuple[
     "one place": (lambda p, x: F.linear(x, p["a"])[:, 3].sum(), {"a": (8, 8)}, (X,), {"a": 0}, "one place is picked"),
     "three heads": (lambda p, x: F.linear(x, p["a"]).view(3, 3, 2).sum(1).pow(2).sum(), {"a": (6, 8)}, (X,), {"a": 0},
                     "cut into 2"),
-    "an odd size": (lambda p, x: F.linear(x, p["a"]).sum(), {"a": (9, 8)}, (X,), {"a": 0}, "1 ranks would do"),
+    "an odd size": (lambda p, x: F.linear(x, p["a"]).sum(), {"a": (9, 8)}, (X,), {"a": 0}, "leave that parameter whole"),
+    "a parameter": (lambda p, x: (x @ torch.linalg.qr(p["a"])[0]).sum(), {"a": (8, 8)}, (X,), {"a": 0},
+                    "is cut) (at test_rules.py"),
     "whole in place": (lambda p, x: (x * p["g"]).add_(F.linear(x, p["a"])).sum(), {"a": (8, 8), "g": (8,)}, (X,),
                        {"a": 0}, "in place"),
     "a maximum that learns": (lambda p, x: F.linear(x, p["a"]).amax(-1).sum(), {"a": (8, 8)}, (X,), {"a": 0}, "amax over it"),

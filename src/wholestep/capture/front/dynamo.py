@@ -139,7 +139,7 @@ def switched_off() -> str | None:
 @contextlib.contextmanager
 def settings(loggers: Any, lists: Iterable[str] = (), **more: Any) -> Iterator[None]:
     """Dynamo's settings as a faithful capture needs them, for this process, while the context is open."""
-    with compat.ONE_AT_A_TIME, dynamo.config.patch(**_wanted(loggers, more)), _quiet():
+    with compat.ONE_AT_A_TIME, compat.guards_not_timed(), dynamo.config.patch(**_wanted(loggers, more)), _quiet():
         growing.on, growing.lists, assuming.on, assuming.sparse = True, frozenset(lists), True, set()
         try:
             yield
@@ -261,13 +261,15 @@ def capture_call(
     read: list[tuple[str, Any]] = []
     codes: list[types.CodeType] = []
     sparse: set[str] = set()
+    taking = [take]  # emptied at the end: Dynamo keeps the backend in C++, where no collector sees cycles
+    scope = {"L": arguments, "G": function.__globals__}
 
     def backend(graph: fx.GraphModule, example: list[Any], **_: Any) -> Callable[..., Any]:
         context = TracingContext.get()
         codes[:] = context.traced_code
         sparse.update(assuming.sparse)
-        read[:] = _read_by(context.guards_context.dynamo_guards, {"L": arguments, "G": function.__globals__})
-        made = take(graph)
+        read[:] = _read_by(context.guards_context.dynamo_guards, scope)
+        made = taking[0](graph)
         first = True
 
         def run(*args: Any) -> Any:
@@ -279,10 +281,16 @@ def capture_call(
 
         return run
 
+    compat.forget_imports()
     known = {id(entry.code) for entry in _debug_get_cache_entry_list(function.__code__)}
     compiled = _compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
-    with settings(loggers, lists, **more), contextlib.suppress(Stopped):
-        compiled(**arguments)
+    try:
+        with settings(loggers, lists, **more), contextlib.suppress(Stopped):
+            compiled(**arguments)
+    finally:
+        taking.clear()
+        scope.clear()
+        compat.forget_backend(backend)
     fresh = [entry for entry in _debug_get_cache_entry_list(function.__code__) if id(entry.code) not in known]
     if len(fresh) != 1:
         return None

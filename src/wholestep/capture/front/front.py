@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import re
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,7 @@ from wholestep.capture.front.loss_graph import LossGraph
 from wholestep.capture.front.replay import user_line
 from wholestep.capture.front.sparse import detach_parts
 from wholestep.capture.front.traced import traced
+from wholestep.capture.front.unguardable import refuse_surroundings
 from wholestep.capture.front.unguarded import Unguarded
 from wholestep.capture.subject import Subject, model_loss, no_loss
 from wholestep.capture.undo import RandomStates
@@ -79,6 +81,7 @@ class Front:
         ):  # of the caller: a step trains all the same
             with torch.inference_mode(False), torch.enable_grad():
                 return self(batch, run, known_only=known_only)
+        refuse_surroundings()
         try:
             with self.subject.edits.applied():
                 return self._call(batch, run, known_only)
@@ -130,7 +133,7 @@ class Front:
 
     def _find(self, arguments: dict[str, Any]) -> Entry | None:
         for entry in self.entries:
-            if entry.frame.holds(arguments) and entry.unguarded.changed() is None:
+            if entry.frame.holds(arguments) and entry.graph.holds and entry.unguarded.changed() is None:
                 if entry is not self.entries[0]:
                     self.entries.remove(entry)
                     self._insert(entry)
@@ -160,6 +163,7 @@ class Front:
         began = time.perf_counter()
         made: list[LossGraph] = []
         failed: list[Exception] = []
+        front = weakref.ref(self)  # Dynamo keeps what is called in place of a graph where no collector sees cycles
 
         def take(graph: fx.GraphModule) -> Callable[..., Any]:
             try:
@@ -167,7 +171,7 @@ class Front:
                 made.append(LossGraph(graph, paths, self._rewritten))
             except (WholestepError, CaptureRefused) as error:  # raised here, Dynamo would wrap it
                 failed.append(error)
-            return lambda *args: self._run(made[0], args)  # type: ignore[misc]
+            return lambda *args: front()._run(made[0], args)  # type: ignore[misc,union-attr]
 
         more = private.SPECIALISED if self.specialised else {}
         try:
@@ -307,7 +311,11 @@ def refusal(error: Exception) -> CaptureRefused:
     if private.SKIPPED_AT_RANDOM in str(error):
         what, lines = private.SKIPPED_AT_RANDOM, []
     explained = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation:")), "")
-    explained = explained.split(". ")[0] if "VariableTracker" not in explained.split(". ")[0] else ""
+    explained = re.split(r"(?<!e\.g)\. ", explained)[0]
+    if (
+        "VariableTracker" in explained or what.casefold() in explained.casefold()
+    ):  # Dynamo's own matters; the same once more
+        explained = ""
     helped = next((text for word, text in _HELP.items() if word in what or word in explained), "")
     name = "" if isinstance(error, dynamo.exc.Unsupported) else f"{type(error).__name__}: "
     parts = [f"{name}{what}"[:240], explained[:200], helped]

@@ -12,7 +12,7 @@ import hashlib
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,9 @@ from torch import fx
 from wholestep import compat
 from wholestep.capture.front import traced as marks
 from wholestep.capture.front.numbers import Argument, HostPart, split_numbers
+from wholestep.capture.front.opaque import derivatives, refuse_opaque, replaced, written
 from wholestep.capture.front.replay import MARKS, Assumed, Replay, Watcher, target_name, user_line
+from wholestep.capture.front.shared import copy_in_place_of_set, live_views
 from wholestep.errors import BadLoss, CaptureRefused
 from wholestep.graph.mesh import RANKS, Ranks
 
@@ -72,6 +74,12 @@ class LossGraph:
         _check_marks(self.module)
         _check_backward(self.module)
         _check_replaced(self.module)
+        refuse_opaque(self.module)
+        copy_in_place_of_set(self.module)
+        self.derivatives = derivatives(self.module)
+        self.live = live_views(self.module)
+        """Results that share memory with arguments: made from those, after the step."""
+        _take_out(self.module, self.live)
         self.host: HostPart = split_numbers(self.module, self.arguments)
         self.returned = _returned(self.module, self.host)
         self.copied_in: set[int] = set()
@@ -97,11 +105,22 @@ class LossGraph:
     def tensors(self) -> list[int]:
         return [i for i, argument in enumerate(self.arguments) if argument.kind == "tensor"]
 
-    def results(self, values: Mapping[str, Any], numbers: Mapping[int, Any]) -> tuple:
+    @property
+    def holds(self) -> bool:
+        """Whether the operators that it calls are what they were."""
+        return not (self.derivatives and replaced(self.derivatives))
+
+    def live_aux(self, args: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Entries of aux that share memory with arguments."""
+        return {self.returned[i].name: view(args) for i, view in self.live.items() if self.returned[i].kind == AUX}
+
+    def results(self, values: Mapping[str, Any], numbers: Mapping[int, Any], args: Sequence[Any]) -> tuple:
         """What Dynamo's code expects of its graph; `values` by the names of a capture's outputs."""
         found: list[Any] = []
         for i, returned in enumerate(self.returned):
-            if returned.kind == NUMBER:
+            if i in self.live:
+                found.append(self.live[i](args))
+            elif returned.kind == NUMBER:
                 found.append(numbers[i])
             elif returned.kind == NOTHING:
                 found.append(None)
@@ -123,6 +142,8 @@ class LossGraph:
         """A hash of all that a trace of this graph depends on, but for its inputs' sizes and types."""
         found = hashlib.sha256()
         for line in _described(self.module):
+            found.update(line.encode() + b"\n")
+        for line in (line for _, *both in self.derivatives for f in both for line in written(f)):
             found.update(line.encode() + b"\n")
         found.update(repr((self.arguments, self.returned, self.host.integer, self.surroundings)).encode())
         return found.hexdigest()
@@ -217,6 +238,15 @@ def _root(source: Any) -> str:
     while getattr(source, "base", None) is not None:
         source = source.base
     return _name(source)
+
+
+def _take_out(module: fx.GraphModule, results: Iterable[int]) -> None:
+    """Results that the graph does not have to make; those of aux it makes all the same, for checks."""
+    output = next(n for n in module.graph.nodes if n.op == "output")
+    kept = list(output.args[0])
+    for i in results:
+        kept[i] = kept[i] if kept[i].target is marks.mark_aux else None
+    output.args = (tuple(kept),)
 
 
 def _check_marks(module: fx.GraphModule) -> None:
@@ -326,7 +356,7 @@ def _described_target(module: fx.GraphModule, node: fx.Node) -> str:
         return ""
     function = node.target
     if isinstance(function, types.FunctionType) and not function.__module__.startswith("torch."):
-        return f"{function.__module__}.{function.__qualname__} {function.__code__.co_code.hex()}"
+        return f"{function.__module__}.{function.__qualname__} {' '.join(written(function))}"
     if isinstance(function, str | torch._ops.OpOverload | torch._ops.HigherOrderOperator):
         return str(function)
     return f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', function)}"

@@ -67,6 +67,30 @@ for _function, _ours in IN_GRAPH.items():
     TorchInGraphFunctionVariable._get_handlers()[_function] = _handler(_ours)
 
 
+def _one_hot(x: torch.Tensor, num_classes: int) -> torch.Tensor:
+    """F.one_hot with the checks that eager makes."""
+    torch._assert_async((x >= 0).all(), "one_hot: Class values must be non-negative.")
+    torch._assert_async((x < num_classes).all(), "one_hot: Class values must be smaller than num_classes.")
+    return (x.unsqueeze(-1) == torch.arange(num_classes, dtype=x.dtype, device=x.device)).to(torch.int64)
+
+
+def _checked_one_hot(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def handle(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = plain(function, tx, *args, **kwargs)  # refuses a size that data tells
+        named = {"tensor": "x", "input": "x"}
+        given = {named.get(name, name): value for name, value in kwargs.items()}
+        return answer if answer is not None else _handler(_one_hot)(function, tx, *args, **given)
+
+    return handle
+
+
+if (
+    torch._C.DispatchKey.CompositeImplicitAutograd not in torch.ops.aten.one_hot.default.py_kernels
+):  # torch 2.11 checks nothing
+    _handlers = TorchInGraphFunctionVariable._get_handlers()
+    _handlers[F.one_hot] = _checked_one_hot(_handlers[F.one_hot])
+
+
 def _replacing(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
     def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if getattr(assuming, "on", False):

@@ -7,11 +7,15 @@ on the version, at `requires_grad`, `os.getenv` and at lists inside of tuples. `
 
 from __future__ import annotations
 
+import abc
+import builtins
+import dis
 import functools
 import os
-import random
+import sys
 import types
-from collections import ChainMap, OrderedDict, defaultdict, deque
+from _abc import _get_dump  # what was registered with an abstract class, which nothing public tells
+from collections import ChainMap, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
@@ -21,9 +25,8 @@ import torch
 from torch import nn
 
 from wholestep.capture import optimizers
-from wholestep.capture.modes import is_own_file
+from wholestep.capture.front.unguardable import is_users, is_users_class, refuse_unguardable
 from wholestep.capture.subject import Subject
-from wholestep.errors import CaptureRefused
 
 _GLOBAL_HOOKS = [
     table
@@ -46,16 +49,21 @@ class Unguarded:
     ) -> None:
         """`subject`: None where nothing is trained. `read`: what Dynamo's guards look at, by name. `codes`: of all functions that
         were traced."""
-        refuse_unguardable(subject, read, codes)
-        self.subject = subject
         objects = [value for _, value in read]
-        self.classes = list(_classes(objects))
+        functions = list(_functions(objects if subject is None else [subject.loss_fn, *objects]))
+        named = list(_named_classes(functions))
+        refuse_unguardable(subject, read, codes, named)
+        self.subject = subject
+        self.classes = list(_classes([*objects, *named]))
         self.names = [list(vars(cls)) for cls in self.classes]
         self.bases = [*map(_BASES, self.classes)]
         self.tables = [*map(vars, self.classes)]
         self.contents = [list(table.values()) for table in self.tables]
         self.all_contents = [*chain.from_iterable(self.contents)]
-        self.numbers = set(_class_numbers(self.classes, codes)) if _CLASSES_UNGUARDED else set()
+        plain = [cls for cls in self.classes if _CLASSES_UNGUARDED or issubclass(cls, type)]
+        self.numbers = set(_class_numbers(plain, codes))
+        self.registered = [(cls, _registry(cls)) for cls in self.classes if isinstance(cls, abc.ABCMeta)]
+        self.token = abc.get_cache_token()
         self.modules = [value for value in objects if isinstance(value, nn.Module)]
         self.kinds = list(map(type, self.modules))
         self.found = list(_found_classes(read))
@@ -63,11 +71,15 @@ class Unguarded:
         self.orders = [(value, list(value)) for value in objects if type(value) is OrderedDict and len(value) > 1]
         looks = _looks_for_absence(codes) or any(isinstance(value, ChainMap) for value in objects)
         own = {id(table) for module in self.modules for table in _own_tables(module)}
-        members = list(_members(objects)) if looks else []
-        self.members = [(table, names) for table, names in members if id(table) not in own]
-        self.counted = [table for table, _ in members if id(table) in own]
+        self.members = [(table, names) for table, names in _members(objects) if looks and id(table) not in own]
+        mentioned = {name for code in codes if is_users(code) for name in code.co_names}
+        self.counted = list(_counted_tables(self.modules, looks, mentioned))
         """Modules' own tables, thousands of them: one that gains a name is seen by its length."""
+        if not mentioned.isdisjoint(("getattr", "hasattr")) or looks:
+            self.counted += [vars(value) for value in objects if isinstance(value, nn.Parameter)]
         self.lengths = [*map(len, self.counted)]
+        self.hidden = list(_hidden_builtins(functions, mentioned))
+        self.imported = {name: sys.modules.get(name) for name in _imported(codes)}
         self.environment = dict(os.environ) if _reads_environment(codes) else None
         self.facts = self._facts()
         self.hooks = self._hooks()
@@ -114,6 +126,10 @@ class Unguarded:
         for table, key, cls in self.found:
             if table.get(key) is not cls:
                 return f"the class at {key!r} of a dictionary"
+        if self.registered and abc.get_cache_token() != self.token:
+            for cls, known in self.registered:
+                if _registry(cls) != known:
+                    return f"what counts as a {cls.__qualname__}"
         return None
 
     def _changed_contents(self) -> str | None:
@@ -138,6 +154,12 @@ class Unguarded:
                 return "the order of a dictionary"
         if [*map(len, self.counted)] != self.lengths or any(set(value) != names for value, names in self.members):
             return "a name that was missing, or is"
+        for table, name in self.hidden:
+            if name in table:
+                return f"{name}, which is a global variable now"
+        for name, module in self.imported.items():
+            if sys.modules.get(name) is not module:
+                return f"module {name}"
         return None
 
 
@@ -193,10 +215,71 @@ def _own_tables(module: nn.Module) -> Iterator[dict]:
 _TABLES = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
 
 
+def _counted_tables(modules: Sequence[nn.Module], looks: bool, mentioned: set[str]) -> Iterator[dict]:
+    """Tables of modules whose number of names matters: Dynamo does not guard that one is empty which is only walked over."""
+    for module in modules:
+        if looks:
+            yield from _own_tables(module)
+        elif not mentioned.isdisjoint(_WALKS):
+            yield from (module._parameters, module._buffers, module._modules)
+
+
+_WALKS = {
+    "buffers",
+    "named_buffers",
+    "parameters",
+    "named_parameters",
+    "modules",
+    "named_modules",
+    "children",
+    "state_dict",
+}
+_WALKS |= {"named_children", "_buffers", "_parameters", "_modules"}
+
+
+def _functions(objects: Iterable[Any]) -> Iterator[types.FunctionType]:
+    """Functions of the user's own among what was read, and the methods of its classes."""
+    seen: set[Any] = set()
+    for value in objects:
+        if isinstance(value, types.MethodType | functools.partial):
+            value = value.__func__ if isinstance(value, types.MethodType) else value.func
+        classes = () if isinstance(value, types.FunctionType) else filter(is_users_class, type(value).__mro__)
+        for function in (value, *chain.from_iterable(vars(cls).values() for cls in classes)):
+            if isinstance(function, types.FunctionType) and function not in seen and is_users(function.__code__):
+                seen.add(function)
+                yield function
+
+
+def _named_classes(functions: Iterable[types.FunctionType]) -> Iterator[type]:
+    """Classes of the user's own that functions name: Dynamo takes them for constants."""
+    for function in functions:
+        table = function.__globals__
+        held = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+        for value in (*held, *map(table.get, function.__code__.co_names)):
+            if isinstance(value, type) and is_users_class(value):
+                yield value
+
+
+def _hidden_builtins(functions: Iterable[types.FunctionType], mentioned: set[str]) -> Iterator[tuple[dict, str]]:
+    """Globals of traced functions, and the names of builtins that they do not hide, but may later."""
+    names = [name for name in mentioned if hasattr(builtins, name)]
+    tables = {id(function.__globals__): function.__globals__ for function in functions}
+    return ((table, name) for table in tables.values() for name in names if name not in table)
+
+
+def _imported(codes: Iterable[types.CodeType]) -> Iterator[str]:
+    """Modules that code of the user's own imports while it runs."""
+    for code in codes:
+        if is_users(code):
+            names = [i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"]
+            yield from names
+            yield from (known for name in names for known in list(sys.modules) if known.endswith(f".{name}"))
+
+
 def _looks_for_absence(codes: Iterable[types.CodeType]) -> bool:
     """Whether code of the user's own catches that something is missing, which Dynamo does not guard."""
     caught = {"KeyError", "AttributeError", "LookupError", "IndexError", "NameError"}
-    return any(not caught.isdisjoint(code.co_names) and _is_users(code) for code in codes)
+    return any(not caught.isdisjoint(code.co_names) and is_users(code) for code in codes)
 
 
 def _classes(values: Iterable[Any]) -> Iterator[type]:
@@ -204,10 +287,16 @@ def _classes(values: Iterable[Any]) -> Iterator[type]:
     seen: set[type] = {torch.Tensor}
     yield torch.Tensor
     for value in values:
-        for cls in (value if isinstance(value, type) else type(value)).__mro__:
+        own = value.__mro__ if isinstance(value, type) else ()
+        for cls in (*own, *type(value).__mro__):  # the class of a class too: what it holds, its classes have
             if cls not in seen and cls.__flags__ & _HEAP_TYPE and not _is_internal(cls):
                 seen.add(cls)
                 yield cls
+
+
+def _registry(cls: type) -> set[Any]:
+    """What was registered with an abstract class, as weak references."""
+    return set(_get_dump(cls)[0])
 
 
 _HEAP_TYPE = 1 << 9
@@ -243,66 +332,4 @@ def _content(value: Any, depth: int = 0) -> Any:
 
 def _reads_environment(codes: Iterable[types.CodeType]) -> bool:
     """Whether code of the user's own mentions the environment."""
-    return any(not _ENVIRONMENT.isdisjoint(code.co_names) and _is_users(code) for code in codes)
-
-
-def refuse_unguardable(
-    subject: Subject | None, read: Sequence[tuple[str, Any]], codes: Sequence[types.CodeType]
-) -> None:
-    """What neither Dynamo nor we can follow: such a loss runs in eager PyTorch."""
-    mentioned = {name for code in codes if _is_users(code) for name in code.co_names}
-    if "backward" in mentioned:
-        raise CaptureRefused(
-            "backward() is called inside of the loss, which fills p.grad; return the sum of the losses"
-        )
-    called = {name for code in codes for name in code.co_names}
-    patched = [n for n, value in vars(torch.Tensor).items() if n in called and n in _TENSOR and _TENSOR[n] is not value]
-    if patched:
-        raise CaptureRefused(f"torch.Tensor.{patched[0]} was replaced")
-    for _, value in read:
-        if isinstance(value, functools._lru_cache_wrapper):
-            _refuse_impure_cache(value)
-        if isinstance(value, random.Random) and value is not random._inst:
-            raise CaptureRefused(
-                "the loss draws from a random.Random of your own; draw outside of it and pass it in the batch"
-            )
-        if isinstance(value, deque) and value.maxlen is not None and mentioned & {"append", "appendleft", "extend"}:
-            raise CaptureRefused(
-                "a deque with maxlen is appended to, of which Dynamo does not drop the oldest; use a list"
-            )
-        optimizer = None if subject is None else subject.optimizer
-        if value is optimizer and value is not None and "state" in mentioned:
-            raise CaptureRefused("the loss reads optimizer.state; return what it needs as aux, or pass it in the batch")
-
-
-_TENSOR = {**vars(torch._C.TensorBase), **vars(torch.Tensor)}
-
-
-def _is_users(code: types.CodeType) -> bool:
-    return is_own_file(code.co_filename)
-
-
-def _refuse_impure_cache(value: Any) -> None:
-    """`lru_cache` keeps what a function returned once; Dynamo runs the function. Equal only if it reads nothing that changes."""
-    function = value.__wrapped__
-    name = _what_it_reads(function)
-    if name is not None:
-        raise CaptureRefused(
-            f"{function.__qualname__} is cached (lru_cache) and reads {name}, which may change",
-            where=f"{os.path.basename(function.__code__.co_filename)}:{function.__code__.co_firstlineno}",
-        )
-
-
-def _what_it_reads(function: Any) -> str | None:
-    """A variable of its surroundings that is neither a function, a class, a module nor a plain constant."""
-    code = getattr(function, "__code__", None)
-    if code is None or not _is_users(code):
-        return None
-    if code.co_freevars:
-        return code.co_freevars[0]
-    fixed = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)
-    for name in code.co_names:
-        value = function.__globals__.get(name)
-        if value is not None and not isinstance(value, fixed):
-            return name
-    return None
+    return any(not _ENVIRONMENT.isdisjoint(code.co_names) and is_users(code) for code in codes)

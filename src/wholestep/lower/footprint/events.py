@@ -77,7 +77,10 @@ def record(device: torch.device, *, reads: bool = True) -> Iterator[Recording]:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr otherwise
     recording = Recording()
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, record_shapes=reads) as profile:
+    # acc_events: torch 2.11 warns of cycles, of which there is one, without it
+    with torch.profiler.profile(
+        activities=activities, profile_memory=True, record_shapes=reads, acc_events=True
+    ) as profile:
         yield recording
     inner: Any = profile.profiler
     forward: dict[int, str] = {}

@@ -2,7 +2,7 @@
 
 The graph knows more than any measurement can: in which module and phase a value is made, who reads it in the backward
 pass (that is why it is saved), which values are gradients, which grow with the batch, and which a cheap operator could
-make again from what is kept anyway.
+recompute from what is kept anyway.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _settle(graph: TrainingGraph, numbers: dict[fx.Node, Any], facts: dict[int, 
 
 
 def _mark_recomputable(graph: TrainingGraph, numbers: dict[fx.Node, Any], facts: dict[int, Facts]) -> None:
-    """Saved, made by a cheap operator, from inputs of the step, kept values, or values that can be made again too."""
+    """Saved, made by a cheap operator, from inputs of the step, kept values, or values that can be recomputed too."""
     available: dict[int, bool] = defaultdict(bool)
     for node in graph.graph.nodes:
         if node.op == "output":

@@ -235,6 +235,11 @@ def _take_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, *table = inputs
+    ctx.save_for_backward(x if weight is not None else None, weight, *table)  # only the gradient of weights reads rows
+
+
+def _keep_dot(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
@@ -257,7 +262,7 @@ def _edge_dot_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return of_left, of_right, None, None, None, None, None, None
 
 
-torch.library.register_autograd("ws::edge_dot", _edge_dot_backward, setup_context=_keep_sum, lib=LIBRARY)
+torch.library.register_autograd("ws::edge_dot", _edge_dot_backward, setup_context=_keep_dot, lib=LIBRARY)
 torch.library.register_autograd("ws::take_rows", _take_backward, setup_context=_keep_take, lib=LIBRARY)
 torch.library.register_autograd("ws::gather_sum", _sum_backward, setup_context=_keep_sum, lib=LIBRARY)
 

@@ -28,7 +28,9 @@ from wholestep.lower.in_place import ImperativeGraph, write_state_in_place
 from wholestep.lower.inductor import imperative_form
 from wholestep.lower.regions import Piece, Region, split_regions
 from wholestep.lower.runner import Runner
+from wholestep.lower.transfers import BESIDE, Transfers
 from wholestep.profile.measure import kernels
+from wholestep.profile.measure.copies import TimedStreams, WatchedTransfers, copies_of
 from wholestep.profile.measure.kernels import Kernel
 from wholestep.profile.measure.timing import wait
 from wholestep.profile.measure.work import Work, work_of_cost, work_of_region
@@ -73,7 +75,7 @@ def calls_of_graph(graph: TrainingGraph, backend: str, device: Device, fp32: Fp3
 def _of_piece(piece: Piece, imperative: ImperativeGraph, device: Device, fp32: Fp32Units) -> TimedCall:
     if isinstance(piece, Region):
         work = work_of_region(piece.body, piece.defines, imperative.origin, device, fp32)
-        # views of the forward pass are made again in backward regions: they are not what the region is for
+        # views of the forward pass are recomputed in backward regions: they are not what the region is for
         known = [node for node in piece.body if node.meta.get("custom") and not is_cheap_view(node)]
         phases = [name for name in ("forward", "backward", "update") if any(phase_of(node) == name for node in known)]
         module = common_path([path for node in known if (path := module_of(node)) is not None])
@@ -111,17 +113,25 @@ class _Watched:
         inner = direct._function
         assert isinstance(inner, types.FunctionType)
         self.calls, self.record, self.on_gpu, self.place = calls, record, device.type == "cuda", 0
-        names = {
-            name: self._timed(value) if name.startswith(("_op_", "_region")) and callable(value) else value
-            for name, value in inner.__globals__.items()
-        }
+        self.device, self.called = device, 0
+        self.streams: list[TimedStreams] = []
+        names = {name: self._instead(name, value) for name, value in inner.__globals__.items()}
         function = types.FunctionType(inner.__code__, names)
 
         def run(inputs: list[Any]) -> tuple[Any, ...]:
             self.place = 0
+            self.called += 1
             return function(inputs)
 
         self.runner = Runner(run, direct.num_inputs, direct.describe())
+        self.transfers: Transfers | None = direct.describe().get("transfers")
+
+    def _instead(self, name: str, value: Any) -> Any:
+        if name.startswith("_streams"):
+            self.streams.append(TimedStreams(value, self.device))
+            return self.streams[-1]
+        is_call = name.startswith(("_op_", "_region")) and callable(value) and value not in BESIDE
+        return self._timed(value) if is_call else value
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -143,14 +153,13 @@ class _Watched:
 @contextlib.contextmanager
 def _watched(
     variant: Variant, calls: Sequence[Sequence[TimedCall]], record: list[tuple[TimedCall, float]]
-) -> Iterator[None]:
+) -> Iterator[list[_Watched]]:
     kept = variant.runner, variant.update_runner
     device = variant.subject.device
-    variant.runner, variant.update_runner = (
-        None if r is None else _Watched(r, calls[i], record, device).runner for i, r in enumerate(kept)
-    )
+    made = [None if r is None else _Watched(r, calls[i], record, device) for i, r in enumerate(kept)]
+    variant.runner, variant.update_runner = (None if one is None else one.runner for one in made)
     try:
-        yield
+        yield [one for one in made if one is not None]
     finally:
         variant.runner, variant.update_runner = kept
 
@@ -184,6 +193,34 @@ def watch_step(
                 taken = time.perf_counter() - began
                 found.append((taken, [dataclasses.replace(call, seconds=s) for call, s in record]))
     return found
+
+
+def watch_copies(
+    step: Step, variant: Variant, batches: Sequence[Any], device: Device, fp32: Fp32Units, step_seconds: float
+) -> dict[str, Any] | None:
+    """What a step moves between card and host, how fast, and how long it waits; None where it moves nothing. Without a profiler:
+    events between streams cost little beside copies."""
+    runners = [runner for runner in (variant.runner, variant.update_runner) if runner is not None]
+    if not any("transfers" in runner.describe() for runner in runners):
+        return None
+    graphs = [variant.capture.graph, *([variant.capture.update] if variant.capture.update is not None else [])]
+    calls = [calls_of_graph(graph, backend_of(variant), device, fp32) for graph in graphs]
+    place = variant.subject.device
+    with _watched(variant, calls, []) as watched:
+        moving = [(one, one.transfers) for one in watched if one.transfers is not None]
+        before = [_file_seconds(transfers) for _, transfers in moving]
+        for batch in batches:
+            step(batch)
+        wait(place)
+    found = [
+        WatchedTransfers(transfers, one.streams, one.called, _file_seconds(transfers) - began)
+        for (one, transfers), began in zip(moving, before, strict=True)
+    ]
+    return copies_of(found, len(batches), step_seconds)
+
+
+def _file_seconds(transfers: Transfers) -> float:
+    return 0.0 if transfers.files is None else transfers.files.waited_seconds
 
 
 def with_kernels(calls: Sequence[TimedCall], activities: Sequence[kernels.Activity]) -> list[TimedCall]:
@@ -221,7 +258,7 @@ def watch_names(
             found.append((taken, with_kernels([], activities)))
             continue
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
             began = time.perf_counter()
             step(batch)
             taken = time.perf_counter() - began

@@ -51,7 +51,7 @@ def recorded(device: torch.device) -> Iterator[list[Activity]]:
     if device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
     found: list[Activity] = []
-    with torch.profiler.profile(activities=kinds) as profile:
+    with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
         yield found
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -86,7 +86,7 @@ def _smaller_batch(profile: MemoryProfile, limit: int | None) -> Fix | None:
         return None
     rows = next((r for r in halves if limit is not None and peak_with_rows(profile, r) <= limit), None)
     rows = rows or (halves[0] if limit is None else halves[-1])
-    how = "what grows with the batch, in proportion; other gradients, so another training"
+    how = "what grows with the batch, in proportion; gradients are of fewer rows"
     name, python = f"batch {rows} instead of {now}", f"loader = DataLoader(dataset, batch_size={rows})"
     return Fix(name, peak_with_rows(profile, rows), how, False, f"--batch {rows}", python)
 
@@ -125,7 +125,7 @@ def _bf16(profile: MemoryProfile) -> Fix | None:
     ]
     copies = sum(block.bytes for block in weights) // 2
     peak = peak_if(profile, lambda block: block.bytes // 2 if halved(block) else block.bytes) + copies
-    how = f"half of what matrix products and activations leave, {show_bytes(copies)} more for weights in bf16; other rounding"
+    how = f"half of what matrix products and activations leave, {show_bytes(copies)} more for weights in bf16; rounds differently"
     return Fix('precision="bf16"', peak, how, False, "--precision bf16", 'precision="bf16"')
 
 

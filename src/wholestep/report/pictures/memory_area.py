@@ -123,8 +123,8 @@ def _bands(memory: Mapping[str, Any], across: Scale) -> list[str]:
         x, end = across(phase["start"]), across(min(phase["end"], memory["num_instants"] - 1))
         hover = f"{phase['name']}: peak {show_bytes(phase['peak_bytes'])}"
         body.append(rectangle(x, TOP, end - x, FLOOR - TOP, f"band{number % 2}", hover=hover))
-        words = drawing.fitted(phase["name"], end - x)
-        body += [text((x + end) / 2, FLOOR + 16, words, "faint", "middle", hover=hover)] if words else []
+        if drawing.fitted(phase["name"], end - x) == phase["name"]:  # half a word says nothing; the hover has it
+            body.append(text((x + end) / 2, FLOOR + 16, phase["name"], "faint", "middle", hover=hover))
     return body
 
 

@@ -37,6 +37,8 @@ class Sync:
     axis: int | None = None
     line: str = ""
     """For people."""
+    over: str = "tp"
+    """The mesh axis."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,6 +81,11 @@ def localise(
             raise BadOption(f"{syncs[0].line}: nothing is cut", hint="shard a parameter, or leave the line out")
         return Localised()
     axis = axes.pop()
+    for sync in syncs:
+        if sync.over != axis:
+            raise BadOption(
+                f"{sync.line}: over={sync.over!r}, and parameters are cut over {axis!r}", hint=f"say over={axis!r}"
+            )
     named = dict(names) if names is not None else parameter_names(module)
     whole: dict[str, str] = {}
     while True:
@@ -90,7 +97,7 @@ def localise(
             graph = program.write()
             break
         except Recut as found:
-            _change(found, wanted, whole, cut)
+            _change(found, wanted, whole, cut, mesh.size(axis))
     order = [program.collectives[node] for node in graph.nodes if node in program.collectives]
     borders.check(order)
     graph.lint()
@@ -102,7 +109,7 @@ def localise(
 
 
 def _change(
-    found: Recut, wanted: dict[str, Cut], whole: dict[str, str], cut: Mapping[fx.Node, tuple[str, Cut]]
+    found: Recut, wanted: dict[str, Cut], whole: dict[str, str], cut: Mapping[fx.Node, tuple[str, Cut]], parts: int
 ) -> None:
     """Cut parameters as a rule needs them, and with them those of equal layers; the same twice would never end."""
     shapes = {name: tuple(node.meta["example_value"].shape) for node, (name, _) in cut.items()}
@@ -114,8 +121,13 @@ def _change(
             whole[name] = _reason(found.why)
             del wanted[name]
             changed = True
-        elif shapes[name][how.dim] == sum(found.blocks) and len(how.sizes) * how.times < len(found.blocks):
-            blocks = layout.cut_of(how.dim, found.blocks)
+            continue
+        sizes = found.blocks
+        if isinstance(sizes, int):
+            each = shapes[name][how.dim] // sizes
+            sizes = (each,) * sizes if each % parts == 0 else ()
+        if shapes[name][how.dim] == sum(sizes) and len(how.sizes) * how.times < len(sizes):
+            blocks = layout.cut_of(how.dim, sizes)
             wanted[name] = dataclasses.replace(how, sizes=blocks.sizes, times=blocks.times)
             changed = True
     if not changed:

@@ -91,10 +91,9 @@ class Program(Writer):
         example = node.meta["example_value"]
         cut = parameter_cut(how, example.shape)
         if not cut.divides(self.parts):
-            fitting = next(n for n in range(self.parts, 0, -1) if all(size % n == 0 for size in cut.sizes))
             inner = "" if cut.plain else f", {len(cut.blocks)} blocks of {' and '.join(map(str, cut.sizes))}"
             where = f"dimension {cut.dim} of {name}, of size {example.shape[cut.dim]}{inner}"
-            hint = f"{fitting} ranks would do"
+            hint = mesh.fitting_parts(cut.sizes, self.parts)
             raise BadOption(f"{where}, cannot be cut into {self.parts} equal parts", hint=hint)
         shape = list(example.shape)
         shape[cut.dim] //= self.parts

@@ -43,9 +43,9 @@ class Collective:
 
 
 class Recut(Exception):
-    """The layout can be followed if parameters are cut otherwise: in these blocks, or (None) not at all."""
+    """The layout can be followed if parameters are cut otherwise: in these blocks, in so many equal ones, or (None) not at all."""
 
-    def __init__(self, names: Iterable[str], blocks: tuple[int, ...] | None, why: WholestepError) -> None:
+    def __init__(self, names: Iterable[str], blocks: tuple[int, ...] | int | None, why: WholestepError) -> None:
         self.names, self.blocks, self.why = frozenset(names), blocks, why
         super().__init__(str(why))
 
@@ -247,6 +247,8 @@ class Writer:
 
     def gather_hint(self, value: Value) -> str:
         cut = value.cut
+        if value.node.op == "placeholder":
+            return "leave that parameter whole"
         dim = "" if cut is None else f", axis={cut.dim - value.dim if cut.dim == value.dim - 1 else cut.dim}"
         return (
             f'leave that parameter whole, or make the value whole where it leaves its module: sync("all_gather"{dim})'
@@ -256,10 +258,10 @@ class Writer:
         """Whose cut it is."""
         return f" ({', '.join(sorted(value.by)[:3])} is cut)" if value.by else ""
 
-    def recut(self, value: Value, blocks: tuple[int, ...] | None, text: str, hint: str) -> NoReturn:
+    def recut(self, value: Value, blocks: tuple[int, ...] | int | None, text: str, hint: str) -> NoReturn:
         """Begin again with the parameters behind a value cut in blocks, or whole; where that cannot be, it is an error."""
         why = self.error(text + self.because(value), hint)
-        fits = blocks is None or all(size % self.parts == 0 for size in blocks)
+        fits = not isinstance(blocks, tuple) or all(size % self.parts == 0 for size in blocks)
         if fits and value.by:
             raise Recut(value.by, blocks, why)
         raise why

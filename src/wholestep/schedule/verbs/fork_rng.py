@@ -9,9 +9,8 @@ from torch import fx
 
 from wholestep.capture.edits import Rewrite
 from wholestep.capture.front.replay import path_of
-from wholestep.errors import BadOption
-from wholestep.graph.mesh import AXES, FORKED
-from wholestep.schedule.modules import Modules, fits, nearest
+from wholestep.graph.mesh import FORKED
+from wholestep.schedule.modules import Modules, check_axis, fits
 from wholestep.schedule.verb import Verb, verb
 
 
@@ -28,10 +27,7 @@ class fork_rng(Verb):
 
     def check(self, modules: Modules) -> None:
         modules.select(self.at)
-        if self.over not in AXES:
-            raise BadOption(
-                f"fork_rng over={self.over!r}", hint=nearest(str(self.over), list(AXES), f"axes: {', '.join(AXES)}")
-            )
+        check_axis(self.name, self.over)
 
     def rewrite(self) -> Rewrite:
         return _Forked(self.at, self.over)

@@ -1,4 +1,4 @@
-"""`recompute`: values are not kept for the backward pass but made again there."""
+"""`recompute`: values are not kept for the backward pass but recomputed there."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class recompute(Verb):
             trace_pattern(loaded(self.pattern))
 
     def chosen(self, modules: Modules) -> dict[str, bool]:
-        """Path of every module that the line decides about -> whether its values are made again."""
+        """Path of every module that the line decides about -> whether its values are recomputed."""
         paths = list(modules.select(self.at))
         if self.ratio == AUTO:
             return {}

@@ -84,6 +84,8 @@ def replaced(
     if by == LEAN:
         return [_lean(path, module) for path, module in places.items()]
     new, maker = loaded(by), loaded(make)
+    if maker is not None and not callable(maker):
+        raise BadOption(f"make={make!r}", hint="give a function (path, module) that makes a Module")
     found = []
     for path, module in places.items():
         if maker is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from wholestep.errors import BadOption
-from wholestep.schedule.modules import Modules
+from wholestep.graph.mesh import fitting_parts
+from wholestep.schedule.modules import Modules, check_axis
 from wholestep.schedule.verb import Verb, verb
 
 
@@ -29,6 +30,7 @@ class shard(Verb):
     blocks: int | list[int] | None = None
 
     def check(self, modules: Modules) -> None:
+        check_axis(self.name, self.over)
         for path in modules.select(self.at):
             tensor = modules.parameter(path, self.param)
             if (
@@ -60,10 +62,9 @@ class shard(Verb):
         sizes = self.sizes(path, tensor)
         wrong = [size for size in sizes if size % parts]
         if wrong:
-            fitting = next(n for n in range(parts, 0, -1) if all(size % n == 0 for size in sizes))
             where = f"dimension {self.axis} of {_name(path, self.param)}, of size {wrong[0]}"
             where += "" if len(sizes) == 1 else f" in each of {len(sizes)} blocks"
-            raise BadOption(f"{where}, cannot be cut into {parts} equal parts", hint=f"{fitting} would do")
+            raise BadOption(f"{where}, cannot be cut into {parts} equal parts", hint=fitting_parts(sizes, parts))
 
     def conflict(self, earlier: Verb, modules: Modules) -> str:
         """A parameter is cut once; one that has two names (tied weights) may be named twice, with one meaning."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wholestep.errors import BadOption
-from wholestep.schedule.modules import Modules, nearest
+from wholestep.schedule.modules import Modules, check_axis, nearest
 from wholestep.schedule.verb import Verb, verb
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
@@ -28,11 +28,14 @@ class sync(Verb):
 
     def check(self, modules: Modules) -> None:
         modules.select(self.at)
+        check_axis(self.name, self.over)
         for what, value, known in (("operation", self.operation, OPERATIONS), ("when", self.when, WHEN)):
             if value not in known:
                 hint = nearest(str(value), list(known), f"use one of {', '.join(known)}")
                 raise BadOption(f"sync {what}={value!r}", hint=hint)
-        if self.operation != "all_reduce" and not isinstance(self.axis, int):
+        if self.axis is not None and (not isinstance(self.axis, int) or isinstance(self.axis, bool)):
+            raise BadOption(f"sync axis={self.axis!r}", hint="give a dimension, from 0 or from the end (-1)")
+        if self.operation != "all_reduce" and self.axis is None:
             raise BadOption(f"sync {self.operation} without a dimension", hint="give axis=")
         if self.operation != "all_reduce" and self.when == "backward":
             hint = "what the backward pass exchanges follows from the forward pass"

@@ -6,38 +6,13 @@ them: narrow, and narrower still where a layer adds to the residual stream.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wholestep.errors import BadOption
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class GPTConfig:
-    """Sizes of a GPT."""
-
-    vocab_size: int
-    width: int = 128
-    layers: int = 4
-    heads: int = 4
-    context: int = 128
-    """The longest sequence: one learned position each."""
-    dropout: float = 0.0
-    tied: bool = True
-    """The head is the transposed token embedding."""
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "width", "layers", "heads", "context"):
-            if getattr(self, name) < 1:
-                raise BadOption(f"{name}={getattr(self, name)}", hint="use 1 or more")
-        if self.width % self.heads:
-            raise BadOption(f"width={self.width} does not divide into heads={self.heads}", hint="use a multiple")
-        if not 0 <= self.dropout < 1:
-            raise BadOption(f"dropout={self.dropout}", hint="use 0 or more and less than 1")
+from wholestep.train.models.configs import GPTConfig
 
 
 class Block(nn.Module):

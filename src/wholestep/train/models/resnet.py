@@ -6,38 +6,12 @@ pooling) is for images of up to 64 pixels, which the usual stem would shrink by 
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wholestep.errors import BadOption
-
-LAYERS = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
-STEMS = ("small", "large")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ResNetConfig:
-    """Sizes of a ResNet."""
-
-    depth: int = 18
-    width: int = 64
-    """Channels of the first stage; every stage doubles them."""
-    image_size: int = 32
-    channels: int = 1
-    classes: int = 10
-    stem: str = "small"
-
-    def __post_init__(self) -> None:
-        if self.depth not in LAYERS:
-            raise BadOption(f"depth={self.depth}", hint=f"use {' or '.join(map(str, LAYERS))}")
-        if self.stem not in STEMS:
-            raise BadOption(f"stem={self.stem!r}", hint=f"use {' or '.join(STEMS)}")
-        for name, least in (("width", 1), ("image_size", 8), ("channels", 1), ("classes", 2)):
-            if getattr(self, name) < least:
-                raise BadOption(f"{name}={getattr(self, name)}", hint=f"use {least} or more")
+from wholestep.train.models.configs import LAYERS, ResNetConfig
 
 
 def _convolution(inside: int, outside: int, size: int, stride: int = 1) -> nn.Conv2d:

@@ -7,7 +7,6 @@ through the matrix of its relation, beside the node itself. With `bases` the mat
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -15,31 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wholestep import relational as rel
-from wholestep.data.pygraph import FILES, KINDS, RELATIONS
-from wholestep.errors import BadOption
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RGCNConfig:
-    """Sizes of an R-GCN."""
-
-    width: int = 32
-    bases: int = 0
-    """Matrices that those of the relations are mixed from; 0: each relation has its own."""
-    dropout: float = 0.0
-    classes: int = len(KINDS)
-    relations: int = 2 * len(RELATIONS)
-    nodes: int = 0
-    """0: as many as the graph has."""
-    files: int = FILES
-    """Files of the library that the graph is read from."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("width", 1), ("bases", 0), ("classes", 2), ("relations", 1), ("nodes", 0), ("files", 1)):
-            if getattr(self, name) < least:
-                raise BadOption(f"{name}={getattr(self, name)}", hint=f"use {least} or more")
-        if not 0 <= self.dropout < 1:
-            raise BadOption(f"dropout={self.dropout}", hint="use 0 or more, and less than 1")
+from wholestep.train.models.configs import RGCNConfig
 
 
 def message(e: Any, p: Any) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -31,6 +31,14 @@ def taken(p: Program, x: Value, edges: Sequence[tuple[int, int]]) -> list[Cut]:
     p.recut(x, blocks, text, hint)
 
 
+def one_by_one(p: Program, x: Value) -> NoReturn:
+    """Single places of the dimension that is cut are read, as of `(2, heads, width)`: they are values side by side, so the
+    parameter is cut in that many blocks, of which each rank has its part."""
+    assert x.cut is not None
+    text = f"one place is picked of a value that is {x.layout}"
+    p.recut(x, x.cut.size, text, p.gather_hint(x))
+
+
 # ---- split ----
 
 
@@ -42,7 +50,7 @@ def split(p: Program, call: Called) -> Any:
     if call.get("dim", 0) % x.dim != x.cut.dim:
         return p.again(call, x.cut.at(moved(call, x)))
     if call.name == "unbind":
-        p.refuse_cut(call.name, x)
+        one_by_one(p, x)
     whole = torch.empty(x.shape, device="meta")
     function = call.target if not isinstance(call.target, str) else getattr(torch.Tensor, call.target)
     sizes = [one.shape[x.cut.dim] for one in function(whole, *call.args[1:], **call.kwargs)]
@@ -66,8 +74,10 @@ def getitem(p: Program, call: Called) -> Any:
     assert x.cut is not None
     place = dims.index(x.cut.dim) if x.cut.dim in dims else None
     item = slice(None) if place is None else items[place]
+    if isinstance(item, int):
+        one_by_one(p, x)
     if not isinstance(item, slice) or item.step not in (None, 1):
-        p.refuse(f"one place is picked of a value that is {x.layout}{p.because(x)}", p.gather_hint(x))
+        p.refuse(f"places are picked of a value that is {x.layout}{p.because(x)}", p.gather_hint(x))
     if any(isinstance(one, Value) for one in (item.start, item.stop)):
         p.refuse_cut(call.name, x)
     start, stop, _ = item.indices(x.cut.size)
@@ -155,6 +165,8 @@ def along(p: Program, call: Called) -> Any:
     if x.cut is None or dims is None or any(not value.is_whole for value in others) or call.name == "take_along_dim":
         p.refuse_cut(call.name, next(value for value in (x, *others) if not value.is_whole))
     if any(dim % x.dim == x.cut.dim for dim in listed):
+        if call.name == "select":
+            one_by_one(p, x)
         p.refuse_cut(f"{call.name} along it", x)
     meta = lambda value: torch.empty(value.shape, dtype=value.example.dtype, device="meta")  # noqa: E731
     rest = [meta(one) if isinstance(one, Value) else one for one in call.args[1:]]

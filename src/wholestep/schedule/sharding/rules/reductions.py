@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from wholestep.schedule.sharding.layout import PARTIAL, WHOLE
+from wholestep.schedule.sharding.layout import PARTIAL, WHOLE, Cut
 from wholestep.schedule.sharding.program import Program
 from wholestep.schedule.sharding.registry import rule
 from wholestep.schedule.sharding.rules.elementwise import elementwise
@@ -72,7 +72,21 @@ def reduction(p: Program, call: Called) -> Any:
         return found if keep else p.call(torch.squeeze, found, x.cut.dim)
     if call.name == "amax" and not x.learns:
         return p.largest(p.emit(torch.amax, x, dims, keep, layout=WHOLE))
+    if call.name == "argmax" and dims == [x.cut.dim] and x.cut.plain:
+        return _first_largest(p, x, x.cut, keep)
     return p.refuse_cut(f"{call.name} over it", x)
+
+
+def _first_largest(p: Program, x: Value, cut: Cut, keep: bool) -> Value:
+    """The place of the largest along a cut dimension: of the ranks that have it, the first."""
+    free = p.call("detach", x)
+    value, place = p.emit(torch.max, free, cut.dim, keep, layout=WHOLE)
+    first = p.emit(torch.mul, p.rank(), cut.size // p.parts, layout=WHOLE)
+    place = p.emit(torch.add, place, first, layout=WHOLE)
+    here = p.emit(torch.eq, value, p.largest(value), layout=WHOLE)
+    here = p.emit(torch.logical_or, here, p.emit(torch.isnan, value, layout=WHOLE), layout=WHOLE)  # as torch has it
+    back = p.emit(torch.where, here, p.emit(torch.neg, place, layout=WHOLE), -cut.size, layout=WHOLE)
+    return p.call(torch.neg, p.largest(back))
 
 
 def log_sum_exp(p: Program, x: Value, dim: int) -> Value:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from wholestep.graph.mesh import fitting_parts
 from wholestep.schedule.operators import call_of
 from wholestep.schedule.sharding.layout import WHOLE, Cut, reshaped, wanted_blocks
 from wholestep.schedule.sharding.program import Program
@@ -68,7 +69,11 @@ def _sizes(p: Program, call: Called, shape: Sequence[int], cut: Cut) -> tuple[An
 
 def _one_head(p: Program, call: Called, before: Cut, after: Cut, shape: Sequence[int]) -> bool:
     """Whether a view makes one head of what is cut: (…, width) -> (…, 1, width), and the 1 then goes where heads go."""
-    one = call.name in ("view", "reshape") and after.dim == len(shape) - 1 and shape[after.dim - 1 : after.dim] == (1,)
+    one = (
+        call.name in ("view", "reshape", "unflatten")
+        and after.dim == len(shape) - 1
+        and shape[after.dim - 1 : after.dim] == (1,)
+    )
     if not one or after.dim != before.dim + 1:
         return False
     names = [reader.name for user in p.at.users if (reader := call_of(user)) is not None]
@@ -89,8 +94,9 @@ def _refuse(p: Program, x: Value, shape: Sequence[int]) -> NoReturn:
     if x.cut.plain and 0 < heads < p.parts and p.parts % heads == 0:
         hint = "only keys and values can have fewer heads than there are ranks"
         p.recut(x, None, f"{heads} heads cannot be cut into {p.parts}", hint)
-    fitting = next((n for n in range(p.parts - 1, 1, -1) if heads % n == 0), 1)
-    p.refuse(text + p.because(x), f"{heads} would have to be cut into {p.parts}; {fitting} ranks would do")
+    p.refuse(
+        text + p.because(x), f"{heads} would have to be cut into {p.parts}; {fitting_parts((heads,), p.parts - 1)}"
+    )
 
 
 def _taken_apart(p: Program, dim: int) -> bool:
