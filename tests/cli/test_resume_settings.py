@@ -16,7 +16,6 @@ import typer
 from tests.cli.calls import Call
 from tests.data.own_files import texts
 
-from wholestep.cli import options
 from wholestep.cli import train as command
 from wholestep.train import loop, request, wishes
 
@@ -63,8 +62,6 @@ def observe(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Obse
     """What `train` is called with for these words, as JSON; the error where it is none. Nothing is compiled."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(request, "plan_at", lambda path: path)
-    monkeypatch.setattr(request, "_check_recipe", lambda path: None)
-    monkeypatch.setattr(options, "checked_recipe", lambda path: None)
     monkeypatch.setattr(request, "fitting", lambda plan, settings: plan)
     seen: list[dict[str, Any]] = []
 
@@ -116,6 +113,14 @@ def start_of(name: str, tmp_path: Path) -> dict[str, Any]:
     if name == "field":
         (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a" * 99, "body": "b" * 99, "title": "c" * 99}) + "\n")
         asked["data"] = "rows.jsonl"
+    if name == "offload_path":
+        for folders in VALUES[name]:
+            (tmp_path / folders[0]).mkdir()
+    if name == "recipe":
+        for number, file in enumerate(VALUES[name]):
+            (tmp_path / file).write_text(
+                f'format = 1\nverbs = [{{ annotate = "head", key = "number", value = {number} }}]\n[end]\n'
+            )
     if name == "tokenizer":
         asked["sets"] = [text for text in SMALL["sets"] if "tokenizer" not in text]
     return asked

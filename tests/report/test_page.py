@@ -32,7 +32,7 @@ def test_one_file_without_links(tmp_path: Path) -> None:
 
 def test_what_to_do_comes_first_then_pictures_in_order() -> None:
     html = render_page(profile())
-    sections = ("actions", *pictures_of(profile()), "calls", "modules", "environment")
+    sections = ("actions", *pictures_of(profile()), "copies", "calls", "modules", "environment")
     places = [html.index(f'id="{name}"') for name in sections]
     assert places == sorted(places) and html.count("<svg") == 12, "each picture wide and narrow"
     assert re.findall(r'<a href="#(\w+)">', html) == list(sections), "the navigation leads to every section"

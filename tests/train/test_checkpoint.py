@@ -181,7 +181,7 @@ class EveryKind(nn.Module):
     def __init__(self, fill: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(fill)
-        for i, dtype in enumerate(sorted(encoding._DTYPES, key=str)):
+        for i, dtype in enumerate(getattr(torch, name) for name in sorted(encoding._DTYPES)):
             raw = torch.randint(0, 2 if dtype is torch.bool else 256, (4, dtype.itemsize), generator=generator)
             self.register_buffer(f"b{i}", raw.to(torch.uint8).view(dtype).reshape(4))
         base = torch.randn(4, 6, generator=generator)

@@ -15,6 +15,7 @@ import inspect
 import os
 import textwrap
 import types
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -153,7 +154,8 @@ def _functions_beside(kind: type[Optimizer], home: str) -> tuple[dict[str, Any],
     """The globals of an optimizer's step, functions among them, and whether those that it names were written beside it."""
     step = inspect.unwrap(kind.step)
     found = {name: value for name, value in step.__globals__.items() if isinstance(value, types.FunctionType)}
-    genuine = all(_is_from(found[name], home) for name in step.__code__.co_names if name in found)
+    named = [found[name] for name in step.__code__.co_names if name in found and found[name] is not typing.cast]
+    genuine = all(_is_from(function, home) for function in named)
     return step.__globals__, list(found), list(found.values()), genuine
 
 

@@ -70,10 +70,7 @@ def command(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     options.checked(precision=precision, backend=backend)
     options.checked_memory(memory)
-    options.one_of("--system", system, SYSTEMS)
-    if memory is not None and system != "wholestep":
-        hint = "only Wholestep's own step is planned for a budget"
-        raise BadOption(f"--memory {memory} with --system {system}", hint=hint)
+    _checked_system(system, memory)
     planned = options.read_plan(plan)
     options.refuse_unknown_passes(disable)
     page = checked_page(out, model)
@@ -97,6 +94,13 @@ def command(
     _report(profile, page, json)
     if open_page:
         _open(page)
+
+
+def _checked_system(system: str, memory: str | None) -> None:
+    options.one_of("--system", system, SYSTEMS)
+    if memory is not None and system != "wholestep":
+        hint = "only Wholestep's own step is planned for a budget"
+        raise BadOption(f"--memory {memory} with --system {system}", hint=hint)
 
 
 def _words(model: str, **given: Any) -> list[str]:

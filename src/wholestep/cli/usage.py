@@ -19,27 +19,21 @@ MAY_BE_EMPTY = ("prompt",)
 
 
 class Command(typer.core.TyperCommand):
-    """A command that refuses what the parser would take in silence: an option given twice, an empty value."""
+    """A command that refuses an empty value, which the parser would take in silence. Of an option given twice the last counts."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given, _, order = self.make_parser(ctx).parse_args(args=list(args))
-        refuse_doubtful(given, order)
+        given, _, parameters = self.make_parser(ctx).parse_args(args=list(args))
+        refuse_empty(given, parameters)
         return super().parse_args(ctx, args)
 
 
-def refuse_doubtful(given: Mapping[str, Any], order: Sequence[Any]) -> None:
-    """`given`: texts by the names of parameters; `order`: the parameters as they were met, one that was given twice twice."""
-    for number, parameter in enumerate(order):
-        named = next((name for name in parameter.opts if name.startswith("--")), parameter.metavar or parameter.name)
-        if (
-            parameter in order[:number]
-            and getattr(parameter, "nargs", 1) == 1
-            and not getattr(parameter, "multiple", False)
-        ):
-            raise BadOption(f"{named} is given twice", hint="give it once")
+def refuse_empty(given: Mapping[str, Any], parameters: Sequence[Any]) -> None:
+    """`given`: texts by the names of parameters."""
+    for parameter in parameters:
         value = given.get(parameter.name)
         texts = value if isinstance(value, (list, tuple)) else [value]
         if "" in texts and parameter.name not in MAY_BE_EMPTY:
+            named = next((n for n in parameter.opts if n.startswith("--")), parameter.metavar or parameter.name)
             raise BadOption(f"{named} is an empty text", hint="give it a value, or leave it out")
 
 

@@ -141,10 +141,11 @@ def _hoist(node: fx.Node, lives: _Lives) -> bool:
 
 
 def _take_place(node: fx.Node, neighbour: fx.Node, lives: _Lives) -> None:
-    """The neighbour's phase and module; the source line stays the node's own."""
+    """The neighbour's phase and module; the source line stays the node's own, and so does the module of a gate's gradient."""
     here = neighbour.meta.get("custom") or {}
-    own = {key: value for key, value in (node.meta.get("custom") or {}).items() if key not in ("phase", "module")}
-    node.meta["custom"] = own | {key: here[key] for key in ("phase", "module") if key in here}
+    taken = ("phase",) if _is_one_of(_HOISTED, node) else ("phase", "module")
+    own = {key: value for key, value in (node.meta.get("custom") or {}).items() if key not in taken}
+    node.meta["custom"] = own | {key: here[key] for key in taken if key in here}
     lives.parts[node] = lives.parts[neighbour]
 
 

@@ -74,7 +74,7 @@ TABLE: tuple[PassRow, ...] = (
         "before channels_last, for which there is nothing to turn in a product"),
     PassRow("channels_last", "prepare", "convolutions and what stands between them in the memory order that tensor cores want",
         "after lean_gradients and the folds, which look for casts that keep the layout"),
-    PassRow("order_for_peak", "prepare", "cheap nodes to where less is alive",
+    PassRow("order_for_peak", "prepare", "cheap nodes, and gradients of gates, to where less is alive",
         "after lean_gradients, whose narrow values it keeps waiting instead of wide ones"),
     PassRow("remove_dead", "prepare", "what nobody reads",
         "last: what the others left unread goes, so that the planner sees only what runs"),
