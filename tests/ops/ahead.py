@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 POINTERS = {
-    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float64: "*fp64", torch.int32: "*i32",
+    torch.int64: "*i64",
 }  # fmt: skip
+MOST_SHARED = 227 << 10
+"""Of a program on Hopper."""
+MOST_STACK = 2 << 10
+"""Of a thread, outside of its registers: the driver keeps as much for every thread that a card can hold, here 0.5 GiB."""
 
 
 class Launches:
-    """Stands in for the launch of kernels: each is compiled as it would be for these arguments, once, and not run."""
+    """Stands in for the launch of kernels: each is compiled as it would be for these arguments, once, and not run. What it takes
+    of an SM must be there."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         jit = pytest.importorskip("triton.runtime.jit")
         self.done: set[str] = set()
+        self.folder = folder
         monkeypatch.setattr(
             jit.JITFunction, "__getitem__", lambda kernel, grid: lambda *a, **k: self._compile(kernel, a, k)
         )
@@ -44,5 +54,17 @@ class Launches:
         key = f"{kernel.__name__} {signature} {constants} {facts} {options}"
         if key not in self.done:
             source = ASTSource(kernel, signature, constants, facts)
-            triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
             self.done.add(key)
+            stack = self._stack(made.asm["cubin"])
+            assert made.metadata.shared <= MOST_SHARED and stack <= MOST_STACK, (key, made.metadata.shared, stack)
+
+    def _stack(self, binary: bytes) -> int:
+        """Bytes a thread, by the tool that Triton brings along."""
+        import triton
+
+        file = self.folder / "kernel.cubin"
+        file.write_bytes(binary)
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        told = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True).stdout
+        return max(int(found) for found in re.findall(r"STACK:(\d+)", told))

@@ -41,6 +41,7 @@ from tests.ops.test_scatter_shared import SHAPES, operands
 from wholestep.ops import scatter_shared, scatter_shared_triton as kernel
 
 kernel.BATCH = kernel.PLACES = kernel.DEPTH = 16
+kernel.PART = kernel.tl.float32
 for shape, size in SHAPES:
     index, src = operands(shape, size)
     expected = scatter_shared.reference(index, src, size)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from tests.ops.ahead import Launches
 from torch import Tensor
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launches:
+    return Launches(monkeypatch, tmp_path)
 
 
 def ids(*shape: int) -> Tensor:
@@ -21,8 +28,7 @@ MANY = [
 ]
 
 
-def compiled(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], degree: int, dtype: torch.dtype) -> int:
-    launches = Launches(monkeypatch)
+def compiled(launches: Launches, shape: tuple[int, ...], degree: int, dtype: torch.dtype) -> int:
     from wholestep.ops import grouped_narrow_triton as products
     from wholestep.ops.relational import gather_triton, softmax_triton
 
@@ -46,15 +52,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], degree: in
 
 
 @pytest.mark.parametrize(("shape", "degree", "dtype"), FEW)
-def test_kernels_compile(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], degree: int, dtype: torch.dtype
-) -> None:
-    assert compiled(monkeypatch, shape, degree, dtype) >= 15
+def test_kernels_compile(launches: Launches, shape: tuple[int, ...], degree: int, dtype: torch.dtype) -> None:
+    assert compiled(launches, shape, degree, dtype) >= 15
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "degree", "dtype"), MANY)
-def test_all_kernels_compile(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], degree: int, dtype: torch.dtype
-) -> None:
-    assert compiled(monkeypatch, shape, degree, dtype) >= 15
+def test_all_kernels_compile(launches: Launches, shape: tuple[int, ...], degree: int, dtype: torch.dtype) -> None:
+    assert compiled(launches, shape, degree, dtype) >= 15

@@ -26,8 +26,8 @@ from wholestep.ops.record import Precision, record
 
 LONGEST, WIDEST = 128, 128
 TILE_BYTES = 16 << 10
-"""Sequences, head widths and heads of one entry that a program can hold: larger ones do not fit into shared memory, and float32
-that spills registers makes the driver keep gigabytes beside the allocator."""
+"""Sequences, head widths and heads of one entry that a program can hold: larger ones do not fit into shared memory, and what
+does not fit into registers either makes the driver keep memory beside the allocator."""
 KNOWN = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 
