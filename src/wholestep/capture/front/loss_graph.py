@@ -20,6 +20,7 @@ from torch import fx
 
 from wholestep import compat
 from wholestep.capture.front import traced as marks
+from wholestep.capture.front.empty_parts import copy_in_place_of_cat
 from wholestep.capture.front.numbers import Argument, HostPart, split_numbers
 from wholestep.capture.front.opaque import derivatives, refuse_opaque, replaced, written
 from wholestep.capture.front.replay import MARKS, Assumed, Replay, Watcher, target_name, user_line
@@ -66,6 +67,7 @@ class LossGraph:
         """`paths`: of the model's modules, by id, as they are while Dynamo traces: others may come in their places later."""
         self.paths = paths
         self.module = _copied(module)  # Dynamo reads its own graph again after the backend
+        copy_in_place_of_cat(self.module)
         rewrite(self.module)
         self.ranks: Ranks | None = self.module.meta.get(RANKS)
         """Who runs it, where a rewrite has made it the program of one rank."""
