@@ -23,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 AT_LEAST, WHOLE_SHARE = 80, 0.85
 SIX = ("mixtral", "llava", "longformer", "wav2vec2", "detr", "deberta_v2")
 """Experts, an image in a text, sliding windows, CTC, queries, relative positions."""
+QUICK = ("mixtral", "detr")
 
 NOT_WHOLE: dict[str, str] = {
     **dict.fromkeys(("big_bird", "bigbird_pegasus"), "non-Tensor"),
@@ -36,7 +37,7 @@ NOT_WHOLE: dict[str, str] = {
 """Family -> words of the reason why its whole step was left."""
 
 
-@pytest.mark.parametrize("name", SIX)
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SIX])
 def test_six_kinds_of_models_take_a_step(name: str) -> None:
     built = build_family(FAMILIES[name])
     before = [parameter.detach().clone() for parameter in built.model.parameters()]

@@ -371,7 +371,7 @@ def hugging_face(name: str) -> tuple[Built, int]:
     return built, hf.ROWS * hf.TOKENS
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "llama"))])
 def test_hugging_face_verifies(name: str) -> None:
     built, rows = hugging_face(name)
     optimizer = torch.optim.AdamW(built.model.parameters(), lr=1e-3)
@@ -385,6 +385,7 @@ def test_hugging_face_verifies(name: str) -> None:
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
 def test_hugging_face_with_items_in_batch() -> None:
     """The Trainer's form: a sum over tokens, divided by their number over all micro-batches."""
     built, rows = hugging_face("gpt2")

@@ -180,6 +180,7 @@ def test_the_eager_rung_scales_as_well() -> None:
     assert step.rung == "eager" and losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_compiled_code_does_the_same() -> None:
     ours, theirs = network(), network()
     # SGD: a bias before batch norm has a gradient of noise only, and Adam would make steps of it

@@ -128,7 +128,8 @@ except wholestep.WholestepError as error:
 """
 
 
-@pytest.mark.parametrize("group", ["", pytest.param("group", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("group", ["", "group"])
 def test_two_true_processes_are_refused(group: str, tmp_path: Path) -> None:
     (tmp_path / "two.py").write_text(TWO_PROCESSES)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "two.py", group]

@@ -189,6 +189,7 @@ def test_ctrl_c_before_the_loop_is_one_line_and_130(call: Call, monkeypatch: pyt
     assert done.code == 130 and len(done.err.strip().splitlines()) == 1 and "Traceback" not in done.err
 
 
+@pytest.mark.slow
 def test_a_reader_that_went_away_is_no_error(in_folder: Path) -> None:
     command = f"{sys.executable} -m wholestep show own_training:setup | head -1"
     done = subprocess.run(

@@ -178,6 +178,7 @@ def kill_at(moments: list[float], folder: Path, run: str, *asked: str) -> int:
     return kills
 
 
+@pytest.mark.slow
 def test_killed_while_it_trains_on_a_folder_it_goes_on_as_if_undisturbed(in_folder: Path) -> None:
     texts(in_folder / "notes")
     asked = ("train", "gpt-1m", "--data", "notes", *SMALL, "--steps", "100", "--save-every", "5")

@@ -18,8 +18,8 @@ DROPOUT = {
 }  # fmt: skip
 
 
-SLOW = ("resnet-50", "vit-small", "bert-large", "llama-1b")
-"""Their like are quicker: resnet-18, and the language models."""
+SLOW = ("resnet-18", "resnet-50", "vit-small", "bert-large", "gpt-10m", "gpt2-medium", "llama-1b")
+"""Their like are quicker: gpt-1m of the language models; statistics of batch norm are in tests/train/test_checkpoint.py."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in TRAINED])

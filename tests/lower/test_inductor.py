@@ -176,6 +176,7 @@ print(runner.describe()["cache_hits"], float(runner([torch.ones(5, 3)])[0]))
 """
 
 
+@pytest.mark.slow
 def test_another_process_finds_the_code_on_disk(functional_trace, tmp_path):
     step = functional_trace(lambda x: ((x * 3).sin().exp().sum(),), [torch.ones(5, 3)], [Output(AUX, "s")])
     here = lower_inductor(step.graph)

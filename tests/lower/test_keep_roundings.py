@@ -40,7 +40,11 @@ def trained(
     return [p.detach() for p in model.parameters()]
 
 
-CASES = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float32, torch.float64)]
+CASES = [
+    (torch.bfloat16, torch.float32),
+    pytest.param(torch.float16, torch.float32, marks=pytest.mark.slow),
+    pytest.param(torch.float32, torch.float64, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("narrow", "wide"), CASES)

@@ -45,6 +45,7 @@ def trained(backend: str, drops: tuple[float, ...]) -> tuple[Any, list[torch.Ten
     return step, [*losses, *(p.detach() for p in model.parameters())]
 
 
+@pytest.mark.slow
 def test_stochastic_depth_compiles_as_equal_layers_do() -> None:
     drops = (0.1, 0.2, 0.3, 0.4)
     step, ours = trained("inductor", drops)

@@ -44,6 +44,7 @@ def told_by_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, st
 
 
 @needs_gloo
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp-norms"])
 def test_two_ranks_train_as_without_lean_layers(how: str, told_by_ranks: list[dict[str, str]]) -> None:
     assert [told.get(how) for told in told_by_ranks] == ["ok", "ok"]
@@ -116,7 +117,7 @@ def test_a_captured_step_of_a_converted_model_is_eager_bit_for_bit() -> None:
     assert str(report).startswith("equal to eager bit for bit") and "whole step" in str(report)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_a_captured_step_of_a_converted_llama_is_verified(precision: str) -> None:
     sizes = {
         "vocab_size": 32,

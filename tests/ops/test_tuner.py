@@ -297,6 +297,7 @@ for number in range(20):
 """
 
 
+@pytest.mark.slow
 def test_two_processes_may_write_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHOLESTEP_CACHE_DIR", str(tmp_path))
     both = [subprocess.Popen([sys.executable, "-c", PROCESS], stdout=subprocess.PIPE, text=True) for _ in range(2)]

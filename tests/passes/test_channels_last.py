@@ -409,6 +409,7 @@ def test_the_planner_finds_a_plan_that_holds_less() -> None:
     run_comparing_strides(lean)
 
 
+@pytest.mark.slow
 def test_compiled_code_computes_the_same() -> None:
     """Regions are handed channels-last values and give them; Inductor must agree with what is announced."""
     torch.manual_seed(0)

@@ -183,7 +183,7 @@ def hugging_face(name: str) -> nn.Module:
     return transformers.LlamaForCausalLM(config).train()
 
 
-@pytest.mark.parametrize(("name", "clip_norm"), [("gpt2", None), ("llama", 0.5)])
+@pytest.mark.parametrize(("name", "clip_norm"), [pytest.param("gpt2", None, marks=pytest.mark.slow), ("llama", 0.5)])
 def test_hugging_face_models_in_bf16(name: str, clip_norm: float | None) -> None:
     """All passes together; dropout is on in GPT-2."""
     from wholestep.passes.order_for_peak import order_for_peak

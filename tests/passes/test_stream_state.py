@@ -109,6 +109,7 @@ def test_a_pattern_that_names_nothing_is_refused() -> None:
         run(Plan(state={"blcks.*.up.weight": "host"}))
 
 
+@pytest.mark.slow
 def test_the_micro_steps_of_an_accumulating_step_have_no_state() -> None:
     given = id_batches(4, rows=4)
 

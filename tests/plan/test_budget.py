@@ -56,6 +56,7 @@ def free() -> int:
     return peak(*compiled(None))
 
 
+@pytest.mark.slow
 def test_budgets_are_kept_and_smaller_ones_never_take_more(free: int) -> None:
     with pytest.raises(BudgetTooSmall) as refused:
         compiled(free // 4)
@@ -86,6 +87,7 @@ def test_a_plan_is_carried_out_as_given(free: int) -> None:
     assert peak(again, *rest) == peak(step, model, optimizer) and again.plan == step.plan
 
 
+@pytest.mark.slow
 def test_every_size_gets_its_own_plan(free: int) -> None:
     step, _, _ = compiled(int(0.8 * free))
     first = step.plan

@@ -234,7 +234,7 @@ def test_the_sums_agree_with_the_events(gelu: TrainingGraph) -> None:
         assert summed.seconds == pytest.approx(exact.seconds, rel=0.05)
 
 
-@pytest.mark.parametrize("kind", ["transformer", "convolutions"])
+@pytest.mark.parametrize("kind", ["transformer", pytest.param("convolutions", marks=pytest.mark.slow)])
 def test_a_smaller_budget_never_takes_more_and_is_never_faster(kind: str) -> None:
     graph, apply = prepared(*made(kind)), default_pipeline().carry_out
     whole = frontier(graph, H200, apply, targets=2)

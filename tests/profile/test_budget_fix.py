@@ -46,6 +46,7 @@ def test_without_a_limit_it_is_the_leanest_plan() -> None:
     assert budget_fix(graph, peak, limit_bytes=2 * peak) is None, "everything fits: no budget is needed"
 
 
+@pytest.mark.slow
 def test_a_step_that_was_planned_is_told_of_a_smaller_budget_that_is_granted() -> None:
     step = compiled(memory=int(0.95 * predict_profile(compiled().graph).peak_bytes))
     peak = predict_profile(step.graph).peak_bytes

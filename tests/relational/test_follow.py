@@ -391,6 +391,7 @@ def test_compiled_regions_too() -> None:
     assert found[2].rung == "whole step"
 
 
+@pytest.mark.slow
 def test_a_number_that_never_stays_is_told() -> None:
     """Annealing: every value is a program of its own, so the step is not captured for ever, and says why."""
     graph, (message, change), values = made("hubs"), closure(), [1 - 0.05 * i for i in range(9)]

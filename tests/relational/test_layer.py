@@ -161,7 +161,7 @@ class Net(nn.Module):
         return self.head(torch.relu(run(graph, {"x": self.x.weight}, {"W": self.W, "u": self.u, "v": self.v})))
 
 
-@pytest.mark.parametrize("backend", ["interpret", "inductor"])
+@pytest.mark.parametrize("backend", ["interpret", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("in_batch", [False, True], ids=["closure", "batch"])
 def test_a_whole_step(backend: str, in_batch: bool) -> None:
     graph = made("hubs")

@@ -207,7 +207,7 @@ def test_slices_of_one_tensor_are_whole_steps() -> None:
     assert twins.step.rung == "whole step" and not twins.step.falls, twins.step.explain()
 
 
-@pytest.mark.parametrize("backend", ["interpret", "inductor"])
+@pytest.mark.parametrize("backend", ["interpret", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_batches_that_lie_otherwise_in_memory(backend: str) -> None:
     """Turned, sliced, expanded, and as at first: compiled code was made for one layout."""
     (x, y), *_ = class_batches(1, size=6)

@@ -50,7 +50,7 @@ def trains_the_same_again(folder: Path, threads: str, *words: str) -> None:
     assert [line for line in first if not line.startswith("#")] == [line for line in second if not line.startswith("#")]
 
 
-@pytest.mark.parametrize("threads", ["1", "2"])
+@pytest.mark.parametrize("threads", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_the_config_of_a_finished_run_gives_the_same_losses_bit_for_bit(threads: str, tmp_path: Path) -> None:
     trains_the_same_again(tmp_path, threads, *SMALL, "--seed", "7", "--backend", "interpret")
 

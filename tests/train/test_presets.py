@@ -35,6 +35,7 @@ TINY = {
 
 
 TRAINED = [name for name in TINY if name not in ("llama-8b", "gpt-30m")]  # of their families there are others
+SLOW = ("resnet-50", "vit-small", "gpt2-medium", "bert-large")
 
 
 def test_the_defaults_are_presets() -> None:
@@ -64,7 +65,7 @@ def test_a_row_holds_values_that_set_would_take(name: str) -> None:
     assert row["batch"] >= 1 and row["steps"] > row["warmup"] and row["summary"]
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in TRAINED])
 def test_a_preset_trains_when_made_small(name: str, tmp_path: Path) -> None:
     sets, sizes = TINY[name]
     (tmp_path / "notes.txt").write_text("Whence cam'st thou, worthy thane?\n" * 200)

@@ -91,6 +91,7 @@ def test_fp16_is_equal_to_eager_with_unscaled_gradients(clip_norm: float | None)
     assert {"loss", "gradient", "parameter", "state"} <= {row.kind for row in report.rows}
 
 
+@pytest.mark.slow
 def test_fp16_within_a_budget() -> None:
     with pytest.raises(BudgetTooSmall) as refused:
         report_of(precision="fp16", memory="1KiB")

@@ -98,7 +98,7 @@ CASES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c == "many layers" else c for c in CASES])
 def test_the_prediction_is_what_an_accounted_run_takes(case: str) -> None:
     torch.manual_seed(0)
     model, batch = CASES[case]()

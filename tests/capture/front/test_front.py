@@ -457,7 +457,7 @@ def test_what_the_forward_sets_once_is_set_and_guarded() -> None:
 # ---- nothing stays ----
 
 
-@pytest.mark.parametrize("backend", ["interpret", "inductor"])
+@pytest.mark.parametrize("backend", ["interpret", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_step_that_nobody_holds_is_freed_with_its_model(backend: str) -> None:
     """Dynamo keeps tables for as long as the process lives, some where no collector looks: none may lead to the user's tensors."""
 

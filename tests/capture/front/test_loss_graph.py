@@ -148,6 +148,7 @@ print(capture_key(subject, reading_of(subject, torch.ones(2, 4))))
 """
 
 
+@pytest.mark.slow
 def test_two_processes_have_one_hash() -> None:
     keys = []
     running = [
