@@ -11,7 +11,9 @@ from tests.trust import (
     code_changed,
     data,
     equal_layers,
+    held_by_modules,
     hooks,
+    idioms,
     interrupted,
     left_behind,
     loops,
@@ -22,6 +24,7 @@ from tests.trust import (
     protocols,
     python_values,
     randomness,
+    recipes,
     refusals,
     stale_cache,
     structure,
@@ -37,7 +40,7 @@ __all__ = ["CASES", "FILES", "LOUD", "chosen"]
 FILES = (
     burned_in, values_read, code_changed, outside, structure, left_behind, carried, optimizers, hooks, randomness, data,
     python_values, loops, interrupted, stale_cache, refusals, equal_layers, aliases, switches, techniques, updates,
-    objects, protocols, opaque,
+    objects, protocols, opaque, idioms, recipes, held_by_modules,
 )  # fmt: skip
 
 LOUD: dict[str, str] = {

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx
+from torch._dynamo import utils as dynamo
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -132,11 +133,12 @@ class Replay(fx.Interpreter):
         return self.sources[trace]
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        only = _makes_numpy_number(target)
         if self.numbers:
-            args, kwargs, only = self._operands(args, kwargs)
-            if only:
-                return self._number(self._function(target, args, kwargs))
-        return self._function(target, args, kwargs)
+            args, kwargs, numbers_alone = self._operands(args, kwargs)
+            only |= numbers_alone and target not in _TENSORS
+        value = self._function(target, args, kwargs)
+        return self._number(value) if only else value
 
     def _operands(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
         """Numbers beside tensors promote types as Python's do; the last says whether there are numbers alone."""
@@ -252,6 +254,20 @@ class Replay(fx.Interpreter):
             if isinstance(value, torch.Tensor):
                 found[path] = value
         return found
+
+
+def _makes_numpy_number(target: Any) -> bool:
+    """Whether what numpy returns without dimensions is a number of its own, which promotes types as Python's do."""
+    return isinstance(target, _NUMPY_CALLS) and target.__name__ not in _NUMPY_ARRAYS
+
+
+_NUMPY_CALLS = (dynamo.numpy_to_tensor_wrapper, dynamo.numpy_method_wrapper, dynamo.numpy_operator_wrapper)
+_NUMPY_ARRAYS = {
+    f"wrapped_{name}" for name in ("array", "asarray", "zeros", "ones", "full", "empty", "reshape", "squeeze", "copy")
+}
+
+_TENSORS = {torch.tensor, torch.as_tensor, torch.asarray}
+"""What makes a tensor of numpy's number; Python's are given to others, by Dynamo."""
 
 
 def as_number(tensor: torch.Tensor) -> torch.Tensor:
