@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -289,15 +289,6 @@ def forget_backend(backend: Callable[..., Any]) -> None:
     for key, kept in list(cached_backends.items()):
         if getattr(kept, "compiler_fn", kept) is backend:
             del cached_backends[key]
-
-
-def forget_arguments(placeholders: Iterable[fx.Node]) -> None:
-    """Drop weak references to the tensors that Dynamo was given: `torch.utils.swap_tensors` refuses tensors that have some."""
-    for node in placeholders:
-        node.meta.pop("grapharg", None)
-        fake = node.meta.get("example_value")
-        if isinstance(fake, FakeTensor):
-            fake.fake_mode.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
 
 
 @contextlib.contextmanager

@@ -361,18 +361,6 @@ def parameter_whose_data_is_of_another_size() -> Made:
     return train(loss, change, model=model)
 
 
-@case
-def weights_exchanged_with_another_model() -> Made:
-    """`torch.utils.swap_tensors`: the parameters are the same objects with other contents, dtypes, attributes."""
-    model, other = Net(), Net()
-
-    def swap() -> None:
-        for p, q in zip(model.parameters(), other.parameters()):
-            torch.utils.swap_tensors(p, q)
-
-    return train(model=model, change=at(3, swap))
-
-
 @more
 def attribute_of_a_held_parameter() -> Made:
     model = Net()

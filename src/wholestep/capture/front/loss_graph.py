@@ -90,7 +90,6 @@ class LossGraph:
             self.surroundings += [torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)]
         self.enters_autocast = sum(_is_autocast(n) for n in self.module.graph.nodes)
         self.checkpoints = any(_is_checkpoint(n) for n in module.graph.nodes)
-        compat.forget_arguments(placeholders)
 
     def detaches(self, argument: int) -> bool:
         """Whether nothing but `detach` is done with a tensor: then its history does not matter."""

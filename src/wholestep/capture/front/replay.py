@@ -105,7 +105,7 @@ class Replay(fx.Interpreter):
         facts = {k: v for k, v in named if v}
         with compat.annotate(**facts) if facts else contextlib.nullcontext():
             try:
-                value = super().run_node(n)
+                value = self._as_traced(n, super().run_node(n))
             except (WholestepError, CaptureRefused, TooFewKeys):
                 raise
             except compat.SizeFromData as error:
@@ -115,6 +115,14 @@ class Replay(fx.Interpreter):
                 raise CaptureRefused(f"{type(error).__name__}: {lines[0][:200]}", where=source) from error
         self._note_calls(n, stack)
         return value
+
+    def _as_traced(self, n: fx.Node, value: Any) -> Any:
+        """A tensor that is made of numbers alone is no number, and has the type that Dynamo saw: numbers are doubles here."""
+        known = n.meta.get("example_value")
+        made = id(value) in self.numbers or n.target is torch._refs.tensor
+        if not made or not isinstance(known, torch.Tensor) or isinstance(n.target, _NUMPY_CALLS):
+            return value
+        return value.to(known.dtype, copy=True)
 
     def _note_calls(self, n: fx.Node, stack: Mapping[str, Any]) -> None:
         for key in stack:
@@ -136,7 +144,7 @@ class Replay(fx.Interpreter):
         only = _makes_numpy_number(target)
         if self.numbers:
             args, kwargs, numbers_alone = self._operands(args, kwargs)
-            only |= numbers_alone and target not in _TENSORS
+            only |= numbers_alone
         value = self._function(target, args, kwargs)
         return self._number(value) if only else value
 
@@ -265,9 +273,6 @@ _NUMPY_CALLS = (dynamo.numpy_to_tensor_wrapper, dynamo.numpy_method_wrapper, dyn
 _NUMPY_ARRAYS = {
     f"wrapped_{name}" for name in ("array", "asarray", "zeros", "ones", "full", "empty", "reshape", "squeeze", "copy")
 }
-
-_TENSORS = {torch.tensor, torch.as_tensor, torch.asarray}
-"""What makes a tensor of numpy's number; Python's are given to others, by Dynamo."""
 
 
 def as_number(tensor: torch.Tensor) -> torch.Tensor:
