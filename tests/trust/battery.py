@@ -6,12 +6,16 @@ from collections.abc import Sequence
 
 from tests.trust import (
     aliases,
+    batches,
     burned_in,
     carried,
     code_changed,
     data,
+    derivatives,
     equal_layers,
+    held_by_modules,
     hooks,
+    idioms,
     interrupted,
     left_behind,
     loops,
@@ -22,6 +26,7 @@ from tests.trust import (
     protocols,
     python_values,
     randomness,
+    recipes,
     refusals,
     stale_cache,
     structure,
@@ -37,7 +42,7 @@ __all__ = ["CASES", "FILES", "LOUD", "chosen"]
 FILES = (
     burned_in, values_read, code_changed, outside, structure, left_behind, carried, optimizers, hooks, randomness, data,
     python_values, loops, interrupted, stale_cache, refusals, equal_layers, aliases, switches, techniques, updates,
-    objects, protocols, opaque,
+    objects, protocols, opaque, idioms, recipes, held_by_modules, batches, derivatives,
 )  # fmt: skip
 
 LOUD: dict[str, str] = {

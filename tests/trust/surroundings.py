@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import logging
 import operator
+import os
 import random
+import signal
 import sys
 import threading
 import types
@@ -70,8 +73,26 @@ def process_wide() -> dict[str, Any]:
         "functions": {name: _functions_of(module) for name, module in FUNCTIONS.items()},
         "hooks of all modules": {name: _keys_and_ids(getattr(nn.modules.module, name)) for name in GLOBAL_HOOKS},
         "default dtype": str(torch.get_default_dtype()),
-        "grad mode": torch.is_grad_enabled(),
-        "autocast": torch.is_autocast_enabled("cpu"),
+        "grad mode": [torch.is_grad_enabled(), torch.is_inference_mode_enabled()],
+        "autocast": [
+            torch.is_autocast_enabled("cpu"),
+            torch.is_autocast_cache_enabled(),
+            torch.get_autocast_dtype("cpu"),
+        ],
+        "modes": [
+            torch._C._len_torch_function_stack(),
+            torch._C._len_torch_dispatch_stack(),
+            torch.is_anomaly_enabled(),
+        ],
+        "deterministic": [torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory],
+        "backends": [torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark, torch._C._get_mkldnn_enabled()],
+        "precision": [torch.get_float32_matmul_precision(), torch.backends.mha.get_fastpath_enabled()],
+        "validation": torch.distributions.Distribution._validate_args,
+        "interpreter": [sys.getrecursionlimit(), gc.isenabled(), gc.get_threshold(), sys.gettrace(), sys.excepthook],
+        "surroundings": [os.getcwd(), dict(os.environ), str(signal.getsignal(signal.SIGINT)), np.geterr()],
+        "classes": {
+            cls.__name__: _members_of(cls) for cls in (nn.Module, torch.Tensor, nn.Parameter, torch.optim.Optimizer)
+        },
         "stance of torch.compile": str(torch._dynamo.eval_frame._stance),
         "settings of torch.compile": {
             k: str(sorted(v) if isinstance(v, set) else v) for k, v in torch._dynamo.config.get_config_copy().items()
@@ -85,6 +106,10 @@ def _numbers(state: Any) -> list[Any]:
 
 def _functions_of(module: Any) -> list[int]:
     return [id(value) for name, value in sorted(vars(module).items()) if callable(value) and not name.startswith("_")]
+
+
+def _members_of(cls: type) -> list[int]:
+    return [id(value) for name, value in sorted(vars(cls).items()) if not name.startswith("__")]
 
 
 def _keys_and_ids(table: Any) -> list[Any]:
@@ -105,7 +130,7 @@ def _module_view(root: nn.Module) -> dict[str, Any]:
     for name, p in root.named_parameters(remove_duplicate=False):
         hooks = [_keys_and_ids(getattr(p, table, None)) for table in TENSOR_HOOKS]
         grad = p.grad if p.grad is None else [id(p.grad), p.grad]
-        found[f"parameter {name}"] = [id(p), p.data_ptr(), p.requires_grad, grad, hooks]
+        found[f"parameter {name}"] = [id(p), p.data_ptr(), p.requires_grad, grad, hooks, sorted(vars(p))]
     return found
 
 

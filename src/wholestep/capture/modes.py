@@ -44,14 +44,21 @@ _OURS = tuple(
 
 
 def is_user_file(name: str) -> bool:
-    """Neither torch's, nor ours, nor generated."""
-    return not name.startswith((_TORCH_FOLDER, *_OURS, "<")) and not name.endswith("contextlib.py")
+    """Neither torch's, nor ours, nor Python's own, nor generated."""
+    return not name.startswith((_TORCH_FOLDER, *_OURS, "<")) and not _is_of_python(name)
+
+
+def _is_of_python(name: str) -> bool:
+    return name.startswith(_STANDARD_LIBRARY) and not _is_installed(name)
+
+
+def _is_installed(name: str) -> bool:
+    return "site-packages" in name or "dist-packages" in name
 
 
 def is_own_file(name: str) -> bool:
     """Written by the user: neither Python's own nor an installed library's."""
-    installed = "site-packages" in name or "dist-packages" in name or name.startswith(_STANDARD_LIBRARY)
-    return is_user_file(name) and not installed
+    return is_user_file(name) and not _is_installed(name)
 
 
 def user_source() -> str | None:

@@ -3,15 +3,19 @@
 - One object at two places: guarded by Dynamo only if both are found in arguments, or both in globals. A config that a layer
   holds and a global names could be replaced in the layer without notice.
 - A key that was looked up and is missing, which the code catches: guarded by Dynamo for `in` and `get` only.
+- Attributes of numbers, texts, tuples and dictionaries (members of an enum, configs whose keys are attributes) that a module
+  holds: Dynamo takes these for immutable, or looks at their keys alone, and skips the guards below while the module's own
+  tables are untouched. Where there are such guards none is skipped.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch._dynamo.guards import GuardBuilder
+from torch._C._dynamo import guards as tree
+from torch._dynamo.guards import GuardBuilder, GuardManagerWrapper
 from torch._dynamo.variables import ConstDictVariable, builder
 
 from wholestep.capture.front.assumed import assuming
@@ -36,6 +40,33 @@ def _looked_up(plain: Callable[..., Any]) -> Callable[..., Any]:
     return look_up
 
 
+def _managers(node: Any) -> Iterator[Any]:
+    """A guard manager and all below it."""
+    yield node
+    below = list(node.get_child_managers())
+    if isinstance(node, tree.DictGuardManager):
+        below += [manager for pair in node.get_key_value_managers().values() for manager in pair if manager is not None]
+    for child in below:
+        yield from _managers(child)
+
+
+_OF_OBJECTS = (tree.GetAttrGuardAccessor, tree.GetGenericDictGuardAccessor, tree.TypeGuardAccessor)
+
+
+def _skipped_in_error(node: Any) -> bool:
+    by_keys = node.is_guarded_value_immutable() or isinstance(node, tree.DictGuardManager)
+    return by_keys and any(isinstance(accessor, _OF_OBJECTS) for accessor in node.get_accessors())
+
+
+def _find_skippable(plain: Callable[[Any], None]) -> Callable[[Any], None]:
+    def find(self: Any) -> None:
+        if not getattr(assuming, "on", False) or not any(map(_skipped_in_error, _managers(self.root))):
+            plain(self)
+
+    return find
+
+
+GuardManagerWrapper.find_tag_safe_roots = _find_skippable(GuardManagerWrapper.find_tag_safe_roots)
 builder.make_dupe_guard = _one_object(builder.make_dupe_guard)
 ConstDictVariable.getitem_const_raise_exception_if_absent = _looked_up(
     ConstDictVariable.getitem_const_raise_exception_if_absent

@@ -23,8 +23,10 @@ import numpy as np
 import torch
 import torch._dynamo as dynamo
 from torch import fx
+from torch._dynamo import decorators
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.guards import _get_closure_vars
+from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._guards import TracingContext
 
@@ -353,6 +355,17 @@ def _scalar_draw(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     return tx.inline_user_function_return(UserFunctionVariable(_new_draw), [], {})
 
 
+def _not_for_us(plain: Callable[..., None]) -> Callable[..., None]:
+    def mark(*args: Any, **kwargs: Any) -> None:
+        if not getattr(assuming, "on", False):
+            plain(*args, **kwargs)
+
+    return mark
+
+
+# an attribute of every tensor that a module or an optimizer holds, for recorded CUDA graphs: it would stay there
+VariableBuilder.mark_static_input = _not_for_us(VariableBuilder.mark_static_input)
+decorators.mark_static_address = _not_for_us(decorators.mark_static_address)
 TorchInGraphFunctionVariable._get_handlers()[torch.rand] = _scalar_draw
 compat.mend_lstm()
 compat.keep_validation()

@@ -13,7 +13,7 @@ import re
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -232,16 +232,17 @@ class Front:
         if grown:
             self.lists.add(grown[1] or grown[2])
         self.misses[place] += 1
-        self.note(Note("capture", f"captured anew because {described(missed)}"))
+        variables = closure_of(self.subject.loss_fn)
+        self.note(Note("capture", f"captured anew because {described(missed, variables)}"))
         if self.misses[place] > (MOST_CAPTURES if "size" in place else SAME_GUARD):
             raise KeepsChanging(
-                f"{described(place)} is another one again and again; pass such a value as a tensor in the batch, or keep it out of "
-                "the loss",
+                f"{described(place, variables)} is another one again and again; pass such a value as a tensor in the batch, or "
+                "keep it out of the loss",
                 compiled=True,
             )
         if sum(self.misses.values()) >= MOST_CAPTURES:
             raise KeepsChanging(
-                f"captured {MOST_CAPTURES} times, the last time because {described(missed)}", compiled=True
+                f"captured {MOST_CAPTURES} times, the last time because {described(missed, variables)}", compiled=True
             )
 
     def _note_loggers(self) -> None:
@@ -289,14 +290,20 @@ def guarded_place(missed: str) -> str:
     return re.split(r" == | is | != |\.startswith|, ", text)[0].strip()
 
 
-def described(missed: str) -> str:
-    """A guard as a user would name it: `model.scale == 1.0 (net.py:12)`."""
+def closure_of(loss_fn: Any) -> Sequence[str]:
+    """The names of the variables that a function has from around it."""
+    return getattr(getattr(loss_fn, "__code__", None), "co_freevars", ())
+
+
+def described(missed: str, variables: Sequence[str] = ()) -> str:
+    """A guard as a user would name it: `model.scale == 1.0 (net.py:12)`; `variables` are those of the loss function's closure."""
     text, _, comment = missed.partition("  #")
     line = re.search(r"([\w.-]+\.py:\d+)", comment)
     text = re.sub(r"L\['(\w+)'\]", r"\1", text.strip())
     text = re.sub(r"\._modules\['([^']+)'\]", r".\1", text)
     text = re.sub(r"\._(?:parameters|buffers)\['([^']+)'\]", r".\1", text)
-    text = re.sub(r"loss_fn\.__closure__\[(\d+)\]\.cell_contents", r"variable \1 of loss_fn's closure", text)
+    for i, name in enumerate(variables):
+        text = text.replace(f"loss_fn.__closure__[{i}].cell_contents", name)
     return f"{text[:160]} ({line[1]})" if line else text[:160]
 
 
@@ -310,7 +317,9 @@ def refusal(error: Exception) -> CaptureRefused:
     what = lines[0] if lines else type(error).__name__
     if private.SKIPPED_AT_RANDOM in str(error):
         what, lines = private.SKIPPED_AT_RANDOM, []
-    explained = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation:")), "")
+    explained = next(
+        (line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Explanation:")), ""
+    )
     explained = re.split(r"(?<!e\.g)\. ", explained)[0]
     if (
         "VariableTracker" in explained or what.casefold() in explained.casefold()

@@ -6,6 +6,7 @@ and which computes the same by operators of `ws`. Elsewhere nothing is replaced.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
@@ -44,11 +45,35 @@ def _assert(condition: Any, message: str) -> None:
         raise AssertionError(message)
 
 
+def _bisect_right(a: Any, x: Any, lo: int = 0, hi: int | None = None) -> int:
+    """In the place of the one that is written in C: milestones of schedules."""
+    first, last = lo, len(a) if hi is None else hi
+    while first < last:
+        middle = (first + last) // 2
+        if x < a[middle]:
+            last = middle
+        else:
+            first = middle + 1
+    return first
+
+
+def _bisect_left(a: Any, x: Any, lo: int = 0, hi: int | None = None) -> int:
+    first, last = lo, len(a) if hi is None else hi
+    while first < last:
+        middle = (first + last) // 2
+        if a[middle] < x:
+            first = middle + 1
+        else:
+            last = middle
+    return first
+
+
 IN_GRAPH: dict[Any, Callable[..., Any]] = {F.ctc_loss: _ctc_by_name, torch.ctc_loss: ctc_loss, torch._assert: _assert}
 """What Dynamo would put into its graph as it is. Data tells the size of what CTC keeps, so that cannot be traced further."""
 SKIPPED: dict[Any, Callable[..., Any]] = {
     constraints.is_dependent: _is_dependent, torch.sparse_coo_tensor: make_coo,
     rnn.pack_padded_sequence: pack_padded, rnn.pad_packed_sequence: pad_packed,
+    bisect.bisect_right: _bisect_right, bisect.bisect_left: _bisect_left,
 }  # fmt: skip
 """What Dynamo refuses, in one version or in all."""
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx
+from torch._dynamo import utils as dynamo
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -104,7 +105,7 @@ class Replay(fx.Interpreter):
         facts = {k: v for k, v in named if v}
         with compat.annotate(**facts) if facts else contextlib.nullcontext():
             try:
-                value = super().run_node(n)
+                value = self._as_traced(n, super().run_node(n))
             except (WholestepError, CaptureRefused, TooFewKeys):
                 raise
             except compat.SizeFromData as error:
@@ -114,6 +115,14 @@ class Replay(fx.Interpreter):
                 raise CaptureRefused(f"{type(error).__name__}: {lines[0][:200]}", where=source) from error
         self._note_calls(n, stack)
         return value
+
+    def _as_traced(self, n: fx.Node, value: Any) -> Any:
+        """A tensor that is made of numbers alone is no number, and has the type that Dynamo saw: numbers are doubles here."""
+        known = n.meta.get("example_value")
+        made = id(value) in self.numbers or n.target is torch._refs.tensor
+        if not made or not isinstance(known, torch.Tensor) or isinstance(n.target, _NUMPY_CALLS):
+            return value
+        return value.to(known.dtype, copy=True)
 
     def _note_calls(self, n: fx.Node, stack: Mapping[str, Any]) -> None:
         for key in stack:
@@ -132,11 +141,12 @@ class Replay(fx.Interpreter):
         return self.sources[trace]
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        only = _makes_numpy_number(target)
         if self.numbers:
-            args, kwargs, only = self._operands(args, kwargs)
-            if only:
-                return self._number(self._function(target, args, kwargs))
-        return self._function(target, args, kwargs)
+            args, kwargs, numbers_alone = self._operands(args, kwargs)
+            only |= numbers_alone
+        value = self._function(target, args, kwargs)
+        return self._number(value) if only else value
 
     def _operands(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
         """Numbers beside tensors promote types as Python's do; the last says whether there are numbers alone."""
@@ -249,9 +259,24 @@ class Replay(fx.Interpreter):
         found: dict[str, torch.Tensor] = {}
         for path, node in sorted(self.calls.items(), key=lambda entry: order[entry[1]]):
             value = self.env.get(node)
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and not _of_a_transform(value):
                 found[path] = value
         return found
+
+
+_of_a_transform = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a value lives inside of vmap, grad or jvp, of which nothing is known once the transform has ended."""
+
+
+def _makes_numpy_number(target: Any) -> bool:
+    """Whether what numpy returns without dimensions is a number of its own, which promotes types as Python's do."""
+    return isinstance(target, _NUMPY_CALLS) and target.__name__ not in _NUMPY_ARRAYS
+
+
+_NUMPY_CALLS = (dynamo.numpy_to_tensor_wrapper, dynamo.numpy_method_wrapper, dynamo.numpy_operator_wrapper)
+_NUMPY_ARRAYS = {
+    f"wrapped_{name}" for name in ("array", "asarray", "zeros", "ones", "full", "empty", "reshape", "squeeze", "copy")
+}
 
 
 def as_number(tensor: torch.Tensor) -> torch.Tensor:

@@ -75,7 +75,7 @@ def refuse_unguardable(
     if not mentioned.isdisjoint(("isinstance", "issubclass")):
         for cls in named:
             _refuse_own_check(cls)
-    for _, value in read:
+    for place, value in read:
         if isinstance(value, functools._lru_cache_wrapper):
             _refuse_impure_cache(value)
         if isinstance(value, random.Random) and value is not random._inst:
@@ -86,9 +86,26 @@ def refuse_unguardable(
             raise CaptureRefused(
                 "a deque with maxlen is appended to, of which Dynamo does not drop the oldest; use a list"
             )
+        if isinstance(value, dict) and not value and _reads_attributes(place, value, read):
+            raise CaptureRefused(
+                f"an empty dictionary of class {type(value).__qualname__} has attributes that the loss reads, which Dynamo does "
+                "not guard; give it a key, or keep them in a plain object"
+            )
         optimizer = None if subject is None else subject.optimizer
         if value is optimizer and value is not None and "state" in mentioned:
             raise CaptureRefused("the loss reads optimizer.state; return what it needs as aux, or pass it in the batch")
+
+
+def _reads_attributes(place: str, value: dict, read: Sequence[tuple[str, Any]]) -> bool:
+    """Whether anything but keys and methods is read of a dictionary whose class is not Python's own."""
+    if type(value).__module__ in ("builtins", "collections"):
+        return False
+    of_class = (type, dict, tuple, property, classmethod, staticmethod, types.FunctionType)
+    return any(
+        (other.startswith(f"{place}.") and other != f"{place}.__dict__")
+        or (f"type({place})" in other and not isinstance(found, of_class))
+        for other, found in read
+    )
 
 
 def _refuse_own_check(cls: type) -> None:
