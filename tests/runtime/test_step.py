@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from tests.runtime.twins import (
 from torch import nn
 
 import wholestep
-from wholestep.errors import BadBatch, WholestepWarning
+from wholestep.errors import BadBatch, UnsupportedModel, WholestepWarning
 
 BATCHES = class_batches(6, size=8)
 
@@ -41,6 +43,15 @@ def pair(loss_fn: Any = classify, **options: Any) -> tuple[Any, Side, Side]:
 def assert_close(ours: Side, theirs: Side, tolerance: float = 1e-6) -> None:
     for (name, a), b in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_step_cannot_be_copied_and_says_what_can(duplicate: Any) -> None:
+    step, _, _ = pair(check="off")
+    with pytest.raises(
+        UnsupportedModel, match=r"^a Step cannot be copied or pickled.*copy or save those \(wholestep.save\)"
+    ):
+        duplicate(step)
 
 
 # ---- accumulation ----
