@@ -477,10 +477,16 @@ def replayed(
             state = {entry: replica(before[str(entry)]) for entry in recording.start}
         state.update({entry: replica(value) for entry, value in call.fresh.items()})
         values = run([state[entry] for entry in used.inputs])
+        owned = {state[entry].untyped_storage().data_ptr() for entry in used.inputs if state[entry].numel()}
         returned = [entry for entry in used.outputs if entry.kind is not OutputKind.UPDATE]
         result = {
             f"{entry.kind.value} {entry.name}": _kept(value) for entry, value in zip(returned, values, strict=False)
         }
+        for entry, value in zip(returned, values, strict=False):
+            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in owned:
+                raise AssertionError(
+                    f"{entry.kind.value} {entry.name} lies in the memory of an input, which others write to"
+                )
         if not call.is_update:
             for name, value in zip(graph.gradients, values[len(returned) :], strict=True):
                 # a gradient may be held narrower than its parameter: what counts is what the update reads

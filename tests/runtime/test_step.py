@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -52,6 +53,37 @@ def test_a_step_cannot_be_copied_and_says_what_can(duplicate: Any) -> None:
         UnsupportedModel, match=r"^a Step cannot be copied or pickled.*copy or save those \(wholestep.save\)"
     ):
         duplicate(step)
+
+
+@pytest.mark.parametrize("way", ["no optimizer", "its own update", "accumulated"])
+def test_aux_that_copies_state_or_batch_is_a_copy(way: str) -> None:
+    """Passes take `clone()` and `* 1` out; where the update is not in the graph, the parameter itself would be returned."""
+    side = sgd_side(lambda model, batch: (classify(model, batch), copies_of(model, batch)))
+    if way == "its own update":
+        side.optimizer.register_step_post_hook(lambda *_: None)  # type: ignore[union-attr]
+    options: dict[str, Any] = {"accumulate": 2} if way == "accumulated" else {}
+    optimizer = None if way == "no optimizer" else side.optimizer
+    batch = tuple(t[:4].clone() for t in BATCHES[0])
+    given = [batch, batch] if way == "accumulated" else batch
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WholestepWarning)
+        step = wholestep.compile(
+            side.model, side.loss_fn, optimizer, batch, backend="interpret", check="off", cache=False, **options
+        )
+    for _ in range(2):
+        wanted = {name: value.detach().clone() for name, value in copies_of(side.model, batch).items()}
+        _, aux = step(given)
+        if way == "no optimizer":
+            assert side.optimizer is not None
+            side.optimizer.step()
+        batch[0].add_(1)
+        for name, value in wanted.items():
+            assert torch.equal(aux[name].reshape(-1)[: value.numel()], value.reshape(-1)), name
+
+
+def copies_of(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    weight = next(model.parameters())
+    return {"cloned": weight.clone(), "once": weight * 1.0, "turned": weight.t().clone(), "batch": batch[0] * 1}
 
 
 # ---- accumulation ----
