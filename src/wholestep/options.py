@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from wholestep.errors import BadOption, NotBuiltYet
@@ -23,6 +23,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "check": ("first", "off"),
     "guards": ("dynamo", "off"),
     "clip_scope": ("global", "layer"),
+}
+SWITCHES: dict[str, tuple[bool | None, ...]] = {
+    **dict.fromkeys(("dynamic", "early_update", "cuda_graph", "verbose"), (None, True, False)),
+    "cache": (True, False),
 }
 
 
@@ -100,9 +104,22 @@ class Options:
                 raise BadOption(f"{name}={getattr(self, name)!r}", hint=f"use one of {', '.join(map(repr, known))}")
         if self.host_memory is not None:
             parse_bytes(self.host_memory)
+        self._check_kinds()
         self._check_memory()
         self._check_updates()
         self._check_mesh()
+
+    def _check_kinds(self) -> None:
+        for name, known in SWITCHES.items():
+            if not any(getattr(self, name) is value for value in known):
+                raise BadOption(f"{name}={getattr(self, name)!r}", hint=f"use one of {', '.join(map(str, known))}")
+        if self.seed is not None and (isinstance(self.seed, bool) or not hasattr(self.seed, "__index__")):
+            raise BadOption(f"seed={self.seed!r}", hint="use a whole number, or None for torch's seed")
+        if self.dump is not None and not isinstance(self.dump, str | os.PathLike):
+            raise BadOption(f"dump={self.dump!r}", hint="name a folder")
+        if self.passes is not None and (isinstance(self.passes, str) or not _are_functions(self.passes)):
+            hint = "give a Pipeline, such as wholestep.default_passes(), or a list of functions graph -> graph"
+            raise BadOption(f"passes={self.passes!r}", hint=hint)
 
     def _check_mesh(self) -> None:
         if self.mesh is not None and not isinstance(self.mesh, Mesh):
@@ -178,6 +195,10 @@ class Options:
     @property
     def chunks_loss(self) -> bool | None:
         return self.plan.chunked_loss if self.plan is not None and self.chunked_loss is None else self.chunked_loss
+
+
+def _are_functions(passes: Any) -> bool:
+    return isinstance(passes, Iterable) and all(map(callable, passes))
 
 
 def options_of(given: Mapping[str, Any]) -> Options:

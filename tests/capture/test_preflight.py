@@ -56,6 +56,20 @@ def test_ddp_is_refused(lone_process: None) -> None:
         interpreted(sgd_side(holder), BATCHES[0])
 
 
+def test_inference_mode_is_refused() -> None:
+    side = sgd_side(small_mlp())
+    with torch.inference_mode():
+        with pytest.raises(
+            UnsupportedModel, match=r"^inside of torch.inference_mode\(\) nothing can be trained\. compile outside"
+        ):
+            interpreted(side, BATCHES[0])
+        made_inside = sgd_side(small_mlp())
+    with pytest.raises(
+        UnsupportedModel, match=r"weight was made inside of torch.inference_mode\(\), so it has no gradient"
+    ):
+        interpreted(made_inside, BATCHES[0])
+
+
 def test_data_parallel_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match=r"DataParallel.*pass the bare module"):
         interpreted(sgd_side(nn.DataParallel(small_mlp())), BATCHES[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -20,12 +22,34 @@ class Feedforward(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x)) * 1.5) + 0.5)
 
 
+class Gated(nn.Module):
+    """A gate and a value from two layers (`apart`) or from one (`halves`); `twice` the gate is read by another product too, and
+    `shared` both come through the same weight."""
+
+    def __init__(self, width: int, hidden: int = 8, gate: str = "silu", form: str = "apart") -> None:
+        super().__init__()
+        self.gate, self.form = getattr(F, gate), form
+        self.up = nn.Linear(width, 2 * hidden if form == "halves" else hidden, bias=False)
+        self.value = self.up if form in ("halves", "shared") else nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.form == "halves":
+            gate, value = self.up(x).chunk(2, -1)
+            return x + self.down(self.gate(gate) * value)
+        opened = self.gate(self.up(x))
+        mixed = opened * self.value(x)
+        if self.form == "twice":
+            mixed = mixed + opened.mean(-1, keepdim=True) * opened
+        return x + self.down(mixed)
+
+
 class Repeated(nn.Module):
     """Equal layers, one after the other."""
 
-    def __init__(self, width: int, layers: int = 2) -> None:
+    def __init__(self, width: int, layers: int = 2, kind: Callable[[int], nn.Module] = Feedforward) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Feedforward(width) for _ in range(layers))
+        self.layers = nn.ModuleList(kind(width) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

@@ -13,7 +13,7 @@ import warnings
 from typing import Any
 
 import torch
-from tests.fuzz import layers, operators
+from tests.fuzz import indexed, layers, operators
 from tests.fuzz.program import HEADER, Line, Program
 
 MOST_ELEMENTS = 600
@@ -140,17 +140,29 @@ def _drawn(source: random.Random) -> Program | None:
     else:
         operators.begin(room)
     for _ in range(source.randint(1, 4) if is_net else source.randint(3, 14)):
-        table = layers.TABLE if is_net and source.random() < 0.7 else operators.TABLE
+        table = layers.TABLE if is_net and source.random() < 0.7 else operators.TABLE | indexed.TABLE
         makers, weights = list(table), list(table.values())
         for _ in range(4):
             if source.choices(makers, weights)[0](room):
                 break
     if not _end(room, chunked=bool(options["step"].get("chunked_loss"))):
         return None
+    if source.random() < 0.15:  # a result that is a view of a parameter or of the batch, or that is one
+        _return_a_view(room)
     written = [n for n, v in room.values.items() if not n.startswith("b") and v.numel()]
     aux = tuple(source.sample(written, min(len(written), source.choice((0, 0, 1, 2)))))
     program = Program(tuple(room.inputs), tuple(room.members), tuple(room.lines), aux, tuple(options.items()))
     return _without_dead_lines(program).tidy()
+
+
+def _return_a_view(room: Room) -> None:
+    source = room.source
+    held = [f"self.{name}" for name, _ in room.members if name.startswith("p")]
+    form = source.choice(("{0}", "{0}.detach()", "{0}[:1]", "{0}.view(-1)", "{0}.mT"))
+    if held and source.random() < 0.6:
+        room.add(form.format(source.choice(held)))
+    elif room.inputs:
+        room.add(form, source.choice(room.inputs)[0])
 
 
 def _end(room: Room, chunked: bool) -> bool:

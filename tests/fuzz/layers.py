@@ -68,15 +68,22 @@ def normed(room: Room) -> bool:
     if value is None:
         return False
     channels, width = value.shape[1], value.shape[-1]
-    codes = [f"nn.LayerNorm({width})", f"nn.RMSNorm({width})", f"nn.LayerNorm({list(value.shape[1:])})"]
+    codes = [
+        f"nn.LayerNorm({width})", f"nn.RMSNorm({width})", f"nn.LayerNorm({list(value.shape[1:])})",
+        f"nn.LayerNorm({width}, elementwise_affine=False)", f"nn.RMSNorm({width}, elementwise_affine=False, eps=1e-3)",
+        f"nn.GroupNorm(1, {channels}, affine=False)",
+    ]  # fmt: skip
     if value.dim() == 4:
         codes += [
-            f"nn.BatchNorm2d({channels})",
-            f"nn.GroupNorm(1, {channels})",
-            f"nn.InstanceNorm2d({channels}, affine=True)",
-        ]
+            f"nn.BatchNorm2d({channels})", f"nn.GroupNorm(1, {channels})", f"nn.InstanceNorm2d({channels}, affine=True)",
+            f"nn.BatchNorm2d({channels}, track_running_stats=False)", f"nn.InstanceNorm2d({channels})",
+            f"nn.BatchNorm2d({channels}, affine=False, momentum=0.3)", f"nn.InstanceNorm2d({channels}, track_running_stats=True)",
+        ]  # fmt: skip
     elif value.dim() <= 3:
-        codes += [f"nn.BatchNorm1d({channels})", f"nn.GroupNorm({channels}, {channels})"]
+        codes += [
+            f"nn.BatchNorm1d({channels})", f"nn.GroupNorm({channels}, {channels})",
+            f"nn.BatchNorm1d({channels}, track_running_stats=False, affine=False)",
+        ]  # fmt: skip
     return _call(room, room.source.choice(codes), name)
 
 
@@ -109,11 +116,14 @@ def convolved(room: Room) -> bool:
         return _call(
             room, f"nn.Conv{dims}d({channels}, {source.choice((1, 2, 4))}, 2, 2, bias={source.random() < 0.7})", name
         )
-    kernel, stride = source.choice((1, 1, 3)), source.choice((1, 1, 2))
+    kernel, stride = source.choice((1, 1, 2, 3)), source.choice((1, 1, 2, 3))
     groups = source.choice((1, 1, channels))
     out = source.choice((channels, 2 * channels)) if groups > 1 else source.choice((channels, 1, 2, 4))
     kind = f"Conv{dims}d" if source.random() < 0.85 else f"ConvTranspose{dims}d"
-    return _call(room, f"nn.{kind}({channels}, {out}, {kernel}, {stride}, {kernel // 2}, groups={groups})", name)
+    more = source.choice(("", "", "", ", dilation=2", ", bias=False"))
+    if "Transpose" not in kind:
+        more += source.choice(("", "", "", ", padding_mode='circular'", ", padding_mode='replicate'"))
+    return _call(room, f"nn.{kind}({channels}, {out}, {kernel}, {stride}, {kernel // 2}, groups={groups}{more})", name)
 
 
 def pooled(room: Room) -> bool:
@@ -144,20 +154,33 @@ def activated(room: Room) -> bool:
     return _call(room, room.source.choice(codes), name)
 
 
+def gated(room: Room) -> bool:
+    """A gate times a value, in the ways that people write it; the gate may be read by others too."""
+    source = room.source
+    name, value = room.pick(lambda v: _plain(v) and v.dim() >= 2) or (None, None)
+    if value is None:
+        return False
+    gate = source.choice(
+        ("silu", "gelu", "relu", "sigmoid", "tanh", "softplus", "leaky_relu", "hardswish", "mish", "elu")
+    )
+    form = source.choice(("apart", "halves", "twice", "shared"))
+    return _call(room, f"Gated({value.shape[-1]}, {source.choice((1, 3, 8))}, {gate!r}, {form!r})", name)
+
+
 def stacked(room: Room) -> bool:
     """Equal layers: borders for regions, plans and early updates."""
     name, value = room.pick(lambda v: _plain(v) and v.dim() >= 2) or (None, None)
     if value is None:
         return False
-    return _call(room, f"Repeated({value.shape[-1]}, {room.source.choice((2, 3))})", name)
+    kind = room.source.choice(("Feedforward", "Gated"))
+    return _call(room, f"Repeated({value.shape[-1]}, {room.source.choice((2, 3))}, {kind})", name)
 
 
 def tied(room: Room) -> bool:
     """A module or a parameter that is there already, used again: transposed, as an output layer, or as it was."""
     source = room.source
-    known = [
-        (n, c) for n, c in room.members if c.startswith(("nn.Linear", "nn.Embedding", "Feedforward", "nn.LayerNorm"))
-    ]
+    reused = ("nn.Linear", "nn.Embedding", "Feedforward", "nn.LayerNorm")
+    known = [(n, c) for n, c in room.members if c.startswith(reused) and getattr(room.module, n).weight is not None]
     if not known:
         return False
     name, code = source.choice(known)
@@ -166,6 +189,8 @@ def tied(room: Room) -> bool:
     value = room.pick(lambda v: _plain(v) and v.dim() >= 1 and v.shape[-1] == width)
     if value is None:
         return False
+    if code.startswith("nn.Linear") and module.weight.shape[0] == width and source.random() < 0.4:  # three times in all
+        return room.add(f"self.{name}(self.{name}({{0}}).tanh())", value[0])
     if code.startswith(("nn.Linear", "nn.LayerNorm")) and source.random() < 0.5:
         return room.add(f"self.{name}({{0}})", value[0])
     if code.startswith("nn.LayerNorm"):
@@ -183,7 +208,19 @@ def recurrent(room: Room) -> bool:
     return room.add(f"{cell}({{0}}, {cell}({{0}}))", name)
 
 
+def sequence(room: Room) -> bool:
+    """A recurrent layer over a whole sequence."""
+    source = room.source
+    name, value = room.pick(lambda v: _plain(v) and v.dim() == 3) or (None, None)
+    if value is None:
+        return False
+    kind, out = source.choice(("LSTM", "GRU", "RNN")), source.choice((1, 3))
+    more = source.choice(("", ", bidirectional=True", ", num_layers=2", ", bias=False", ", batch_first=True"))
+    return room.add(room.add_member(f"nn.{kind}({value.shape[-1]}, {out}{more})") + "({0})[0]", name)
+
+
 TABLE: dict[Maker, float] = {
-    linear: 3, normed: 2.5, attended: 2.5, convolved: 2, pooled: 1, activated: 2, stacked: 0.7, tied: 1, recurrent: 0.3,
+    linear: 3, normed: 2.5, attended: 2.5, convolved: 2, pooled: 1, activated: 2, gated: 1.5, stacked: 0.7, tied: 1, recurrent: 0.3,
+    sequence: 0.3,
 }  # fmt: skip
 """How likely each is."""

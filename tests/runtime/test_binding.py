@@ -11,6 +11,8 @@ import torch
 from tests.runtime.twins import Side, Twins, assert_same_tree, class_batches, classify, eager_update, interpreted
 from torch import nn
 
+from wholestep.graph.plan import Plan
+from wholestep.graph.training_graph import Role
 from wholestep.runtime.binding import Binding
 
 BATCHES = class_batches(8)
@@ -198,3 +200,17 @@ def test_a_checkpoint_saved_between_steps_is_not_changed_by_later_ones() -> None
     step(BATCHES[1])
     assert {float(s["step"]) for s in kept["state"].values()} == {1.0}
     assert {float(s["step"]) for s in side.optimizer.state_dict()["state"].values()} == {2.0}
+
+
+def test_the_guard_of_state_on_the_host_is_no_step_hook_of_the_users() -> None:
+    """It was taken for one: every second step was captured anew without its update, which torch then ran."""
+    twins = Twins(make, BATCHES[0], plan=Plan(state={"*": "host"}), check="off")
+    ours, theirs = twins.losses(BATCHES[:4])
+    assert ours == theirs
+    assert_same_tree(twins.ours.model.state_dict(), twins.theirs.model.state_dict())
+    assert "1 capture," in twins.step.explain() and "captured anew" not in twins.step.explain()
+    assert twins.step.graph is not None and twins.step.graph.indices(Role.STATE), "the update is in the graph"
+    assert twins.ours.optimizer is not None
+    twins.ours.optimizer.register_step_post_hook(lambda *_: None)
+    twins.losses(BATCHES[4:5])
+    assert "captured anew because the optimizer's groups or its step" in twins.step.explain()

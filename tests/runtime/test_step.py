@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -20,7 +23,7 @@ from tests.runtime.twins import (
 from torch import nn
 
 import wholestep
-from wholestep.errors import BadBatch, WholestepWarning
+from wholestep.errors import BadBatch, UnsupportedModel, WholestepWarning
 
 BATCHES = class_batches(6, size=8)
 
@@ -41,6 +44,46 @@ def pair(loss_fn: Any = classify, **options: Any) -> tuple[Any, Side, Side]:
 def assert_close(ours: Side, theirs: Side, tolerance: float = 1e-6) -> None:
     for (name, a), b in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_step_cannot_be_copied_and_says_what_can(duplicate: Any) -> None:
+    step, _, _ = pair(check="off")
+    with pytest.raises(
+        UnsupportedModel, match=r"^a Step cannot be copied or pickled.*copy or save those \(wholestep.save\)"
+    ):
+        duplicate(step)
+
+
+@pytest.mark.parametrize("way", ["no optimizer", "its own update", "accumulated"])
+def test_aux_that_copies_state_or_batch_is_a_copy(way: str) -> None:
+    """Passes take `clone()` and `* 1` out; where the update is not in the graph, the parameter itself would be returned."""
+    side = sgd_side(lambda model, batch: (classify(model, batch), copies_of(model, batch)))
+    if way == "its own update":
+        side.optimizer.register_step_post_hook(lambda *_: None)  # type: ignore[union-attr]
+    options: dict[str, Any] = {"accumulate": 2} if way == "accumulated" else {}
+    optimizer = None if way == "no optimizer" else side.optimizer
+    batch = tuple(t[:4].clone() for t in BATCHES[0])
+    given = [batch, batch] if way == "accumulated" else batch
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WholestepWarning)
+        step = wholestep.compile(
+            side.model, side.loss_fn, optimizer, batch, backend="interpret", check="off", cache=False, **options
+        )
+    for _ in range(2):
+        wanted = {name: value.detach().clone() for name, value in copies_of(side.model, batch).items()}
+        _, aux = step(given)
+        if way == "no optimizer":
+            assert side.optimizer is not None
+            side.optimizer.step()
+        batch[0].add_(1)
+        for name, value in wanted.items():
+            assert torch.equal(aux[name].reshape(-1)[: value.numel()], value.reshape(-1)), name
+
+
+def copies_of(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    weight = next(model.parameters())
+    return {"cloned": weight.clone(), "once": weight * 1.0, "turned": weight.t().clone(), "batch": batch[0] * 1}
 
 
 # ---- accumulation ----

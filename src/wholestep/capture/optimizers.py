@@ -52,12 +52,17 @@ class UpdatePlan:
         return f"group{self.group}" if self.part == 0 else f"group{self.group}.{self.part}"
 
 
+OURS = "_wholestep"
+"""Mark on a step hook that Wholestep itself registered: a captured update runs without it."""
+
+
 def supported(optimizer: Optimizer) -> str | None:
     """None when the optimizer's update is captured; otherwise the reason why its own eager step is used."""
     update = update_of(optimizer)
     if update is None:
         return f"{type(optimizer).__name__} is not one of {', '.join(cls.__name__ for cls in BY_CLASS)}"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # type: ignore[attr-defined]
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)  # type: ignore[attr-defined]
+    if any(hooks) and any(not hasattr(hook, OURS) for table in hooks for hook in table.values()):
         return "it has step hooks, which must run in Python"
     if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         return "all optimizers have step hooks, which must run in Python"

@@ -35,6 +35,8 @@ _WRAPPERS = {
 
 def refuse_unsupported(subject: Subject) -> None:
     """Raise a named error for a model or optimizer that would train differently without anyone noticing."""
+    if torch.is_inference_mode_enabled():
+        raise UnsupportedModel("inside of torch.inference_mode() nothing can be trained", hint="compile outside of it")
     for path, module in subject.root.named_modules():
         _refuse_wrapper(path, module)
     for name, p in [*subject.parameters.items(), *subject.buffers.items()]:
@@ -103,6 +105,9 @@ def _refuse_tensor(name: str, tensor: torch.Tensor, *, dry: bool) -> None:
         raise UnsupportedModel(f"{name} has no shape yet (lazy module)", hint="run one forward on a real batch first")
     if tensor.device.type == "meta" and not dry:
         raise UnsupportedModel(f"{name} is on the meta device", hint="materialise it with to_empty() and initialise it")
+    if tensor.is_inference():
+        what = f"{name} was made inside of torch.inference_mode(), so it has no gradient"
+        raise UnsupportedModel(what, hint="make the model outside of it")
 
 
 def refuse_world() -> None:

@@ -8,7 +8,9 @@ order, where
 - every other update (buffers, statistics, accumulated gradients) is an `aten.copy_` right after the last reader of
   the old value;
 - a value that shares memory with a written input, and is returned or copied elsewhere, is cloned before the write (two
-  buffers that swap, a parameter returned as an extra output).
+  buffers that swap, a parameter returned as an extra output);
+- a returned value that shares memory with any other input (`parameter.clone()`, once a pass took the clone out, where the update is
+  not in the graph) is cloned at the end: the caller's next write would change it.
 
 The result's outputs are the outputs that are no updates, then the watched nodes. Both lowerings start from it.
 """
@@ -73,6 +75,8 @@ class _Writes:
     """Result of an in-place update -> the placeholder that holds it afterwards."""
     snapshots: set[fx.Node]
     """Values cloned as soon as they exist: their memory is overwritten before they are returned or copied."""
+    own_copies: set[fx.Node]
+    """Values cloned as they are returned: their memory is an input's."""
     copies: list[tuple[fx.Node, Any]]
     """(placeholder, new value)"""
     sent: dict[fx.Node, fx.Node]
@@ -185,7 +189,8 @@ def _analyse(training: TrainingGraph, order: list[fx.Node], returned: list[Any],
     }
     # A returned alias of live state would change under the caller's hands at the next step.
     snapshots.update(value for value in returned if isinstance(value, fx.Node) and _lives_in_state(value, renamed))
-    return _Writes(twins, renamed, snapshots, copies, sent)
+    own_copies = {value for value in returned if isinstance(value, fx.Node) and reads.roots[value]} - snapshots
+    return _Writes(twins, renamed, snapshots, own_copies, copies, sent)
 
 
 def _sent(updates: dict[fx.Node, Any]) -> dict[fx.Node, fx.Node]:
@@ -315,6 +320,8 @@ def _emit(
                 value if isinstance(value, fx.Node) else node,
                 target.meta.get("val"),
             )
+    for value in dict.fromkeys(value for value in returned if value in writes.own_copies):
+        saved[value] = _call(graph, aten.clone.default, (new[value],), value, value.meta.get("val"))
     graph.output(tuple(saved.get(value) or new[value] if isinstance(value, fx.Node) else value for value in returned))
     origin = {copy: node for node, copy in new.items() if node not in writes.renamed and node not in writes.sent}
     return ImperativeGraph(graph, training.module, origin, len(writes.twins), len(writes.copies), len(writes.snapshots))

@@ -294,6 +294,8 @@ def guard_state(optimizer: Optimizer, on_host: set[str]) -> None:
             hint = "call the Step, which brings it to the card, or compile without host_memory= and state in the plan"
             raise WholestepError("optimizer.step() by hand while optimizer state lies on the host", hint=hint)
 
+    setattr(refuse, optimizers.OURS, True)
+
     def wait(owner: Optimizer) -> None:
         for device in {p.device for p in owner.state if p.is_cuda}:
             torch.cuda.synchronize(device)

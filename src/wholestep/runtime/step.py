@@ -73,6 +73,13 @@ class Step:
         for note in notes_on(self.subject):
             self._note(note)
 
+    def __reduce__(self) -> Any:
+        """For copy and pickle."""
+        raise UnsupportedModel(
+            "a Step cannot be copied or pickled: it holds compiled code and is bound to its model and optimizer",
+            hint="copy or save those (wholestep.save), and compile a step for them again",
+        )
+
     # ---- the call ----
 
     def __call__(self, batch: Any) -> Any:

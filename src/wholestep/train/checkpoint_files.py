@@ -51,14 +51,12 @@ def write(
     beside: Mapping[str, bytes],
 ) -> Path:
     """`beside`: name -> content of files that are no tensors."""
-    from safetensors.torch import save_file
-
     final = root / folder_name(number)
     temporary = root / f"{_UNFINISHED[0]}{final.name}-{uuid.uuid4().hex[:8]}"
     try:
         temporary.mkdir()
         for name, (tensors, metadata) in files.items():
-            save_file(tensors, temporary / name, metadata)
+            save_tensors(tensors, temporary / name, metadata)
             _sync(temporary / name)
         for name, content in beside.items():
             (temporary / name).write_bytes(content)
@@ -81,6 +79,23 @@ def write(
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return final
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """As `safetensors` saves them, and equal tensors as equal bytes: its metadata has another order each time."""
+    from safetensors.torch import save_file
+
+    save_file(tensors, path, metadata)
+    if len(metadata) < 2:
+        return
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(metadata.items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) <= size:  # always: the same words; a header may end in spaces
+            file.seek(8)
+            file.write(text.ljust(size))
 
 
 def _sync(path: Path) -> None:

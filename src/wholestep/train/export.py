@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from wholestep.errors import BadOption, WholestepError
 from wholestep.train import hf_models, outside
 from wholestep.train.checkpoint import model_tensors
+from wholestep.train.checkpoint_files import save_tensors
 from wholestep.train.models.configs import LAYERS
 from wholestep.train.models.gpt import GPT
 from wholestep.train.models.resnet import ResNet
@@ -86,7 +86,7 @@ def _written(out: Path, write: Any, exported: Exported) -> Exported:
 def _one_file(trained: Trained, path: Path, dtype: torch.dtype | None) -> None:
     tensors, aliases = model_tensors(trained.model)
     cast = {name: value.to(dtype) if dtype and value.is_floating_point() else value for name, value in tensors.items()}
-    save_file(cast, path, {"format": "pt", **aliases})
+    save_tensors(cast, path, {"format": "pt", **aliases})
 
 
 def _folder(model: Any, trained: Trained, place: Path, dtype: torch.dtype | None) -> None:
