@@ -199,3 +199,23 @@ def test_actions_about_gaps_data_and_equality() -> None:
     assert "blocks.0: its output is off" in texts[0] and told[0]["command"] == "wholestep verify net --batch 8"
     assert any("idle 40%" in t and "CUDA graph" in t for t in texts) and any("30% of the time" in t for t in texts)
     assert all(action["command"] or action["python"] for action in told), "each has a line to copy"
+
+
+def test_what_one_remedy_helps_is_one_action() -> None:
+    found = measured(memory=False, verified=False)
+    rows = [
+        dataclasses.replace(row, kind="region", bound="compute", ms=3.0, lost_ms=2.0, calls=1) for row in found.rows[:2]
+    ]
+    shares = {"gpu_busy": None, "data_wait": 0.0, "between_calls": 0.3}
+    found = dataclasses.replace(
+        found,
+        rows=rows,
+        shares=shares,
+        backend="inductor",
+        settings=found.settings | {"batch": 8},
+        command=("wholestep", "profile", "net", "--batch", "8"),
+    )
+    told = [action for action in actions.actions_of(found) if action["about"] == "time"]
+    assert [action["command"] for action in told] == ["wholestep profile net --batch 16"]
+    assert told[0]["gain"] == pytest.approx(0.3 + 4.0 / found.step_ms["median"]), "what all of them lose"
+    assert told[0]["why"].count("a larger batch fills the units better") == 1 and "30% of the step" in told[0]["why"]

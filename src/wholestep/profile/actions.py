@@ -35,7 +35,7 @@ _VERIFIED_BY = (
 def actions_of(profile: Profile, budget: Fix | None = None) -> list[Action]:
     """Equality before everything; then what was predicted, then what could be won at most, each most first; what changes the
     training comes last. `budget` is what the planner offers."""
-    found = [*_memory(profile, budget), *_time(profile), *_gaps(profile), *_data(profile)]
+    found = [*_memory(profile, budget), *_together([*_time(profile), *_gaps(profile)]), *_data(profile)]
     ranked = sorted(found, key=lambda a: (not a["exact"], a["predicted"] is None, -a["gain"]))
     return _equality(profile) + [action for action in ranked if action["gain"] >= WORTH]
 
@@ -167,18 +167,24 @@ def _time(profile: Profile) -> list[Action]:
         )
         title, reason, copied = _remedy(row, profile)
         found.append(_action(profile, "time", row.lost_ms / step, title, why + reason, **copied))
-    return _together(found)
+    return found
 
 
 def _together(actions: list[Action]) -> list[Action]:
-    """Rows with one remedy are one action: it is done once, and gives back what all of them lose."""
+    """What one remedy helps is one action: it is done once, and gives back what all of them lose."""
     merged: dict[tuple[Any, ...], Action] = {}
     for action in actions:
         key = action["command"], action["python"], action["title"]
         if key in merged:
             first, (row, _, reason) = merged[key], action["why"].partition(": ")
             rows, _, same = first["why"].partition(": ")
-            why = f"{rows}, {row}: {reason}" if reason == same else f"{first['why']}; {action['why']}"
+            before, _, helps = first["why"].rpartition("; ")
+            if reason == same:
+                why = f"{rows}, {row}: {reason}"
+            elif before and action["why"].endswith(f"; {helps}"):  # how it helps is told once
+                why = f"{before}; {action['why']}"
+            else:
+                why = f"{first['why']}; {action['why']}"
             action = first | {"gain": first["gain"] + action["gain"], "why": why}
         merged[key] = action
     return list(merged.values())

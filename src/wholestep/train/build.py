@@ -20,7 +20,7 @@ from wholestep.data.digits import CLASSES, DigitBatches
 from wholestep.data.images import ImageBatches
 from wholestep.data.pygraph import PyGraphBatches, read_pygraph
 from wholestep.data.python_kinds import KINDS
-from wholestep.data.sources import find_source, hash_files, refuse_changed
+from wholestep.data.sources import find_source, hash_files, refuse_changed, refuse_given
 from wholestep.data.texts import OTHER_DATA
 from wholestep.data.tokens import RESERVED, Bytes, Examples, Numbers, Tokens, make_tokens, read_tokens
 from wholestep.data.windows import (
@@ -103,6 +103,8 @@ def build(settings: Mapping[str, Any], family: Family, device: torch.device, kep
 
 def find_data(settings: Mapping[str, Any], family: Family, device: torch.device, kept: Kept) -> Data:
     """The data of these settings, found to be what it was; no model is built."""
+    if is_function(settings["data"]) or settings["data"] in OTHER_DATA:
+        refuse_given(settings["data"], glob=settings.get("glob"), field=settings.get("field"))
     if is_function(settings["data"]) and not family.reads_graphs:
         return _called(settings, family, device, kept)
     made = _images if family.reads_images else _graphs if family.reads_graphs else _texts
