@@ -212,7 +212,7 @@ def test_what_one_remedy_helps_is_one_action() -> None:
         rows=rows,
         shares=shares,
         backend="inductor",
-        settings=found.settings | {"batch": 8},
+        settings=found.settings | {"batch": 8, "family": "gpt"},
         command=("wholestep", "profile", "net", "--batch", "8"),
     )
     told = [action for action in actions.actions_of(found) if action["about"] == "time"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from wholestep.data.windows import (
     labelled_form,
     next_token_form,
 )
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, WholestepWarning
 from wholestep.train import families, outside, sampling
 from wholestep.train.called import CalledBatches, check_batch
 from wholestep.train.checkpoint import load_weights
@@ -281,11 +282,16 @@ def _images(settings: Mapping[str, Any], family: Family, device: torch.device, k
         refuse_changed(settings["data"], settings["data_digest"], images.digest, kept.files, images.files)
         classes = len(images.classes)
         config.setdefault(field, classes)
-        return _fitting(
+        fitting = _fitting(
             settings, family, config, field, classes,
             Data(batches=images, config=None, files=images.files,
                  found={"data_digest": images.digest, "images": images.known, "config": config}),
         )  # fmt: skip
+        if images.unseen_colours is not None:
+            key = "num_channels" if family.typed is False else "channels"
+            text = f"{images.unseen_colours} is in colour, and the model sees grey: --set {key}=3 shows it the colours"
+            warnings.warn(text, WholestepWarning, stacklevel=2)
+        return fitting
     return _fitting(settings, family, config, field, classes, Data(batches=made, config=None, found=found))
 
 
