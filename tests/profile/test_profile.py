@@ -138,6 +138,16 @@ def test_interpreted_code_that_replaced_compiled_code(monkeypatch: pytest.Monkey
     found = measured(backend="inductor", verified=False)
     assert found.backend == "interpret" and not any(row.kind == "region" for row in found.rows)
     assert found.memory is not None and found.memory.peak_bytes > 0
+    assert any("compiled code dropped, it measures slower" in note for note in found.notes)
+
+
+def test_nobody_is_sent_to_compiled_code_that_lost() -> None:
+    found = measured(memory=False, verified=False)
+    row = dataclasses.replace(found.rows[0], kind="elementwise", ms=3.0, lost_ms=2.0, calls=1)
+    found = dataclasses.replace(found, rows=(row,), shares={"gpu_busy": None, "data_wait": 0.0, "between_calls": 0.3})
+    assert [action["title"] for action in actions.actions_of(found)] == ["Compile the step"]
+    lost = actions.actions_of(dataclasses.replace(found, asked_backend="inductor"))
+    assert lost and all("ompile" not in action["title"] for action in lost)
 
 
 def test_an_unknown_system_is_refused() -> None:

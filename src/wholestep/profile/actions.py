@@ -194,7 +194,8 @@ def _remedy(row: Any, profile: Profile) -> tuple[str, str, dict[str, Any]]:
     """(title, why it helps, what to copy)."""
     compiled = {"option": "--backend inductor", "python": 'backend="inductor"'}
     larger = "Use a larger batch", _larger_batch(profile) | {"exact": False}
-    if profile.backend == "interpret" and row.kind in ("elementwise", "reduction", "movement"):
+    may_compile = profile.backend == profile.asked_backend == "interpret"  # else compiled code was tried, and lost
+    if may_compile and row.kind in ("elementwise", "reduction", "movement"):
         return (
             "Compile the step",
             f"{row.bound}-bound and run by itself; compiled code fuses it with its neighbours",
@@ -215,7 +216,7 @@ def _remedy(row: Any, profile: Profile) -> tuple[str, str, dict[str, Any]]:
             return "Compute in bf16", more, copied
         return larger[0], "sizes that are multiples of 64 and a larger batch use the units better", larger[1]
     if row.kind == "optimizer":
-        if profile.backend == "interpret":
+        if may_compile:
             return "Compile the step", "compiled steps take torch's fused update, one pass over memory", compiled
         return larger[0], f"its time does not grow with the batch: more {profile.unit} per update spread it", larger[1]
     if row.bound == "memory":
@@ -243,7 +244,7 @@ def _gaps(profile: Profile) -> list[Action]:
         why = f"the GPU is idle {idle:.0%} of the step, waiting for launches; a CUDA graph or a larger batch helps"
         return [_action(profile, "time", idle, "Record the step as a CUDA graph", why, python="cuda_graph=True")]
     why = f"{idle:.0%} of the step is spent between {'operators' if profile.backend in ('interpret', 'eager') else 'calls'}"
-    if profile.backend == "interpret":
+    if profile.backend == profile.asked_backend == "interpret":
         copied: dict[str, Any] = {"option": "--backend inductor", "python": 'backend="inductor"'}
         return [_action(profile, "time", idle, "Compile the step", why, **copied)]
     larger = _larger_batch(profile)
