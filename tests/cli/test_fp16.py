@@ -75,4 +75,4 @@ def test_plan_and_train_with_it(call: Call) -> None:
 
 def test_accumulation_is_one_clear_line(call: Call) -> None:
     done = call("train", *TINY, *QUICK, *FP16, "--set", "accumulate=3", "--steps", "2", "--out", "run")
-    assert done.code == 2 and "fp16' with accumulate=3" in done.err and not Path("run").exists(), done.err
+    assert done.code == 2 and "fp16 with --set accumulate=3" in done.err and not Path("run").exists(), done.err

@@ -92,6 +92,11 @@ def test_a_function_gives_batches(call: Call, in_folder: Path, monkeypatch: pyte
     assert call("train", "--resume", "--out", "parts", "--steps", "6").code == 0
     assert losses("parts") == losses("whole")
     assert json.loads(call("eval", "whole", "--json").out)["count"] == 4 * 16
+    with Path("own_batches_of_mine.py").open("a") as file:
+        file.write("def listed(batch, seq):\n    return list(batches(batch, seq))\n")
+    monkeypatch.delitem(sys.modules, "own_batches_of_mine")
+    done = call("train", "gpt-1m", "--data", "own_batches_of_mine:listed", *small, "--steps", "2", "--out", "listed")
+    assert done.code == 0 and "18 batches" in done.out, done.err
 
 
 @pytest.mark.parametrize(
@@ -125,6 +130,7 @@ def test_images_by_class_train_evaluate_and_have_nothing_to_sample(call: Call) -
     images(Path("pets"))
     done = call("train", "resnet-18", "--data", "pets", *PIXELS, "--steps", "2", "--out", "a")
     assert done.code == 0 and "images of 3 classes" in done.out, done.err
+    assert "is in colour, and the model sees grey: --set channels=3 shows it the colours" in done.err
     found = json.loads(call("eval", "a", "--json").out)
     assert found["count"] == 3 and 0 <= found["accuracy"] <= 1 and found["perplexity"] is None
     done = call("sample", "a")

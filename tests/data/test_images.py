@@ -10,7 +10,7 @@ import torch
 from tests.data.own_files import images
 
 from wholestep.data.images import ImageBatches
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, WholestepWarning
 
 CPU = torch.device("cpu")
 
@@ -66,3 +66,32 @@ def test_other_images_are_read_with_the_classes_of_a_run(tmp_path: Path) -> None
 def test_awkward_batches(tmp_path: Path) -> None:
     black, white, few = batches(images(tmp_path / "pets")).edges(fewest=2)
     assert black["pixel_values"].max() <= 0 <= white["pixel_values"].min() and len(few["labels"]) == 2
+
+
+def test_colours_that_a_model_does_not_see_and_empty_folders_are_told(tmp_path: Path) -> None:
+    folder = images(tmp_path / "pets")
+    grey = batches(folder, channels=1)
+    assert grey.unseen_colours is not None and grey.unseen_colours.suffix == ".png"
+    assert (
+        batches(folder).unseen_colours is None and batches(folder, channels=1, known=grey.known).unseen_colours is None
+    )
+    (folder / "bird").mkdir()
+    with pytest.warns(WholestepWarning, match="bird holds no image: it is no class"):
+        assert "bird" not in batches(folder).classes
+
+
+def test_grey_images_saved_in_colour_are_grey(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        for number in range(3):
+            image.new("L", (9, 9), 40 * number).convert("RGB").save(tmp_path / name / f"{number}.jpg")
+    assert batches(tmp_path, channels=1).unseen_colours is None
+
+
+def test_what_is_wrong_with_an_image_is_told(tmp_path: Path) -> None:
+    folder = images(tmp_path / "pets")
+    whole = next(folder.rglob("*.png"))
+    whole.write_bytes(whole.read_bytes()[:45])
+    with pytest.raises(BadOption, match=r"is no image that Pillow can read: [A-Za-z]+, .*truncated"):
+        batches(folder)

@@ -67,7 +67,10 @@ def test_a_profile_says_what_moves() -> None:
 def test_a_profile_of_what_stays_says_so() -> None:
     profile = profiled(Plan())
     assert profile.copies is None and "copies" not in str(profile)
-    assert "Nothing leaves the card." in render_page(profile.to_json())
+    facts = profile.to_json()
+    assert 'id="copies"' not in (page := render_page(facts)) and '"#copies"' not in page, "there is no card"
+    on_gpu = facts | {"shares": facts["shares"] | {"gpu_busy": 0.9}}
+    assert "Nothing leaves the card." in (page := render_page(on_gpu)) and '"#copies"' in page
 
 
 def test_files_are_counted(tmp_path: Path) -> None:

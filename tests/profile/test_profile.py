@@ -138,6 +138,16 @@ def test_interpreted_code_that_replaced_compiled_code(monkeypatch: pytest.Monkey
     found = measured(backend="inductor", verified=False)
     assert found.backend == "interpret" and not any(row.kind == "region" for row in found.rows)
     assert found.memory is not None and found.memory.peak_bytes > 0
+    assert any("compiled code dropped, it measures slower" in note for note in found.notes)
+
+
+def test_nobody_is_sent_to_compiled_code_that_lost() -> None:
+    found = measured(memory=False, verified=False)
+    row = dataclasses.replace(found.rows[0], kind="elementwise", ms=3.0, lost_ms=2.0, calls=1)
+    found = dataclasses.replace(found, rows=(row,), shares={"gpu_busy": None, "data_wait": 0.0, "between_calls": 0.3})
+    assert [action["title"] for action in actions.actions_of(found)] == ["Compile the step"]
+    lost = actions.actions_of(dataclasses.replace(found, asked_backend="inductor"))
+    assert lost and all("ompile" not in action["title"] for action in lost)
 
 
 def test_an_unknown_system_is_refused() -> None:
@@ -199,3 +209,23 @@ def test_actions_about_gaps_data_and_equality() -> None:
     assert "blocks.0: its output is off" in texts[0] and told[0]["command"] == "wholestep verify net --batch 8"
     assert any("idle 40%" in t and "CUDA graph" in t for t in texts) and any("30% of the time" in t for t in texts)
     assert all(action["command"] or action["python"] for action in told), "each has a line to copy"
+
+
+def test_what_one_remedy_helps_is_one_action() -> None:
+    found = measured(memory=False, verified=False)
+    rows = [
+        dataclasses.replace(row, kind="region", bound="compute", ms=3.0, lost_ms=2.0, calls=1) for row in found.rows[:2]
+    ]
+    shares = {"gpu_busy": None, "data_wait": 0.0, "between_calls": 0.3}
+    found = dataclasses.replace(
+        found,
+        rows=rows,
+        shares=shares,
+        backend="inductor",
+        settings=found.settings | {"batch": 8, "family": "gpt"},
+        command=("wholestep", "profile", "net", "--batch", "8"),
+    )
+    told = [action for action in actions.actions_of(found) if action["about"] == "time"]
+    assert [action["command"] for action in told] == ["wholestep profile net --batch 16"]
+    assert told[0]["gain"] == pytest.approx(0.3 + 4.0 / found.step_ms["median"]), "what all of them lose"
+    assert told[0]["why"].count("a larger batch fills the units better") == 1 and "30% of the step" in told[0]["why"]

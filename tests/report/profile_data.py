@@ -69,7 +69,7 @@ def profile(**changed: Any) -> dict[str, Any]:
     ]
     made: dict[str, Any] = {
         "format": "wholestep profile 1", "name": NASTY, "command": ["wholestep", "profile", NASTY], "busy": None,
-        "system": "wholestep", "backend": "interpret",
+        "system": "wholestep", "backend": "interpret", "asked_backend": "interpret",
         "settings": {"precision": "fp32"},
         "device": {"title": "a device", "peaks": {"fp32": 1e13}, "vector_peak": 5e12, "bandwidth": 1e12, "memory_bytes": 9 * GIB,
                    "source": "made up", "measured": True},

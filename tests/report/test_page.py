@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.report import browser
-from tests.report.profile_data import NASTY, action, profile
+from tests.report.profile_data import NASTY, action, profile, row
 
 from wholestep.report.module_tree import module_rows
 from wholestep.report.page import cards_of, pictures_of, render_page, show_count, show_gain, show_percent, write_report
@@ -32,7 +32,7 @@ def test_one_file_without_links(tmp_path: Path) -> None:
 
 def test_what_to_do_comes_first_then_pictures_in_order() -> None:
     html = render_page(profile())
-    sections = ("actions", *pictures_of(profile()), "copies", "calls", "modules", "environment")
+    sections = ("actions", *pictures_of(profile()), "calls", "modules", "environment")
     places = [html.index(f'id="{name}"') for name in sections]
     assert places == sorted(places) and html.count("<svg") == 12, "each picture wide and narrow"
     assert re.findall(r'<a href="#(\w+)">', html) == list(sections), "the navigation leads to every section"
@@ -125,16 +125,24 @@ def test_on_a_phone(tmp_path: Path, dark: bool) -> None:
         assert not page.errors
 
 
+OVERLAPPING = """Array.from(document.querySelectorAll('svg')).flatMap(svg => {
+  const boxes = Array.from(svg.querySelectorAll('text')).filter(t => !t.classList.contains('on-dot') && t.lastChild.data)
+    .map(t => [t.textContent, t.getBoundingClientRect()]);
+  return boxes.flatMap(([a, p], i) => boxes.slice(i + 1).filter(([b, q]) =>
+    p.left < q.right - 1 && q.left < p.right - 1 && p.top < q.bottom - 4 && q.top < p.bottom - 4).map(([b]) => [a, b]));
+})"""
+"""Pairs of words of one picture that lie on each other."""
+
+
 @needs_browser
 @pytest.mark.parametrize("width", [1200, 400])
-def test_labels_do_not_lie_on_each_other(tmp_path: Path, width: int) -> None:
-    write_report(profile(), tmp_path / "report.html")
-    overlapping = """Array.from(document.querySelectorAll('svg')).flatMap(svg => {
-      const boxes = Array.from(svg.querySelectorAll('text')).filter(t => !t.classList.contains('on-dot') && t.lastChild.data)
-        .map(t => [t.textContent, t.getBoundingClientRect()]);
-      return boxes.flatMap(([a, p], i) => boxes.slice(i + 1).filter(([b, q]) =>
-        p.left < q.right - 1 && q.left < p.right - 1 && p.top < q.bottom - 4 && q.top < p.bottom - 4).map(([b]) => [a, b]));
-    })"""
+@pytest.mark.parametrize("faster", [1.0, 3.0], ids=["", "faster than memory"])
+def test_labels_do_not_lie_on_each_other(tmp_path: Path, width: int, faster: float) -> None:
+    facts = profile()
+    bandwidth = facts["device"]["bandwidth"]
+    facts["rows"] = [*facts["rows"], row(name="adamw", flops=bandwidth / 1e3, bytes=faster * bandwidth / 1e3, ms=1.0)]
+    write_report(facts, tmp_path / "report.html")
     with browser.Browser() as page:
         page.open(tmp_path / "report.html", width=width)
-        assert page.run(overlapping) == []
+        assert page.run(OVERLAPPING) == []
+        assert ("reached, from caches" in page.run("document.body.innerHTML")) is (faster > 1)

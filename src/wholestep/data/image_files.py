@@ -6,13 +6,17 @@ before it is loaded.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from wholestep.data.sources import SPLITS, list_files
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, WholestepWarning
 
 HELD_OUT_EVERY = 10
+GREY = 8
+"""Of 255: what compression makes of grey is no colour."""
 IMAGES_WANTED = "a folder with one folder of images per class"
 
 
@@ -33,6 +37,8 @@ def list_images(folder: Path, glob: str | None) -> tuple[dict[str, Path], list[s
             raise BadOption(f"data {str(folder)!r}: {name} lies in no folder of a class", hint=hint)
     named = [name.split("/")[depth - 1] for name in paths]
     classes = sorted(set(named))
+    if glob is None and not split:
+        _tell_empty_folders(folder, classes)
     if len(classes) < 2:
         raise BadOption(
             f"data {str(folder)!r} has one class, {classes[0]!r}: nothing to tell apart", hint=f"give {IMAGES_WANTED}"
@@ -40,6 +46,26 @@ def list_images(folder: Path, glob: str | None) -> tuple[dict[str, Path], list[s
     if split:
         return paths, named, [SPLITS[name.split("/")[0]] == out for name in paths]
     return paths, named, _every_tenth(named)
+
+
+def _tell_empty_folders(folder: Path, classes: list[str]) -> None:
+    for inside in sorted(folder.iterdir()):
+        if inside.is_dir() and inside.name not in classes and not inside.name.startswith("."):
+            warnings.warn(f"{inside} holds no image: it is no class", WholestepWarning, stacklevel=2)
+
+
+def first_in_colour(paths: Mapping[str, Path], named: list[str]) -> Path | None:
+    """Of the first image of each class, one that is more than grey; None where all of them are grey."""
+    import numpy as np
+    from PIL import Image
+
+    first = {name: path for name, path in zip(reversed(named), reversed(paths.values()))}
+    for path in first.values():
+        with Image.open(path) as opened:
+            pixels = np.asarray(opened.convert("RGB").resize((64, 64)))
+        if (pixels.max(-1) - pixels.min(-1)).max() > GREY:
+            return path
+    return None
 
 
 def _every_tenth(named: list[str]) -> list[bool]:
@@ -65,6 +91,12 @@ def read_image(path: Path, image: int, channels: int) -> Any:
             drawn = np.asarray(turned.resize((image, image), Image.Resampling.BILINEAR))
     except Exception as error:  # Pillow's plugins raise what they like
         raise BadOption(
-            f"{path} is no image that Pillow can read: {type(error).__name__}", hint="remove it, or use --glob"
+            f"{path} is no image that Pillow can read: {_reason(error)}", hint="remove it, or use --glob"
         ) from None
     return drawn[None] if channels == 1 else np.ascontiguousarray(drawn.transpose(2, 0, 1))
+
+
+def _reason(error: Exception) -> str:
+    """`OSError, image file is truncated`; the name alone where the text tells only the path."""
+    text = str(error).partition("\n")[0].rstrip(".")
+    return type(error).__name__ + (f", {text}" if text and not text.startswith("cannot identify") else "")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from wholestep.data.draws import generator_for
 from wholestep.data.encoded import building
-from wholestep.data.image_files import list_images, read_image
+from wholestep.data.image_files import first_in_colour, list_images, read_image
 from wholestep.data.rows import needs
 from wholestep.data.sources import DIGITS, hash_files, key_of
 from wholestep.disk import cache_folder, read_json
@@ -54,6 +54,8 @@ class ImageBatches:
         self.files = hash_files(paths)
         self.key = key_of("images", VERSION, self.files, image, channels)
         self.pixels = _pixels(paths, self.key[:32], image, channels)
+        self.unseen_colours = first_in_colour(paths, named) if channels == 1 and known is None else None
+        """An image in colour where the model sees grey; of a run that is resumed or evaluated it was told."""
         self.labels = torch.tensor([self.classes.index(name) for name in named])
         self.train, self.held = torch.tensor(held).logical_not().nonzero()[:, 0], torch.tensor(held).nonzero()[:, 0]
         if not len(self.train):

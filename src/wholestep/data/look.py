@@ -49,7 +49,9 @@ def at_images(path: Path, glob: str | None) -> None:
     """Images by class."""
     if not path.exists():
         raise unknown_data(str(path), tuple(OTHER_DATA))
-    paths, _, _ = list_images(path, glob)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WholestepWarning)  # told when it is read
+        paths, _, _ = list_images(path, glob)
     rows.needs("PIL", "a folder of images", install="pillow")
     left = IMAGE_BYTES
     for file in paths.values():

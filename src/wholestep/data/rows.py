@@ -87,7 +87,9 @@ def checked_text(content: bytes, shown: str, *, hint: str = "") -> bytes:
         content.decode("utf-8")
     except UnicodeDecodeError as error:
         what = f"{shown} is no text in UTF-8: byte {error.start:,} is {content[error.start]:#04x}"
-        raise BadOption(what, hint=hint or "convert it to UTF-8, if it is text") from None
+        raise BadOption(
+            what, hint=f"convert it to UTF-8, or {hint}" if hint else "convert it to UTF-8, if it is text"
+        ) from None
     return content.removeprefix(_BOM)
 
 

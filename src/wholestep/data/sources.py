@@ -111,7 +111,7 @@ def find_source(
 ) -> Source:
     """The text called `data`, or what lies at that path. `others`: names of data that is no text, for did-you-mean."""
     if data in TEXTS:
-        _refuse(data, "is one text", glob=glob, field=field)
+        refuse_given(data, glob=glob, field=field)
         return _of_text(read_text(data))
     path = Path(data).expanduser()
     if not path.exists():
@@ -128,6 +128,11 @@ def find_source(
         return _of_files(path, list_files(path, glob), field)
     _refuse(data, "is one file", glob=glob)
     return _of_files(path.parent, {path.name: path}, field, name=path)
+
+
+def refuse_given(data: str, *, glob: str | None, field: str | None) -> None:
+    """An error for options that choose among files or fields where `data` has none: a name of ours, or a function."""
+    _refuse(data, "is one text" if data in TEXTS else "has no files to choose from", glob=glob, field=field)
 
 
 def _refuse(data: str, what: str, **given: str | None) -> None:
@@ -178,7 +183,7 @@ def list_files(root: Path, glob: str | None) -> dict[str, Path]:
         everything = collections.Counter(path.suffix for path in root.rglob("*") if path.is_file())
         listed = ", ".join(f"*{suffix} ({count})" for suffix, count in everything.most_common(5))
         what = f"data {str(root)!r} holds no file" + (f" that matches --glob {glob!r}" if glob else "")
-        raise BadOption(what, hint=f"it holds {listed}" if glob and listed else "put text files into it")
+        raise BadOption(what, hint=f"it holds {listed}" if glob and listed else "put files into it")
     return files
 
 

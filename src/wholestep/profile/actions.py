@@ -35,7 +35,7 @@ _VERIFIED_BY = (
 def actions_of(profile: Profile, budget: Fix | None = None) -> list[Action]:
     """Equality before everything; then what was predicted, then what could be won at most, each most first; what changes the
     training comes last. `budget` is what the planner offers."""
-    found = [*_memory(profile, budget), *_time(profile), *_gaps(profile), *_data(profile)]
+    found = [*_memory(profile, budget), *_together([*_time(profile), *_gaps(profile)]), *_data(profile)]
     ranked = sorted(found, key=lambda a: (not a["exact"], a["predicted"] is None, -a["gain"]))
     return _equality(profile) + [action for action in ranked if action["gain"] >= WORTH]
 
@@ -167,18 +167,24 @@ def _time(profile: Profile) -> list[Action]:
         )
         title, reason, copied = _remedy(row, profile)
         found.append(_action(profile, "time", row.lost_ms / step, title, why + reason, **copied))
-    return _together(found)
+    return found
 
 
 def _together(actions: list[Action]) -> list[Action]:
-    """Rows with one remedy are one action: it is done once, and gives back what all of them lose."""
+    """What one remedy helps is one action: it is done once, and gives back what all of them lose."""
     merged: dict[tuple[Any, ...], Action] = {}
     for action in actions:
         key = action["command"], action["python"], action["title"]
         if key in merged:
             first, (row, _, reason) = merged[key], action["why"].partition(": ")
             rows, _, same = first["why"].partition(": ")
-            why = f"{rows}, {row}: {reason}" if reason == same else f"{first['why']}; {action['why']}"
+            before, _, helps = first["why"].rpartition("; ")
+            if reason == same:
+                why = f"{rows}, {row}: {reason}"
+            elif before and action["why"].endswith(f"; {helps}"):  # how it helps is told once
+                why = f"{before}; {action['why']}"
+            else:
+                why = f"{first['why']}; {action['why']}"
             action = first | {"gain": first["gain"] + action["gain"], "why": why}
         merged[key] = action
     return list(merged.values())
@@ -188,7 +194,8 @@ def _remedy(row: Any, profile: Profile) -> tuple[str, str, dict[str, Any]]:
     """(title, why it helps, what to copy)."""
     compiled = {"option": "--backend inductor", "python": 'backend="inductor"'}
     larger = "Use a larger batch", _larger_batch(profile) | {"exact": False}
-    if profile.backend == "interpret" and row.kind in ("elementwise", "reduction", "movement"):
+    may_compile = profile.backend == profile.asked_backend == "interpret"  # else compiled code was tried, and lost
+    if may_compile and row.kind in ("elementwise", "reduction", "movement"):
         return (
             "Compile the step",
             f"{row.bound}-bound and run by itself; compiled code fuses it with its neighbours",
@@ -209,7 +216,7 @@ def _remedy(row: Any, profile: Profile) -> tuple[str, str, dict[str, Any]]:
             return "Compute in bf16", more, copied
         return larger[0], "sizes that are multiples of 64 and a larger batch use the units better", larger[1]
     if row.kind == "optimizer":
-        if profile.backend == "interpret":
+        if may_compile:
             return "Compile the step", "compiled steps take torch's fused update, one pass over memory", compiled
         return larger[0], f"its time does not grow with the batch: more {profile.unit} per update spread it", larger[1]
     if row.bound == "memory":
@@ -237,7 +244,7 @@ def _gaps(profile: Profile) -> list[Action]:
         why = f"the GPU is idle {idle:.0%} of the step, waiting for launches; a CUDA graph or a larger batch helps"
         return [_action(profile, "time", idle, "Record the step as a CUDA graph", why, python="cuda_graph=True")]
     why = f"{idle:.0%} of the step is spent between {'operators' if profile.backend in ('interpret', 'eager') else 'calls'}"
-    if profile.backend == "interpret":
+    if profile.backend == profile.asked_backend == "interpret":
         copied: dict[str, Any] = {"option": "--backend inductor", "python": 'backend="inductor"'}
         return [_action(profile, "time", idle, "Compile the step", why, **copied)]
     larger = _larger_batch(profile)

@@ -68,6 +68,8 @@ class Profile:
     """The words that made it on the command line; empty when it was made from Python."""
     system: str
     backend: str
+    """What ran; `asked_backend` may have lost against it."""
+    asked_backend: str
     device: dict[str, Any]
     settings: dict[str, Any]
     unit: str
@@ -394,8 +396,11 @@ class _Session:
             self.notes.append(f"step times had not settled after {timing.warm_up_steps} steps of warm-up")
         if memory is not None:
             self.notes += [f"memory: {note}" for note in memory.notes]
+        if variant is not None and backend != self.wanted:
+            self.notes += variant.runner.describe()["notes"]  # why
         return Profile(
-            name=self.job.name, command=self.command, system=self.system, backend=backend, device=facts.device_facts(device),
+            name=self.job.name, command=self.command, system=self.system, backend=backend,
+            asked_backend=self.wanted if self.system == "wholestep" else backend, device=facts.device_facts(device),
             settings=self.job.settings, unit=self.job.batches.unit, units=self.job.batches.units,
             step_ms=facts.times(timing, self.job.batches.units) | {"compile": 1e3 * self.compile_seconds},
             rows=tuple(rows.rows_of(calls, step)), phases=rows.by_phase(calls, step), modules=rows.by_module(calls),

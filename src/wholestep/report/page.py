@@ -48,7 +48,7 @@ def render_page(profile: Mapping[str, Any]) -> str:
         p=profile, wide=pictures_of(profile), narrow=pictures_of(profile, NARROW),
         modules=module_rows(profile["modules"], profile["step_ms"]["median"]),
         rows=profile["rows"][:MOST_ROWS], left_out=max(len(profile["rows"]) - MOST_ROWS, 0), cards=cards_of(profile),
-        copies=copy_lines(profile["copies"]),
+        copies=copy_lines(profile["copies"]), on_gpu=profile["shares"]["gpu_busy"] is not None,
         settings=_settings(profile["settings"]), version=str(profile["format"]),
     )  # fmt: skip
 

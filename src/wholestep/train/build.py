@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from wholestep.data.digits import CLASSES, DigitBatches
 from wholestep.data.images import ImageBatches
 from wholestep.data.pygraph import PyGraphBatches, read_pygraph
 from wholestep.data.python_kinds import KINDS
-from wholestep.data.sources import find_source, hash_files, refuse_changed
+from wholestep.data.sources import find_source, hash_files, refuse_changed, refuse_given
 from wholestep.data.texts import OTHER_DATA
 from wholestep.data.tokens import RESERVED, Bytes, Examples, Numbers, Tokens, make_tokens, read_tokens
 from wholestep.data.windows import (
@@ -31,7 +32,7 @@ from wholestep.data.windows import (
     labelled_form,
     next_token_form,
 )
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, WholestepWarning
 from wholestep.train import families, outside, sampling
 from wholestep.train.called import CalledBatches, check_batch
 from wholestep.train.checkpoint import load_weights
@@ -103,6 +104,8 @@ def build(settings: Mapping[str, Any], family: Family, device: torch.device, kep
 
 def find_data(settings: Mapping[str, Any], family: Family, device: torch.device, kept: Kept) -> Data:
     """The data of these settings, found to be what it was; no model is built."""
+    if is_function(settings["data"]) or settings["data"] in OTHER_DATA:
+        refuse_given(settings["data"], glob=settings.get("glob"), field=settings.get("field"))
     if is_function(settings["data"]) and not family.reads_graphs:
         return _called(settings, family, device, kept)
     made = _images if family.reads_images else _graphs if family.reads_graphs else _texts
@@ -279,11 +282,16 @@ def _images(settings: Mapping[str, Any], family: Family, device: torch.device, k
         refuse_changed(settings["data"], settings["data_digest"], images.digest, kept.files, images.files)
         classes = len(images.classes)
         config.setdefault(field, classes)
-        return _fitting(
+        fitting = _fitting(
             settings, family, config, field, classes,
             Data(batches=images, config=None, files=images.files,
                  found={"data_digest": images.digest, "images": images.known, "config": config}),
         )  # fmt: skip
+        if images.unseen_colours is not None:
+            key = "num_channels" if family.typed is False else "channels"
+            text = f"{images.unseen_colours} is in colour, and the model sees grey: --set {key}=3 shows it the colours"
+            warnings.warn(text, WholestepWarning, stacklevel=2)
+        return fitting
     return _fitting(settings, family, config, field, classes, Data(batches=made, config=None, found=found))
 
 

@@ -38,9 +38,10 @@ class CalledBatches(LoaderBatches):
 
     def _called(self, **more: Any) -> Any:
         made = resolve.call_one(self.name, self._function, {**self._given, **more})
-        if not is_iterable_of_batches(made):
-            what = f"{self.name} returned a {type(made).__name__}, nothing to go through"
-            raise BadOption(what, hint="return a DataLoader, or an object whose __iter__ gives batches")
+        listed = isinstance(made, (list, tuple)) and made and all(isinstance(batch, Mapping) for batch in made)
+        if not listed and not is_iterable_of_batches(made):
+            what = f"{self.name} returned {type(made).__name__}, no batches"
+            raise BadOption(what, hint="return a DataLoader, a list of dicts, or an object whose __iter__ gives them")
         return made
 
     def held_out(self) -> list[Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from wholestep.data import look
+from wholestep.data.sources import refuse_given
 from wholestep.data.texts import OTHER_DATA, TEXTS
 from wholestep.data.tokens import read_tokens
 from wholestep.errors import BadOption, WholestepError, WholestepWarning
@@ -115,11 +116,13 @@ def look_at_data(settings: Mapping[str, Any], family: Family) -> None:
     """The files of the data and the tokenizer."""
     if settings.get("tokenizer_file"):
         read_tokens(Path(settings["tokenizer_file"]))
-    data = settings["data"]
-    if is_function(data):
-        resolve.refuse_missing(data, what="data")
-    elif data not in (*TEXTS, *OTHER_DATA):
-        path, glob, field = Path(data).expanduser(), settings.get("glob"), settings.get("field")
+    data, glob, field = settings["data"], settings.get("glob"), settings.get("field")
+    if is_function(data) or data in (*TEXTS, *OTHER_DATA):
+        refuse_given(data, glob=glob, field=field)
+        if is_function(data):
+            resolve.refuse_missing(data, what="data")
+    else:
+        path = Path(data).expanduser()
         if family.reads_images:
             look.at_images(path, glob)
         else:

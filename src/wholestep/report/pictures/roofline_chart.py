@@ -17,7 +17,7 @@ from wholestep.report.pictures.drawing import dot, line, show_ms, show_rate, tex
 
 TITLE = "Roofline: what was reached against what the device allows"
 HEIGHT, TOP, BOTTOM, LEFT, SIDE = 420, 16, 46, 94, 356
-SHOWN, ENTRY = 10, 32
+SHOWN, ENTRY, NOTE = 10, 32, 18
 BEYOND, CLOSE = 1.001, 2.0
 """Rounding apart; roofs that are drawn as one."""
 
@@ -58,21 +58,26 @@ def roofline_chart(
     ys = _powers([y / 2 for _, y in points] + [highest * 1.5])  # room for numbers that are moved down
     across, up = drawing.scale(*xs, plot.left, plot.end), drawing.scale(*ys, plot.bottom, TOP)
     body = _axes(xs, ys, across, up, plot)
-    body += _roofs(xs, ys, device, peak, number_format, points, across, up)
     true = [(across(math.log10(x)), up(math.log10(y))) for x, y in points]
-    for place, at in zip(true, places := _apart(true)):
+    places = _apart(true)
+    body += _roofs(xs, ys, device, peak, number_format, points, places, across, up)
+    for place, at in zip(true, places):
         body += [line(*place, *at, "leader"), dot(*place, 2.5, "mark")] if place != at else []
     for number, (row, (x, y)) in enumerate(zip(drawn, places), start=1):
         body += _point(number, row, x, y, plot)
     without = sum(1 for r in rows if not r["flops"] and r["ms"] > 0)
+    moved = max(y / x for x, y in points)
+    below = (
+        [f"dashed slope: {show_rate(moved, 'B')} reached, from caches"] if moved > BEYOND * device["bandwidth"] else []
+    )
+    below += [f"without FLOPs, not drawn: {without} {'row' if without == 1 else 'rows'}"] if without else []
     end = plot.list_y + ENTRY * len(drawn)
-    if without:
-        words = f"without FLOPs, not drawn: {without} {'row' if without == 1 else 'rows'}"
-        body.append(text(plot.list_x, end if drawing.is_narrow(width) else HEIGHT - 30, words, "faint"))
+    first = end if drawing.is_narrow(width) else HEIGHT - 30 - NOTE * (len(below) - 1)
+    body += [text(plot.list_x, first + NOTE * i, words, "faint") for i, words in enumerate(below)]
     described = "; ".join(
         f"{i} {_name(r)} {show_rate(y, 'FLOP')}" for i, (r, (_, y)) in enumerate(zip(drawn, points), start=1)
     )
-    height = end + 10 if drawing.is_narrow(width) else HEIGHT
+    height = end + 10 + NOTE * max(len(below) - 1, 0) if drawing.is_narrow(width) else HEIGHT
     return drawing.svg(height, TITLE, described, body, kind="roofline", width=width)
 
 
@@ -112,9 +117,10 @@ def _axes(
 
 def _roofs(
     xs: tuple[int, int], ys: tuple[int, int], device: Mapping[str, Any], peak: float, number_format: str,
-    points: Sequence[tuple[float, float]], across: drawing.Scale, up: drawing.Scale,
+    points: Sequence[tuple[float, float]], places: Sequence[tuple[float, float]], across: drawing.Scale, up: drawing.Scale,
 ) -> list[str]:  # fmt: skip
-    """The slope up to each peak, and the peak to the right edge; clipped to the plot. Then what was reached beyond them."""
+    """The slope up to each peak, and the peak to the right edge; clipped to the plot. Then what was reached beyond them.
+    `places`: of the numbers, which words keep clear of."""
     bandwidth = device["bandwidth"]
     body = []
     peaks = [(peak, "roof", f"{show_rate(peak, 'FLOP')} {number_format}")]
@@ -130,18 +136,41 @@ def _roofs(
         corner = min(max(math.log10(value / bandwidth), start), xs[1])
         body.append(line(across(corner), up(math.log10(value)), across(xs[1]), up(math.log10(value)), kind))
         body.append(text(across(xs[1]) - 6, up(math.log10(value)) - 6, words, "ink", "end"))
-    slopes = [(bandwidth, "roof", "memory", 14 if moved > BEYOND * bandwidth else -7)]
-    slopes += [(moved, "roof dashed", "reached, from caches", -7)] if moved > BEYOND * bandwidth else []
-    for rate, kind, name, offset in slopes:
+    slopes = [(bandwidth, "roof", f"{show_rate(bandwidth, 'B')} memory")]
+    slopes += [(moved, "roof dashed", "")] if moved > BEYOND * bandwidth else []  # named beside the plot
+    for rate, kind, words in slopes:
         first = max(start, ys[0] - math.log10(rate))
         corner = min(math.log10(max(v for v, _, _ in peaks) / rate), xs[1])
-        low, high = up(first + math.log10(rate)), up(corner + math.log10(rate))
-        body.append(line(across(first), low, across(corner), high, kind))
-        angle = math.degrees(math.atan2(high - low, across(corner) - across(first)))
-        x, y = (across(first) + across(corner)) / 2, (low + high) / 2
-        words = text(0, offset, f"{show_rate(rate, 'B')} {name}", "ink", "middle")
-        body.append(f'<g transform="translate({x:.1f} {y:.1f}) rotate({angle:.1f})">{words}</g>')
+        ends = (across(first), up(first + math.log10(rate))), (across(corner), up(corner + math.log10(rate)))
+        body.append(line(*ends[0], *ends[1], kind))
+        body += [_along(ends, words, places, below=len(slopes) > 1)] if words else []
     return body
+
+
+def _along(
+    ends: tuple[tuple[float, float], tuple[float, float]], words: str, places: Sequence[tuple[float, float]], *, below: bool
+) -> str:  # fmt: skip
+    """Words along a slope, where they are furthest from the numbers, or in its middle where nothing is near."""
+    (x1, y1), (x2, y2) = ends
+    angle = math.atan2(y2 - y1, x2 - x1)
+    half, offset = drawing.CHARACTER * len(words) / 2, 14 if below else -7
+    length = math.dist(*ends)
+
+    def clear(part: float) -> float:
+        """Pixels between the words and the nearest number, up to as many as are enough."""
+        x, y = x1 + part * (x2 - x1), y1 + part * (y2 - y1)
+        nearest = 24.0
+        for px, py in places:
+            along = (px - x) * math.cos(angle) + (py - y) * math.sin(angle)
+            aside = (py - y) * math.cos(angle) - (px - x) * math.sin(angle) - (offset - 4)
+            nearest = min(nearest, math.hypot(max(abs(along) - half, 0.0), aside))
+        return nearest
+
+    room = min((half + 12) / length, 0.5)  # of the slope, to leave free at its ends: axes and peaks have words too
+    part = max((0.5, *(room + (1 - 2 * room) * i / 10 for i in range(11))), key=clear)
+    x, y = x1 + part * (x2 - x1), y1 + part * (y2 - y1)
+    said = text(0, offset, words, "ink", "middle")
+    return f'<g transform="translate({x:.1f} {y:.1f}) rotate({math.degrees(angle):.1f})">{said}</g>'
 
 
 def _name(row: Mapping[str, Any]) -> str:
