@@ -32,10 +32,17 @@ def recipe_text(recipe: Recipe) -> str:
     lines = [HEAD, f"format = {FORMAT}", "verbs = ["]
     for line in recipe:
         pairs = ", ".join(f"{name} = {toml_value(value)}" for name, value in line.to_table().items())
-        lines.append(f"  {{ {pairs} }},")
+        why = recipe.reasons.get(str(line))
+        lines.append(f"  {{ {pairs} }},{f'  # {_one_line(why)}' if why else ''}")
+    written = {str(line) for line in recipe}
+    lines += [f"  # {_one_line(f'{at}: {why}')}" for at, why in recipe.reasons.items() if at not in written]
     lines += ["]", "", "[expects]"]
     lines += [f"{toml_value(at)} = {toml_value(found)}" for at, found in recipe.expects.items()]
     return "\n".join([*lines, "", f"[{END}]"]) + "\n"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def write_recipe(recipe: Recipe, path: Path) -> None:
