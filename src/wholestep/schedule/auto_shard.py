@@ -3,9 +3,9 @@
 No name of a module or class is known here. Parameters of equal layers are cut alike, so a trial is about a group of them: one is
 cut along one dimension, and the writer of ranks' programs (`sharding/`) tells what follows. Where a rank then takes its part of
 another parameter, that one is cut there too; where it takes its part of a value that was computed whole, a parameter behind that
-value is. A trial is kept once nothing is computed whole and taken apart: it then begins where ranks read one value and ends in a sum
-over ranks, as two layers, one cut by columns and one by rows, or the projections of an attention do. What leads to no such end, or
-meets an operator that is not followed, stays whole, with the reason.
+value is. A trial is kept once nothing is computed whole and taken apart: it then begins where ranks read one value and ends in a
+sum over ranks, as two layers do, one cut by columns and one by rows, or the projections of an attention. What leads to no such
+end, or meets an operator that is not followed, stays whole, with the reason.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from wholestep.errors import BadOption, WholestepError, WholestepWarning
 from wholestep.graph.mesh import LAYOUT, PARTIAL, Cut, Mesh
+from wholestep.schedule.operators import call_of
 from wholestep.schedule.sharding import localise
 
 AXIS = "tp"
@@ -70,7 +71,7 @@ class Found:
     dims: Dims
     roles: Mapping[Group, str]
     whole: Mapping[str, str]
-    """Group or parameter -> why it stays whole."""
+    """Pattern of a group -> why it stays whole."""
 
 
 def groups_of(root: nn.Module) -> list[Group]:
@@ -100,7 +101,8 @@ class Search:
         places = graph.graph.find_nodes(op="placeholder")
         self.names = {node: known[key] for node in places if (key := id(node.meta["grapharg"].example)) in known}
         self.by_place = {node.name: self.group_of[name] for node, name in self.names.items()}
-        self.refusals: dict[Group, str] = {}
+        self.refusals: dict[Group, list[str]] = {}
+        """Why each dimension of a group is not cut."""
 
     def run(self) -> Found:
         """Layers first, in the order in which they are read; then what there is once, the largest first."""
@@ -119,22 +121,28 @@ class Search:
                 dims = dict(last.dims)
         if last is None:
             return Found({}, {}, self._whole({}))
-        kept = {g: dim for g, dim in last.dims.items() if not last.whole.keys() & set(g.names)}
-        return Found(kept, last.roles, {**self._whole(dims), **last.whole})
+        whole = {self.group_of[name]: why for name, why in last.whole.items()}
+        kept = {group: dims[group] for group in self.groups if group in dims and group not in whole}
+        return Found(kept, last.roles, {**self._whole(dims), **{group.pattern: why for group, why in whole.items()}})
+
+    def _refuse(self, group: Group, why: str) -> None:
+        self.refusals.setdefault(group, []).append(why)
 
     def _whole(self, dims: Dims) -> dict[str, str]:
-        return {group.pattern: why for group, why in self.refusals.items() if group not in dims}
+        return {group.pattern: "; ".join(why) for group, why in self.refusals.items() if group not in dims}
 
     def _grown(self, dims: Dims, seed: Group, dim: int) -> Trial | None:
         """A group cut along one dimension, and all that follows from it; None where that has no end."""
         if not seed.fits(dim, self.parts):
-            self.refusals.setdefault(seed, f"{self.parts} ranks do not divide dimension {dim}, of {seed.shape[dim]}")
+            self._refuse(seed, f"{self.parts} ranks do not divide dimension {dim}, of size {seed.shape[dim]}")
             return None
         found = self._tried({**dims, seed: dim}, seed)
         while found is not None and found.apart:
             better = self._less_apart(found)
             if better is None:
-                self.refusals.setdefault(seed, f"cut along dimension {dim}, ranks take apart what is computed whole")
+                self._refuse(
+                    seed, f"cut along dimension {dim}, ranks would take apart what each of them computes whole"
+                )
             found = better
         return found
 
@@ -161,7 +169,7 @@ class Search:
             program = self.graph.graph
         except WholestepError as error:
             if seed is not None:
-                self.refusals.setdefault(seed, error.what)
+                self._refuse(seed, error.what)
             return None
         finally:
             self.graph.graph = before
@@ -202,9 +210,21 @@ class Search:
         for place in program.find_nodes(op="placeholder"):
             group = self.by_place.get(place.name)
             if group in dims and group not in found:
-                summed = any((user.meta.get(LAYOUT) or [None])[0] == PARTIAL for user in place.users)
-                found[group] = "what ranks have of it is summed" if summed else "each rank has its part of what comes of it"
+                found[group] = (
+                    "what ranks make of it is summed" if _is_summed(place) else "each rank makes its part of the result"
+                )
         return found
+
+
+def _is_summed(node: fx.Node) -> bool:
+    """Whether a call that reads a parameter, or its transpose, gives a partial sum."""
+    for user in node.users:
+        call = call_of(user)
+        if (user.meta.get(LAYOUT) or [None])[0] == PARTIAL:
+            return True
+        if call is not None and call.name in ("t", "transpose", "permute", "to", "float") and _is_summed(user):
+            return True
+    return False
 
 
 def address_of(group: Group, paths: Sequence[str]) -> tuple[list[str], str]:
@@ -220,4 +240,6 @@ def checked(mesh: Mesh) -> None:
         raise BadOption(f"mesh={mesh!r}", hint="give a wholestep.Mesh(tp=2)")
     for axis in mesh.to_table():
         if axis != AXIS:
-            raise BadOption(f"recipes.auto for {mesh}: how ranks of {axis} share the work is not found", hint="use Mesh(tp=...)")
+            raise BadOption(
+                f"recipes.auto for {mesh}: how ranks of {axis} share the work is not found", hint="use Mesh(tp=...)"
+            )
