@@ -113,7 +113,7 @@ def warn_of_changes(recipe: Recipe, root: nn.Module) -> None:
 
 def compared(before: Recipe, after: Recipe) -> list[str]:
     """Lines that are gone (`- ...`), new (`+ ...`), and what the two expect otherwise (`~ ...`)."""
-    first, second = [str(line) for line in before], [str(line) for line in after]
+    first, second = [line.full() for line in before], [line.full() for line in after]
     found = [text for text in difflib.ndiff(first, second) if text[0] in "+-"]
     for at in {**before.expects, **after.expects}:
         one, other = before.expects.get(at), after.expects.get(at)
