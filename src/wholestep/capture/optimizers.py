@@ -57,7 +57,7 @@ def supported(optimizer: Optimizer) -> str | None:
     update = update_of(optimizer)
     if update is None:
         return f"{type(optimizer).__name__} is not one of {', '.join(cls.__name__ for cls in BY_CLASS)}"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # type: ignore[attr-defined]
+    if _foreign_pre_hooks(optimizer) or optimizer._optimizer_step_post_hooks:  # type: ignore[attr-defined]
         return "it has step hooks, which must run in Python"
     if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         return "all optimizers have step hooks, which must run in Python"
@@ -74,6 +74,16 @@ def supported(optimizer: Optimizer) -> str | None:
         if refusal is not None:
             return refusal
     return None
+
+
+OWN_HOOKS = "_wholestep_hooks"
+"""On an optimizer whose state lies on the host: handles of what refuses `step()` by hand, and makes `state_dict()` wait."""
+
+
+def _foreign_pre_hooks(optimizer: Optimizer) -> bool:
+    """Step hooks of somebody else: what we have put there ourselves is about steps by hand."""
+    found: Mapping[int, Any] = optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
+    return bool(found) and bool(found.keys() - {handle.id for handle in getattr(optimizer, OWN_HOOKS, ())})
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

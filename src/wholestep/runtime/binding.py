@@ -274,18 +274,14 @@ class Binding:
                 optimizers.mark_stepped(self.subject.optimizer, [self.subject.parameters[n] for n in members])
 
 
-_HOOKS = "_wholestep_hooks"
-"""On an optimizer whose state lies on the host: what refuses `step()` by hand, and what makes `state_dict()` wait."""
-
-
 def guard_state(optimizer: Optimizer, on_host: set[str]) -> None:
     """State on the host is written by copies that the host does not wait for, so whoever asks for it has to; and
     `optimizer.step()` cannot update a parameter of the card by state of the host: one line instead of torch's error."""
-    before = getattr(optimizer, _HOOKS, None)
+    before = getattr(optimizer, optimizers.OWN_HOOKS, None)
     if before is not None:
         for hook in before:
             hook.remove()
-        delattr(optimizer, _HOOKS)
+        delattr(optimizer, optimizers.OWN_HOOKS)
     if not on_host:
         return
 
@@ -298,7 +294,8 @@ def guard_state(optimizer: Optimizer, on_host: set[str]) -> None:
         for device in {p.device for p in owner.state if p.is_cuda}:
             torch.cuda.synchronize(device)
 
-    setattr(optimizer, _HOOKS, (optimizer.register_step_pre_hook(refuse), optimizer.register_state_dict_pre_hook(wait)))
+    handles = optimizer.register_step_pre_hook(refuse), optimizer.register_state_dict_pre_hook(wait)
+    setattr(optimizer, optimizers.OWN_HOOKS, handles)
 
 
 def _apart(parameter: torch.Tensor, state: Any) -> bool:
