@@ -119,6 +119,13 @@ def test_by_structure_and_not_by_names(tmp_path: Path) -> None:
     assert "- shard end" in sch.diff()
 
 
+def test_a_loss_gets_the_modules_as_they_were_given() -> None:
+    models = {"one": nn.Linear(4, 8), "two": nn.Linear(8, 4)}
+    loss = lambda models, x: models["two"](torch.relu(models["one"](x))).square().mean()  # noqa: E731
+    sch = wholestep.recipes.auto(models, Mesh(tp=2), example=torch.randn(3, 4), loss_fn=loss)
+    assert cut_by(sch) == {"one.weight": 0, "one.bias": 0, "two.weight": 1}
+
+
 def test_equal_layers_are_one_group() -> None:
     found = {group.pattern: len(group.names) for group in auto_shard.groups_of(Odd())}
     assert found["rows.*.one.0.weight"] == 2 and found["rows.*.one.2.weight"] == 2 and found["begin.weight"] == 1

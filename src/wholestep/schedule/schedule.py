@@ -130,7 +130,7 @@ class Schedule(Place):
         *,
         example: Any = None,
     ) -> None:
-        self.model = root_of(model)
+        self.given, self.model = model, root_of(model)
         self.modules_of = Modules(self.model)
         self.lines: list[Verb] = list(recipe or ())
         self.start = recipe or Recipe()
@@ -216,7 +216,7 @@ class Schedule(Place):
             hint = "give one: wholestep.schedule(model, example=batch)"
             raise BadOption("operators are looked for in the forward pass, which needs an example batch", hint=hint)
         try:
-            subject = make_subject(self.model, loss_fn or _sum_of_outputs, None)
+            subject = make_subject(self.given if loss_fn else self.model, loss_fn or _sum_of_outputs, None)
             subject.edits = Edits(rewrites=rewrites)
             found: LossGraph = Front(subject).look(self.example, lambda graph, args: graph)
             return found
