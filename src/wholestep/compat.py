@@ -398,3 +398,22 @@ def bytes_on_card(device: torch.device) -> int | None:
         return None
     mine = re.search(rf"process\s+{os.getpid()} uses\s+([\d.]+) MB", told)
     return int(float(mine[1]) * 2**20) if mine else None
+
+
+def counter_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory that counts the writes to another: its `_version` is that of the other."""
+    counter = tensor.detach()
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # the count stays
+    return counter
+
+
+def counts_writes_to(counter: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether a counter is that of a tensor; two tensors of one storage need not have one (`unsafe_chunk`, `.data`)."""
+    before = tensor._version
+    if counter._version != before:
+        return False
+    torch.autograd.graph.increment_version(tensor)
+    try:
+        return counter._version != before
+    finally:
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (before,))

@@ -6,8 +6,7 @@ edges, or count them: these have to be refused.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +20,24 @@ SIZES = (1, 2, 3, 4, 6)
 TYPES = 3
 Pool = list[Tensor]
 """All with edges in dimension 0."""
+
+
+class Draws:
+    """random.Random as far as it is needed, in Python that a tracer follows."""
+
+    def __init__(self, seed: int) -> None:
+        self.state = (seed * 2654435761 + 12345) % 2**31
+
+    def random(self) -> float:
+        self.state = (self.state * 1103515245 + 12345) % 2**31
+        return (self.state >> 8) / 2**23
+
+    def randrange(self, first: int, beyond: int | None = None) -> int:
+        first, beyond = (0, first) if beyond is None else (first, beyond)
+        return first + int(self.random() * (beyond - first))
+
+    def choice(self, of: Sequence[Any]) -> Any:
+        return of[self.randrange(len(of))]
 
 
 def tensors(graph: RelGraph, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
@@ -45,9 +62,9 @@ def message_of(seed: int, mixing: float = 0.03) -> Callable[[Any, Any], Tensor]:
     """`mixing`: how probable an operator is that does not work edge by edge."""
 
     def message(e: Any, p: Any) -> Tensor:
-        choose = random.Random(seed)
+        choose = Draws(seed)
         pool: Pool = [e.src.x, e.dst.x, e.src.y, e.dst.y, e.src.s, e.x, e.w]
-        for _ in range(choose.randint(2, 9)):
+        for _ in range(choose.randrange(2, 10)):
             kind = choose.choice(_MIXED if choose.random() < mixing else _KINDS)
             x = choose.choice(pool[-3:] if choose.random() < 0.6 else pool)
             made = kind(choose, x, pool, e, p)
@@ -58,9 +75,9 @@ def message_of(seed: int, mixing: float = 0.03) -> Callable[[Any, Any], Tensor]:
     return message
 
 
-def _end(choose: random.Random, pool: Pool) -> Tensor:
+def _end(choose: Draws, pool: Pool) -> Tensor:
     body = choose.choice(pool[-3:])
-    how = choose.randint(0, 4)
+    how = choose.randrange(0, 5)
     if how == 0:  # attention, or any weight
         weight = _flat(choose, choose.choice(pool))
         weight = rel.edge_softmax(weight, within_relation=choose.random() < 0.3) if choose.random() < 0.7 else weight
@@ -74,12 +91,12 @@ def _end(choose: random.Random, pool: Pool) -> Tensor:
     return body
 
 
-def _flat(choose: random.Random, x: Tensor) -> Tensor:
+def _flat(choose: Draws, x: Tensor) -> Tensor:
     """A number per edge."""
     return x if x.dim() == 1 else x.flatten(1)[:, choose.randrange(x.shape[1:].numel())]
 
 
-def _dim(choose: random.Random, x: Tensor) -> int:
+def _dim(choose: Draws, x: Tensor) -> int:
     dim = choose.randrange(1, x.dim())
     return dim if choose.random() < 0.5 else dim - x.dim()
 
@@ -89,7 +106,7 @@ def _squeezed(x: Tensor) -> Tensor:
     return x.squeeze() if x.shape[0] > 1 else x.squeeze(tuple(range(1, x.dim())))
 
 
-def _pointwise(choose: random.Random, x: Tensor, pool: Pool, e: Any, p: Any) -> Tensor:
+def _pointwise(choose: Draws, x: Tensor, pool: Pool, e: Any, p: Any) -> Tensor:
     return choose.choice([
         torch.tanh, torch.sigmoid, torch.relu, torch.abs, torch.neg, torch.sin, F.gelu, F.leaky_relu, F.silu,
         lambda t: (t * 2 + 0.5) / 3, lambda t: t.clamp(-1, 1), lambda t: torch.tanh(t).exp(), lambda t: 1 - t,
@@ -97,7 +114,7 @@ def _pointwise(choose: random.Random, x: Tensor, pool: Pool, e: Any, p: Any) -> 
     ])(x)  # fmt: skip
 
 
-def _binary(choose: random.Random, x: Tensor, pool: Pool, e: Any, p: Any) -> Tensor | None:
+def _binary(choose: Draws, x: Tensor, pool: Pool, e: Any, p: Any) -> Tensor | None:
     y = choose.choice(pool)
     while y.dim() < x.dim():
         y = y.unsqueeze(choose.randrange(1, y.dim() + 1))
@@ -112,29 +129,29 @@ def _binary(choose: random.Random, x: Tensor, pool: Pool, e: Any, p: Any) -> Ten
     ][how]()  # fmt: skip
 
 
-def _params(choose: random.Random, x: Tensor, pool: Pool, e: Any, p: Any) -> Tensor | None:
+def _params(choose: Draws, x: Tensor, pool: Pool, e: Any, p: Any) -> Tensor | None:
     """A parameter of all, of the relation, or of a type, along the last dimension."""
     if x.dim() < 2 or x.shape[-1] not in SIZES:
         return None
     wide, how = x.shape[-1], choose.randrange(4)
     if how == 0:
-        v = vars(p)[f"N{wide}"]
+        v = getattr(p, f"N{wide}")
     else:
         letter, ids = (("R", e.type), ("T", e.src.type), ("T", e.dst.type))[how - 1]
-        v = vars(p)[f"{letter}{wide}"][ids]
+        v = getattr(p, f"{letter}{wide}")[ids]
         v = v.reshape(-1, *[1] * (x.dim() - 2), wide)
     return choose.choice([lambda: x + v, lambda: x * v, lambda: v * x, lambda: (x * v).sum(-1), lambda: x - v])()
 
 
-def _product(choose: random.Random, x: Tensor, pool: Pool, e: Any, p: Any) -> Tensor | None:
+def _product(choose: Draws, x: Tensor, pool: Pool, e: Any, p: Any) -> Tensor | None:
     if x.dim() < 2 or x.shape[-1] not in SIZES:
         return None
     wide, out = x.shape[-1], choose.choice(SIZES)
     letter, ids = choose.choice([("N", None), ("R", e.type), ("R", e.type), ("T", e.src.type), ("T", e.dst.type)])
-    matrix = vars(p)[f"{letter}{wide}{out}"]
+    matrix = getattr(p, f"{letter}{wide}{out}")
     if ids is None:
         how = choose.randrange(3)
-        return [lambda: x @ matrix, lambda: F.linear(x, matrix.t(), vars(p)[f"N{out}"]), lambda: (x * 1.5) @ matrix][
+        return [lambda: x @ matrix, lambda: F.linear(x, matrix.t(), getattr(p, f"N{out}")), lambda: (x * 1.5) @ matrix][
             how
         ]()
     if choose.random() < 0.2:
@@ -149,7 +166,7 @@ def _product(choose: random.Random, x: Tensor, pool: Pool, e: Any, p: Any) -> Te
         ])() if out > 1 else torch.einsum("ni,nio->no", x, of_edges)  # fmt: skip
     if x.dim() == 3:
         if x.shape[1:] == (2, 3) and choose.random() < 0.5:
-            heads = vars(p)[f"HH{out}"][e.type]
+            heads = getattr(p, f"HH{out}")[e.type]
             if choose.random() < 0.5:
                 return torch.einsum("ehi,ehio->eho", x, heads)
             return (x.unsqueeze(2) @ heads).squeeze(2)
@@ -157,11 +174,11 @@ def _product(choose: random.Random, x: Tensor, pool: Pool, e: Any, p: Any) -> Te
     return None
 
 
-def _einsum(choose: random.Random, x: Tensor, pool: Pool, e: Any, p: Any) -> Tensor | None:
+def _einsum(choose: Draws, x: Tensor, pool: Pool, e: Any, p: Any) -> Tensor | None:
     if x.dim() != 2 or x.shape[1] not in SIZES:
         return None
     wide = x.shape[1]
-    basis = vars(p)[f"N{wide}2"]
+    basis = getattr(p, f"N{wide}2")
     coefficients = p.R3[e.type]
     return choose.choice([
         lambda: torch.einsum("ei,io->eo", x, basis), lambda: torch.einsum("ei,ej->eij", x, coefficients),
@@ -169,7 +186,7 @@ def _einsum(choose: random.Random, x: Tensor, pool: Pool, e: Any, p: Any) -> Ten
     ])()  # fmt: skip
 
 
-def _view(choose: random.Random, x: Tensor, pool: Pool, e: Any, p: Any) -> Tensor | None:
+def _view(choose: Draws, x: Tensor, pool: Pool, e: Any, p: Any) -> Tensor | None:
     if x.dim() < 2:
         return x.unsqueeze(-1)
     dim = _dim(choose, x)
@@ -187,7 +204,7 @@ def _view(choose: random.Random, x: Tensor, pool: Pool, e: Any, p: Any) -> Tenso
     return choose.choice(options)()
 
 
-def _reduction(choose: random.Random, x: Tensor, pool: Pool, e: Any, p: Any) -> Tensor | None:
+def _reduction(choose: Draws, x: Tensor, pool: Pool, e: Any, p: Any) -> Tensor | None:
     if x.dim() < 2:
         return None
     dim, keep = _dim(choose, x), choose.random() < 0.5
@@ -198,20 +215,20 @@ def _reduction(choose: random.Random, x: Tensor, pool: Pool, e: Any, p: Any) -> 
     ])()  # fmt: skip
 
 
-def _normed(choose: random.Random, x: Tensor, pool: Pool, e: Any, p: Any) -> Tensor | None:
+def _normed(choose: Draws, x: Tensor, pool: Pool, e: Any, p: Any) -> Tensor | None:
     if x.dim() < 2 or x.shape[-1] not in SIZES:
         return None
     dim, wide = _dim(choose, x), x.shape[-1]
     return choose.choice([
         lambda: F.softmax(x, dim), lambda: F.log_softmax(x, dim), lambda: F.layer_norm(x, x.shape[1:]),
-        lambda: F.layer_norm(x, (wide,), vars(p)[f"N{wide}"], vars(p)[f"N{wide}"]),
-        lambda: F.rms_norm(x, (wide,), vars(p)[f"N{wide}"]),
+        lambda: F.layer_norm(x, (wide,), getattr(p, f"N{wide}"), getattr(p, f"N{wide}")),
+        lambda: F.rms_norm(x, (wide,), getattr(p, f"N{wide}")),
         lambda: F.normalize(x + 0.3, dim=dim), lambda: x.cumsum(dim), lambda: F.pad(x, (1, 0)) if wide < 5 else x,
         lambda: x - x.mean(dim, keepdim=True), lambda: F.glu(x, -1) if wide % 2 == 0 else x,
     ])()  # fmt: skip
 
 
-def _cases(choose: random.Random, x: Tensor, pool: Pool, e: Any, p: Any) -> Tensor:
+def _cases(choose: Draws, x: Tensor, pool: Pool, e: Any, p: Any) -> Tensor:
     tail = [1] * (x.dim() - 1)
     return choose.choice([
         lambda: torch.where(x > 0, x, 0.5), lambda: x.masked_fill(x < 0, 0.1), lambda: x * (x > 0.2),
@@ -221,7 +238,7 @@ def _cases(choose: random.Random, x: Tensor, pool: Pool, e: Any, p: Any) -> Tens
     ])()  # fmt: skip
 
 
-def _tables(choose: random.Random, x: Tensor, pool: Pool, e: Any, p: Any) -> Tensor:
+def _tables(choose: Draws, x: Tensor, pool: Pool, e: Any, p: Any) -> Tensor:
     return choose.choice([
         lambda: p.table[e.src.id], lambda: p.tables[e.type, e.src.id], lambda: p.tables[e.type, e.dst.id],
         lambda: p.by_types[e.src.type, e.dst.type], lambda: F.embedding(e.type, p.R3), lambda: p.N6.expand(x.shape[0], 6),
@@ -230,11 +247,11 @@ def _tables(choose: random.Random, x: Tensor, pool: Pool, e: Any, p: Any) -> Ten
     ])()  # fmt: skip
 
 
-def _softmax(choose: random.Random, x: Tensor, pool: Pool, e: Any, p: Any) -> Tensor | None:
+def _softmax(choose: Draws, x: Tensor, pool: Pool, e: Any, p: Any) -> Tensor | None:
     return rel.edge_softmax(x, within_relation=choose.random() < 0.3) if x.dim() <= 3 else None
 
 
-def _mixing(choose: random.Random, x: Tensor, pool: Pool, e: Any, p: Any) -> Tensor:
+def _mixing(choose: Draws, x: Tensor, pool: Pool, e: Any, p: Any) -> Tensor:
     return choose.choice([
         lambda: x - x.mean(0), lambda: x.cumsum(0), lambda: x.flip(0), lambda: x.roll(1, 0), lambda: F.softmax(x, 0),
         lambda: x / x.shape[0], lambda: x + x.sum(0, keepdim=True), lambda: x * x.sum(), lambda: x.roll(1),

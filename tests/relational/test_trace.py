@@ -53,6 +53,7 @@ def before_a_softmax(e: Any, p: Any) -> Tensor:
         (lambda e, p: e.src.x.mul_(2), "writes in place.*test_trace.py.*make a new tensor"),
         (lambda e, p: F.softmax(e.src.x, dim=0), "does not work edge by edge"),
         (turned, "does not work edge by edge.*test_trace.py.*keep edges in dimension 0"),
+        (lambda e, p: e.src.x.sort(0)[0], "aten.sort.default.*does not work edge by edge.*test_trace.py"),
         (lambda e, p: e.src.x.sum(0), "does not work edge by edge"),
         (lambda e, p: p.A, "does not return a tensor with a row per edge"),
         (lambda e, p: e.type, "returns torch.int64"),

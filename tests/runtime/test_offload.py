@@ -134,6 +134,33 @@ def test_a_storage_that_is_saved_anew_after_a_write_has_a_copy_of_its_own() -> N
         (first.sum() + second.sum()).backward()
 
 
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_parts_of_a_storage_that_are_written_one_after_the_other(kind: Any) -> None:
+    """torch cuts the gates of a cell out of one storage, and each part counts its own writes: one copy is not that of the next."""
+    torch.manual_seed(0)
+    layer, x = kind(8, 6, 2, batch_first=True), torch.randn(3, 5, 8, requires_grad=True)
+
+    def both(on: bool) -> list[torch.Tensor]:
+        with wholestep.offload(layer, host="8MiB", least=1) if on else torch.enable_grad():
+            loss = layer(x)[0].square().sum()
+            inner = torch.autograd.grad(loss, x, create_graph=True)[0].square().sum()
+        return [*torch.autograd.grad(loss, list(layer.parameters()), retain_graph=True), *gradients(layer, inner)]
+
+    assert all(map(torch.equal, both(True), both(False)))
+
+
+def test_a_tensor_with_another_count_of_writes_has_a_copy_of_its_own() -> None:
+    layer, scale = nn.Linear(6, 6), nn.Parameter(torch.randn(3, 6))
+    with wholestep.offload(layer, host="8MiB", least=1) as moved:
+        h = layer(torch.randn(3, 6)).detach().clone()
+        seen = h.data  # of the same storage, and its count stays zero
+        first = h * scale
+        h.mul_(2)
+        second = seen * scale
+    assert moved.moved_bytes == 2 * h.nbytes and first.shape == second.shape
+    assert torch.equal(torch.autograd.grad(second.sum(), scale)[0], h)
+
+
 class _Late:
     """A link whose copies out are over only when they are told to be."""
 

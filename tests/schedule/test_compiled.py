@@ -50,6 +50,26 @@ def test_a_ratio_recomputes_so_many_layers() -> None:
         assert len(again) == round(percent / 100 * 24)
 
 
+@pytest.mark.parametrize("verb", ["replace_all", "fuse", "recompute"])
+def test_operators_are_looked_for_where_a_glob_says(verb: str) -> None:
+    """`layers.[12]` is two of three layers, and what lies inside of them."""
+    model, optimizer, batch = made(3)
+    sch = wholestep.schedule(model, example=(batch["ids"],))
+    assert len(sch["layers.[12]"].find(linear_relu)) == 2
+    given = {"what": linear_relu, "by": linear_clamp} if verb == "replace_all" else {"pattern": linear_relu}
+    getattr(sch["layers.[12]"], verb)(**given)
+    step = compiled(model, optimizer, batch, sch)
+    facts = [(str(node.target), node.meta.get("custom") or {}) for node in step.graph.operations()]
+    if verb == "replace_all":
+        places = [
+            custom["module"] for target, custom in facts if "clamp" in target and custom.get("phase") == "forward"
+        ]
+        assert {".".join(place.split(".")[:2]) for place in places} <= {"layers.1", "layers.2"} and len(places) >= 2
+    else:
+        marked = {custom["module"] for _, custom in facts if "matched" in custom}
+        assert {".".join(place.split(".")[:2]) for place in marked} == {"layers.1", "layers.2"}
+
+
 def test_every_nth_layer_and_a_value_in_the_first_ones() -> None:
     model, optimizer, batch = made(4)
     sch = wholestep.schedule(model)

@@ -150,6 +150,35 @@ def test_lines_about_values_and_modules_go_together_with_shard() -> None:
     assert report.ok, report
 
 
+class Convolved(nn.Module):
+    """Channels are cut: running statistics of all of them stay whole in the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)
+        self.each = nn.InstanceNorm2d(8, affine=True, track_running_stats=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.norm(self.up(x)))
+        return self.down(
+            self.each(self.norm(x))
+        )  # of the same layer twice: the second adds to what the first has written
+
+
+def test_norms_of_channels_keep_their_running_statistics() -> None:
+    torch.manual_seed(0)
+    model = Convolved()
+    sch = wholestep.schedule(model)
+    for at, param, axis in (("up", "weight", 0), ("up", "bias", 0), ("norm", "weight", 0), ("down", "weight", 1)):
+        sch[at].shard(param, axis)
+    batch = {"x": torch.randn(6, 3, 6, 6), "y": torch.randn(6, 4, 4, 4)}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    report = sch.verify(square, optimizer, batch, mesh=Mesh(tp=4), steps=3, accumulate=2, eval_too=True)
+    assert report.ok, report
+    names = {row.name for row in report.rows if row.kind == "buffer"}
+    assert {"norm.running_mean", "norm.running_var", "each.running_mean", "norm.num_batches_tracked"} <= names, names
+
+
 def test_a_line_that_departs_is_named() -> None:
     _, optimizer, batch, sch = made()
 

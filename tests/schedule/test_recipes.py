@@ -13,7 +13,6 @@ from tests.zoo.models import ZOO
 from torch import nn
 
 import wholestep
-from wholestep.errors import NotBuiltYet
 from wholestep.schedule import Recipe
 from wholestep.schedule.changes import Edited
 from wholestep.schedule.recipes import attention_globs, heads, layer_globs
@@ -110,8 +109,6 @@ def test_an_edited_default_is_a_wish() -> None:
     text = sch.text()
     assert '{ recompute = "model.layers.*", ratio = "auto" },' in text and sch.diff() == "no difference"
     assert sch.build() is model and all(not isinstance(module, Edited) for module in model.modules())
-    with pytest.raises(NotBuiltYet, match="with a mesh"):
-        wholestep.recipes.auto(model, mesh=object())
 
 
 def test_several_modules_have_names_in_front() -> None:

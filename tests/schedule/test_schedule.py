@@ -129,6 +129,12 @@ def test_a_recipe_is_written_and_read_back(tmp_path: Path) -> None:
     again = wholestep.schedule(made()[0], tmp_path / "recipe.toml")
     assert [line.to_table() for line in again] == [line.to_table() for line in sch]
     assert again.diff() == "no difference" and again.text() == text
+    assert again.recipe == sch.recipe and sch.diff(tmp_path / "recipe.toml") == "no difference"
+    sch.undo()
+    sch.replace_all(lambda x, w, b: linear_relu(x, w, b), linear_clamp)  # of the same operators, and another function
+    assert again.recipe != sch.recipe and "+ replace_all" in again.diff(sch).replace("- ", "+ ")
+    sch.undo()
+    sch.replace_all(linear_relu, linear_clamp)
     assert wholestep.schedule(model).diff(sch).count("- ") == 5
 
 

@@ -34,6 +34,9 @@ def test_ids_padding_and_an_odd_number_of_rows() -> None:
     (rows,) = awkward(torch.randn(4, 2), nn.Linear(2, 2))
     assert rows.shape == (3, 2)
     assert awkward(torch.randn(1, 2), nn.Linear(2, 2)) == []
+    (rows,) = awkward(torch.randn(8, 2), nn.Linear(2, 2), accumulate=2)  # every micro-batch has an odd number
+    assert rows.shape == (6, 2)
+    assert awkward(torch.randn(4, 2), nn.Linear(2, 2), accumulate=2) == []
 
 
 def report_of(ok: bool) -> Report:

@@ -52,17 +52,12 @@ class UpdatePlan:
         return f"group{self.group}" if self.part == 0 else f"group{self.group}.{self.part}"
 
 
-OURS = "_wholestep"
-"""Mark on a step hook that Wholestep itself registered: a captured update runs without it."""
-
-
 def supported(optimizer: Optimizer) -> str | None:
     """None when the optimizer's update is captured; otherwise the reason why its own eager step is used."""
     update = update_of(optimizer)
     if update is None:
         return f"{type(optimizer).__name__} is not one of {', '.join(cls.__name__ for cls in BY_CLASS)}"
-    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)  # type: ignore[attr-defined]
-    if any(hooks) and any(not hasattr(hook, OURS) for table in hooks for hook in table.values()):
+    if _foreign_pre_hooks(optimizer) or optimizer._optimizer_step_post_hooks:  # type: ignore[attr-defined]
         return "it has step hooks, which must run in Python"
     if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         return "all optimizers have step hooks, which must run in Python"
@@ -79,6 +74,16 @@ def supported(optimizer: Optimizer) -> str | None:
         if refusal is not None:
             return refusal
     return None
+
+
+OWN_HOOKS = "_wholestep_hooks"
+"""On an optimizer whose state lies on the host: handles of what refuses `step()` by hand, and makes `state_dict()` wait."""
+
+
+def _foreign_pre_hooks(optimizer: Optimizer) -> bool:
+    """Step hooks of somebody else: what we have put there ourselves is about steps by hand."""
+    found: Mapping[int, Any] = optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
+    return bool(found) and bool(found.keys() - {handle.id for handle in getattr(optimizer, OWN_HOOKS, ())})
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

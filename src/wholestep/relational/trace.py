@@ -225,6 +225,10 @@ class _Lines(TorchDispatchMode):
             )  # fmt: skip
         out, mode = func(*args, **(kwargs or {})), get_proxy_mode()
         if mode is not None:
-            node = next(iter(reversed(mode.tracer.graph.nodes)))
-            node.meta.setdefault("line", _now.line)
+            for node in reversed(
+                mode.tracer.graph.nodes
+            ):  # of several results each is a node behind the operator's own
+                if "line" in node.meta or node.op == "placeholder":
+                    break
+                node.meta["line"] = _now.line
         return out

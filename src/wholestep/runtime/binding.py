@@ -274,18 +274,14 @@ class Binding:
                 optimizers.mark_stepped(self.subject.optimizer, [self.subject.parameters[n] for n in members])
 
 
-_HOOKS = "_wholestep_hooks"
-"""On an optimizer whose state lies on the host: what refuses `step()` by hand, and what makes `state_dict()` wait."""
-
-
 def guard_state(optimizer: Optimizer, on_host: set[str]) -> None:
     """State on the host is written by copies that the host does not wait for, so whoever asks for it has to; and
     `optimizer.step()` cannot update a parameter of the card by state of the host: one line instead of torch's error."""
-    before = getattr(optimizer, _HOOKS, None)
+    before = getattr(optimizer, optimizers.OWN_HOOKS, None)
     if before is not None:
         for hook in before:
             hook.remove()
-        delattr(optimizer, _HOOKS)
+        delattr(optimizer, optimizers.OWN_HOOKS)
     if not on_host:
         return
 
@@ -294,13 +290,12 @@ def guard_state(optimizer: Optimizer, on_host: set[str]) -> None:
             hint = "call the Step, which brings it to the card, or compile without host_memory= and state in the plan"
             raise WholestepError("optimizer.step() by hand while optimizer state lies on the host", hint=hint)
 
-    setattr(refuse, optimizers.OURS, True)
-
     def wait(owner: Optimizer) -> None:
         for device in {p.device for p in owner.state if p.is_cuda}:
             torch.cuda.synchronize(device)
 
-    setattr(optimizer, _HOOKS, (optimizer.register_step_pre_hook(refuse), optimizer.register_state_dict_pre_hook(wait)))
+    handles = optimizer.register_step_pre_hook(refuse), optimizer.register_state_dict_pre_hook(wait)
+    setattr(optimizer, optimizers.OWN_HOOKS, handles)
 
 
 def _apart(parameter: torch.Tensor, state: Any) -> bool:

@@ -26,6 +26,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from wholestep.compat import counter_of, counts_writes_to
 from wholestep.errors import BadOption
 from wholestep.graph.bytes import parse_bytes
 from wholestep.plan.room import refuse_amount
@@ -109,17 +110,20 @@ class Offloaded:
     def _stored(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Stored | None:
         """The one copy of a storage, made now if there is none of this version."""
         known = self.known.get(storage._cdata)
-        if known is not None and not known.source.expired() and known.version == tensor._version:
+        if known is not None and not known.source.expired() and known.holds(tensor):
             return known
         buffer = self.pool.take(storage.nbytes())
         if buffer is None:
             return None
-        stored = Stored(self.link, buffer, storage.nbytes(), StorageWeakRef(storage), tensor._version, tensor.device)
+        counter = counter_of(tensor)
+        stored = Stored(
+            self.link, buffer, storage.nbytes(), StorageWeakRef(storage), counter, tensor._version, tensor.device
+        )
         weakref.finalize(stored, self.pool.give_back, buffer)
         source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         stored.gone = self.link.send(buffer[: storage.nbytes()], source)
         if stored.gone is not None:
-            stored.held = tensor.detach()  # the same version counter
+            stored.held = tensor.detach()
             self.leaving.append(stored)
         self.known[storage._cdata] = stored
         while self.order and self.order[-1]() is None:
@@ -148,6 +152,8 @@ class Stored:
     buffer: torch.Tensor
     num_bytes: int
     source: StorageWeakRef
+    counter: torch.Tensor
+    """Of writes through the tensor that was saved, and through its views."""
     version: int
     device: torch.device
     number: int = 0
@@ -162,9 +168,14 @@ class Stored:
     asked: int = 0
     """How often they were asked back: when all were, the device's memory is let go."""
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the storage is as it was when it was copied. Tensors that torch cut out of one storage, each with a
+        count of its own writes (the gates of a GRU), are written to one after the other: the copy of one is not one of the next."""
+        return self.counter._version == self.version and counts_writes_to(self.counter, tensor)
+
     def was_overwritten(self) -> bool:
         """Whether it was written to before its copy was known to be over, which it may not be yet."""
-        return self.overwritten or (self.held is not None and self.held._version != self.version)
+        return self.overwritten or (self.held is not None and self.counter._version != self.version)
 
     def let_go(self) -> None:
         self.overwritten = self.was_overwritten()

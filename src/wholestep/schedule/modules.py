@@ -40,6 +40,12 @@ def inside(path: str, module: str) -> bool:
     return not module or path == module or path.startswith(module + ".")
 
 
+def within(path: str, glob: str) -> bool:
+    """Whether a path is, or lies below, a module that a path or glob names."""
+    parts = path.split(".")
+    return any(fits(".".join(parts[:count]), glob) for count in range(len(parts) + 1))
+
+
 def joined(scope: str, path: str) -> str:
     """A path below a scope."""
     return ".".join(part for part in (scope, path) if part)

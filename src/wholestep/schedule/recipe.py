@@ -25,6 +25,8 @@ class Recipe:
     """Address -> what was found there when the recipe was written; the empty address is the model's class."""
     source: str = dataclasses.field(default="the recipe", compare=False)
     """Where it comes from, for people."""
+    reasons: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
+    """Line as it is printed -> why it is there; `... stays whole` -> why there is no line. Comments in a file."""
 
     def __iter__(self) -> Iterator[Verb]:
         return iter(self.lines)

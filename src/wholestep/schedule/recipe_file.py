@@ -32,10 +32,17 @@ def recipe_text(recipe: Recipe) -> str:
     lines = [HEAD, f"format = {FORMAT}", "verbs = ["]
     for line in recipe:
         pairs = ", ".join(f"{name} = {toml_value(value)}" for name, value in line.to_table().items())
-        lines.append(f"  {{ {pairs} }},")
+        why = recipe.reasons.get(str(line))
+        lines.append(f"  {{ {pairs} }},{f'  # {_one_line(why)}' if why else ''}")
+    written = {str(line) for line in recipe}
+    lines += [f"  # {_one_line(f'{at}: {why}')}" for at, why in recipe.reasons.items() if at not in written]
     lines += ["]", "", "[expects]"]
     lines += [f"{toml_value(at)} = {toml_value(found)}" for at, found in recipe.expects.items()]
     return "\n".join([*lines, "", f"[{END}]"]) + "\n"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def write_recipe(recipe: Recipe, path: Path) -> None:
@@ -106,7 +113,7 @@ def warn_of_changes(recipe: Recipe, root: nn.Module) -> None:
 
 def compared(before: Recipe, after: Recipe) -> list[str]:
     """Lines that are gone (`- ...`), new (`+ ...`), and what the two expect otherwise (`~ ...`)."""
-    first, second = [str(line) for line in before], [str(line) for line in after]
+    first, second = [line.full() for line in before], [line.full() for line in after]
     found = [text for text in difflib.ndiff(first, second) if text[0] in "+-"]
     for at in {**before.expects, **after.expects}:
         one, other = before.expects.get(at), after.expects.get(at)

@@ -21,7 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from wholestep.capture.front.replay import MATCHED, path_of, user_line
 from wholestep.errors import BadOption, WholestepWarning
 from wholestep.schedule.match import Match, apart, matches
-from wholestep.schedule.modules import inside, nearest
+from wholestep.schedule.modules import nearest, within
 from wholestep.schedule.operators import call_of
 from wholestep.schedule.pattern import Pattern
 
@@ -64,7 +64,8 @@ class PatternRewrite:
     line: str
     """For people."""
     pattern: Pattern
-    scopes: tuple[str, ...]
+    at: str
+    """The place: a module path or glob."""
     act: Act
     one: bool = False
     """Whether there may be one match only."""
@@ -73,8 +74,7 @@ class PatternRewrite:
 
     def __call__(self, module: fx.GraphModule, paths: Mapping[int, str]) -> None:
         graph = module.graph
-        scope = lambda path: any(inside(path, at) for at in self.scopes)  # noqa: E731
-        found = found_in(graph, self.pattern, paths, scope)
+        found = found_in(graph, self.pattern, paths, lambda path: within(path, self.at))
         if not found and not self.met:
             raise BadOption(f"{self.line}: nothing in the forward pass matches", hint=_why_not(graph, self.pattern))
         if self.one and len(found) > 1:

@@ -130,13 +130,15 @@ class Schedule(Place):
         *,
         example: Any = None,
     ) -> None:
-        self.model = root_of(model)
+        self.given, self.model = model, root_of(model)
         self.modules_of = Modules(self.model)
         self.lines: list[Verb] = list(recipe or ())
         self.start = recipe or Recipe()
         """With what it began, for `diff`."""
         self.example = example
         self.built: Edits | None = None
+        self.reasons: dict[str, str] = {}
+        """Line -> why it is there, and places that have none -> why; where a recipe was not written by a person."""
         super().__init__(self, "")
         if recipe is not None:
             check_expected(recipe, model)
@@ -168,7 +170,7 @@ class Schedule(Place):
     def recipe(self) -> Recipe:
         """The lines as data, with what they expect of the model."""
         recipe = Recipe(tuple(self.lines), source="the schedule")
-        return Recipe(recipe.lines, expectations(recipe, self.model), recipe.source)
+        return Recipe(recipe.lines, expectations(recipe, self.model), recipe.source, self.reasons)
 
     def help(self, name: str | None = None) -> str:
         """What a verb does and takes; without a name, all verbs."""
@@ -196,7 +198,7 @@ class Schedule(Place):
         if isinstance(what, type):
             return Places(self, [path for path, module in known if isinstance(module, what)])
         pattern = trace_pattern(what)
-        graph = self._forward()
+        graph = self.forward()
         paths = {id(module): path for path, module in self.model.named_modules()}
         return found_in(graph.module.graph, pattern, paths, lambda path: any(inside(path, at) for at in scopes))
 
@@ -205,16 +207,16 @@ class Schedule(Place):
         Needs a batch, wholestep.schedule(model, example=...); nothing is changed. An `enter` is a sum in the backward pass."""
         found: list[Localised] = []
         ranks, syncs = Ranks(mesh, cuts_of(self.recipe, self.modules, mesh)), syncs_of(self.recipe, self.modules)
-        self._forward(lambda graph, paths: found.append(localised(ranks, syncs, self.modules.root, graph, paths)))
+        self.forward(lambda graph, paths: found.append(localised(ranks, syncs, self.modules.root, graph, paths)))
         return found[0]
 
-    def _forward(self, *rewrites: Rewrite) -> LossGraph:
-        """The forward pass as the front end sees it; it does not run."""
+    def forward(self, *rewrites: Rewrite, loss_fn: Any = None) -> LossGraph:
+        """The forward pass, or a loss, as the front end sees it; it does not run."""
         if self.example is None:
             hint = "give one: wholestep.schedule(model, example=batch)"
             raise BadOption("operators are looked for in the forward pass, which needs an example batch", hint=hint)
         try:
-            subject = make_subject(self.model, _sum_of_outputs, None)
+            subject = make_subject(self.given if loss_fn else self.model, loss_fn or _sum_of_outputs, None)
             subject.edits = Edits(rewrites=rewrites)
             found: LossGraph = Front(subject).look(self.example, lambda graph, args: graph)
             return found

@@ -32,7 +32,7 @@ def objects(default: Any = None) -> Any:
     return dataclasses.field(default=default, metadata={"object": True})
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Verb:
     """One line of a recipe."""
 
@@ -51,7 +51,7 @@ class Verb:
 
     def conflict(self, earlier: Verb, modules: Modules) -> str:
         """The module about which this line and an earlier one of the same verb contradict each other, in words; or nothing."""
-        if "/" in earlier.at or "/" in self.at or earlier.arguments() == self.arguments():
+        if "/" in earlier.at or "/" in self.at or earlier.meaning() == self.meaning():
             return ""
         first, second = modules.select(earlier.at).keys(), modules.select(self.at).keys()
         shared = first & second
@@ -99,6 +99,21 @@ class Verb:
                 table[field.name] = _written(value, self) if field.metadata.get("object") else value
         return table
 
+    def meaning(self) -> dict[str, Any]:
+        """The arguments, with functions and classes by name: a line of a file is equal to the one that was written to it."""
+        of_objects = {f.name for f in dataclasses.fields(self) if f.metadata.get("object")}
+        return {n: (named(v) or v) if n in of_objects else v for n, v in self.arguments().items()}
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and (other.at, other.meaning()) == (self.at, self.meaning())
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.at))
+
+    def full(self) -> str:
+        """As it is printed, with all that tells one function from another of its name."""
+        return " ".join([self.name, self.at or "(the model)", *(f"{n}={_full(v)}" for n, v in self.meaning().items())])
+
     def __str__(self) -> str:
         given = [f"{name}={shown(value)}" for name, value in self.arguments().items()]
         return " ".join([self.name, self.at or "(the model)", *given])
@@ -121,7 +136,7 @@ Made = TypeVar("Made", bound=Verb)
 
 def verb(cls: type[Made]) -> type[Made]:
     """Register a verb; its fields are its arguments."""
-    made = dataclasses.dataclass(frozen=True, repr=False)(cls)
+    made = dataclasses.dataclass(frozen=True, repr=False, eq=False)(cls)
     made.name = cls.__name__
     VERBS[made.name] = made
     return made
@@ -230,6 +245,11 @@ def shown(value: Any) -> str:
     if callable(value):
         return getattr(value, "__qualname__", None) or repr(value)
     return repr(value)
+
+
+def _full(value: Any) -> str:
+    code = getattr(value, "__code__", None)
+    return shown(value) if code is None else f"{shown(value)} (line {code.co_firstlineno} of {code.co_filename})"
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -21,11 +21,12 @@ from wholestep.verify.report import Report
 
 
 def verify_by_verb(
-    verify: Callable[..., Report], model: nn.Module, batches: Any, recipe: Recipe, *, each: bool, edge_batches: Any
-) -> Report:
+    verify: Callable[..., Report], model: nn.Module, batches: Any, recipe: Recipe, *, each: bool, edge_batches: Any,
+    accumulate: int = 1,
+) -> Report:  # fmt: skip
     """`verify(recipe, edge_batches)` of all lines, or after each; the first that is wrong is named."""
     listed = batches if isinstance(batches, list) else [batches]
-    edges = awkward(listed[0], model) if edge_batches is None and listed else edge_batches or ()
+    edges = awkward(listed[0], model, accumulate) if edge_batches is None and listed else edge_batches or ()
 
     def checked(count: int) -> Report:
         return verify(Recipe(recipe.lines[:count], recipe.expects, recipe.source), edges)
@@ -71,8 +72,9 @@ def _blamed(report: Report, recipe: Recipe, count: int) -> Report:
 # ---- awkward batches ----
 
 
-def awkward(batch: Any, model: nn.Module) -> list[Any]:
-    """Batches like the given one in which mistakes at the borders show: first and last ids, padding, an odd number of rows."""
+def awkward(batch: Any, model: nn.Module, accumulate: int = 1) -> list[Any]:
+    """Batches like the given one in which mistakes at the borders show: first and last ids, padding, an odd number of rows in
+    each of its micro-batches."""
     try:
         tensors, spec = flatten(batch)
     except BadBatch:  # a structure of the user's own
@@ -90,8 +92,8 @@ def awkward(batch: Any, model: nn.Module) -> list[Any]:
         masks = [i for i, name in enumerate(spec.names) if "mask" in str(name) and tensors[i].dim() == 2]
         if masks:
             found.append([_last_row_padded(t) if i in masks else t for i, t in enumerate(tensors)])
-    if len(rows) == 1 and max(rows) > 2:
-        odd = max(rows) // 2 + 1
+    if len(rows) == 1 and max(rows) // accumulate > 2:
+        odd = (max(rows) // accumulate // 2 + 1) * accumulate
         found.append([t[:odd] if t.dim() > 0 else t for t in tensors])
     return [unflatten(list(changed), spec) for changed in found]
 

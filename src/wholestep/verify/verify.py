@@ -107,7 +107,8 @@ def _by_verb(
         return verify_all(edge_batches=edges, **{**options, "recipe": recipe})
 
     recipe, root, each = recipe_of(options["recipe"]), root_of(model), by_verb == "each"
-    return verify_by_verb(of, root, batches, recipe, each=each, edge_batches=edge_batches)
+    parts = options_of(options).accumulate
+    return verify_by_verb(of, root, batches, recipe, each=each, edge_batches=edge_batches, accumulate=parts)
 
 
 def _run_all(beside: SideBySide, todo: list[tuple[str, Any]], eval_batch: Any) -> None:

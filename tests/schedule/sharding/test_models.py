@@ -146,7 +146,7 @@ def test_what_is_exchanged_can_be_printed() -> None:
         "layers.0.up: own_part of 64 bytes, meets a cut value",
     ]
     assert "layers.1.down: all_reduce of 768 bytes, ranks have parts of the sum" in lines
-    assert "enter" not in str(sch._forward().module.graph)
+    assert "enter" not in str(sch.forward().module.graph)
 
 
 def test_a_sum_that_does_not_follow_is_an_error() -> None:

@@ -191,6 +191,13 @@ def channels(p: Any, x: Any) -> Any:
     return F.conv2d(y, p["c"], p["d"]).square().mean()
 
 
+def normed_channels(p: Any, x: Any) -> Any:
+    """Statistics of each channel, and of groups of them; what is not given is whole on every rank."""
+    y = F.batch_norm(F.conv2d(x, p["a"]), None, None, p["g"], p["b"], training=True)
+    y = F.relu(F.group_norm(y, 4, p["s"])) + F.instance_norm(y, weight=p["s"], eps=1e-3)
+    return F.conv2d(y, p["c"]).square().mean()
+
+
 def heads_bias(p: Any, x: Any) -> Any:
     """T5's relative positions, cut by heads."""
     places = (torch.arange(5)[:, None] - torch.arange(5)[None]).abs().clamp(max=3)
@@ -314,6 +321,8 @@ CASES: dict[str, Case] = {
     "without gradients": (undifferentiated, {"a": (8, 8), "g": (8,)}, (X,), {"a": 0}),
     "mixed": (mixed, {"a": (8, 8), "g": (8,), "o": (8, 8), "s": (1,)}, (X,), {"a": 0, "o": 1}),
     "channels": (channels, {"a": (8, 3, 3, 3), "b": (8,), "c": (4, 8, 1, 1), "d": (4,)}, (reals(2, 3, 4, 4),), {"a": 0, "c": 1}),
+    "norms of channels": (normed_channels, {"a": (8, 3, 1, 1), "g": (8,), "b": (8,), "s": (8,), "c": (4, 8, 1, 1)},
+                          (reals(2, 3, 4, 4),), {"a": 0, "g": 0, "c": 1}),
     "positions by heads": (heads_bias, {"q": (16, 8), "r": (4, 4)}, (X3,), {"q": 0, "r": 1}),
     "autocast": (switched, {"a": (16, 8), "o": (8, 16)}, (X,), {"a": 0, "o": 1}),
     "multi-head": (multihead, MULTIHEAD, (reals(5, 2, 16), HIDDEN, False), {"w": 0, "b": 0, "o": 1}),
@@ -384,6 +393,7 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, tuple[int, ...]], tuple[
                     "is cut) (at test_rules.py"),
     "whole in place": (lambda p, x: (x * p["g"]).add_(F.linear(x, p["a"])).sum(), {"a": (8, 8), "g": (8,)}, (X,),
                        {"a": 0}, "in place"),
+    "groups of channels": (lambda p, x: F.group_norm(F.linear(x, p["a"]), 3).sum(), {"a": (6, 8)}, (X,), {"a": 0}, "group_norm is"),
     "a maximum that learns": (lambda p, x: F.linear(x, p["a"]).amax(-1).sum(), {"a": (8, 8)}, (X,), {"a": 0}, "amax over it"),
 }  # fmt: skip
 

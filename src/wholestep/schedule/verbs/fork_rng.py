@@ -10,7 +10,7 @@ from torch import fx
 from wholestep.capture.edits import Rewrite
 from wholestep.capture.front.replay import path_of
 from wholestep.graph.mesh import FORKED
-from wholestep.schedule.modules import Modules, check_axis, fits
+from wholestep.schedule.modules import Modules, check_axis, within
 from wholestep.schedule.verb import Verb, verb
 
 
@@ -42,6 +42,5 @@ class _Forked:
 
     def __call__(self, module: fx.GraphModule, paths: Mapping[int, str]) -> None:
         for node in module.graph.nodes:
-            parts = path_of(node.meta.get("nn_module_stack") or {}, paths).split(".")
-            if any(fits(".".join(parts[:count]), self.at) for count in range(len(parts) + 1)):
+            if within(path_of(node.meta.get("nn_module_stack") or {}, paths), self.at):
                 node.meta[FORKED] = self.over

@@ -32,4 +32,4 @@ class fuse(Verb):
         if self.pattern is None:
             return None
         pattern = trace_pattern(loaded(self.pattern))
-        return rewrite.PatternRewrite(str(self), pattern, (self.at,), rewrite.marker(str(self)))
+        return rewrite.PatternRewrite(str(self), pattern, self.at, rewrite.marker(str(self)))

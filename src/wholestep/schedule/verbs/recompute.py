@@ -65,7 +65,7 @@ class recompute(Verb):
         if self.pattern is None:
             return None
         pattern = trace_pattern(loaded(self.pattern))
-        return rewrite.PatternRewrite(str(self), pattern, (self.at,), rewrite.marker(str(self)))
+        return rewrite.PatternRewrite(str(self), pattern, self.at, rewrite.marker(str(self)))
 
     def eager(self, modules: Modules) -> Sequence[Change]:
         if self.pattern is not None or "/" in self.at:

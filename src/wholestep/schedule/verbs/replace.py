@@ -157,4 +157,4 @@ def pattern_rewrite(line: Any, pattern: Any, *, one: bool) -> Rewrite:
         function = new
     else:
         raise BadOption(f"by={new!r} cannot take the place of operators", hint="give a function or a Module")
-    return rewrite.PatternRewrite(str(line), traced, (line.at,), rewrite.replacer(str(line), traced, function), one)
+    return rewrite.PatternRewrite(str(line), traced, line.at, rewrite.replacer(str(line), traced, function), one)

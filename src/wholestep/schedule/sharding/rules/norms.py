@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from wholestep.schedule.sharding.layout import WHOLE
 from wholestep.schedule.sharding.program import Program
@@ -43,11 +44,33 @@ def _composed(p: Program, call: Called, x: Value, weight: Value | None, bias: Va
     return found if found.example.dtype == dtype else p.call("to", found, dtype)
 
 
-@rule("batch_norm", "group_norm", "instance_norm")
+@rule("batch_norm", "instance_norm")
 def channel_norm(p: Program, call: Called) -> Any:
-    """Statistics per channel: channels may be cut where no running statistics are kept."""
+    """Statistics per channel, and channels are cut: nothing is exchanged but running statistics, which are buffers and so whole."""
     x = p.reduced(call.first)
     cut = x.cut
-    if call.name != "batch_norm" or cut is None or cut.dim != 1 or call.get("running_mean") is not None:
+    if cut is None or cut.dim != 1:
         p.refuse_cut(call.name, next(value for value in call.values if not value.is_whole))
-    return p.again(call, cut, lambda value: value if value.cut is not None else p.part(value, cut.at(0)))
+    running = [call.get(name) for name in ("running_mean", "running_var") if call.get(name) is not None]
+    own = {value: p.part(p.reduced(value), cut.at(0)) for value in call.values if value.is_whole}
+    found = p.again(call, cut, lambda value: own.get(value, p.reduced(value)))
+    if call.get("training", call.name == "instance_norm") and call.get("use_input_stats", True):
+        for value in running:
+            p.emit("copy_", value, p.gathered(own[value], "running statistics are whole"), layout=WHOLE)
+        p.made.clear()  # parts of what they were
+    return found
+
+
+@rule("group_norm")
+def group_norm(p: Program, call: Called) -> Any:
+    """Each rank has whole groups of channels."""
+    x, groups = p.reduced(call.first), call.get("num_groups")
+    cut = x.cut
+    if cut is None or cut.dim != 1 or not cut.plain or not isinstance(groups, int) or groups % p.parts:
+        p.refuse_cut(call.name, next(value for value in call.values if not value.is_whole))
+    rest = {name: call.get(name) for name in ("weight", "bias") if call.get(name) is not None}
+    rest = {
+        name: value if value.cut is not None else p.part(p.reduced(value), cut.at(0)) for name, value in rest.items()
+    }
+    eps = call.get("eps", 1e-5)
+    return p.emit(F.group_norm, x, groups // p.parts, **rest, eps=eps, layout=cut)
