@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import pytest
 import torch
@@ -26,6 +27,22 @@ def test_onednn_is_put_back() -> None:
     with compat.without_onednn():
         assert not torch._C._get_mkldnn_enabled()
     assert torch._C._get_mkldnn_enabled() == kept
+
+
+def test_onednn_is_put_back_by_two_threads() -> None:
+    kept = torch._C._get_mkldnn_enabled()
+    inside = threading.Event()
+
+    def enter() -> None:
+        with compat.without_onednn():
+            inside.set()
+
+    with compat.without_onednn():
+        other = threading.Thread(target=enter)
+        other.start()
+        assert not inside.wait(0.2), "it waits: else it would put back what is switched off here"
+    other.join()
+    assert inside.is_set() and torch._C._get_mkldnn_enabled() == kept
 
 
 @pytest.mark.parametrize(

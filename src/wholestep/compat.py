@@ -294,12 +294,13 @@ def forget_backend(backend: Callable[..., Any]) -> None:
 @contextlib.contextmanager
 def without_onednn() -> Iterator[None]:
     """oneDNN off; torch.backends.mkldnn.flags would also touch TF32 settings, and warn about them."""
-    kept = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(kept)
+    with ONE_AT_A_TIME:  # two threads at once would put back what the other one has switched off
+        kept = torch._C._get_mkldnn_enabled()
+        torch._C._set_mkldnn_enabled(False)
+        try:
+            yield
+        finally:
+            torch._C._set_mkldnn_enabled(kept)
 
 
 def traced_size(size: int | torch.SymInt, *, extra: int = 0) -> int:
