@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import pytest
 import torch
@@ -25,6 +26,29 @@ def test_onednn_is_put_back() -> None:
     kept = torch._C._get_mkldnn_enabled()
     with compat.without_onednn():
         assert not torch._C._get_mkldnn_enabled()
+    assert torch._C._get_mkldnn_enabled() == kept
+
+
+def test_onednn_is_put_back_where_two_threads_switch_it_off() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with compat.without_onednn():
+            entered.set()
+            leave.wait(0.2)  # the second one comes in between, unless it waits
+
+    def second() -> None:
+        entered.wait()
+        with compat.without_onednn():
+            leave.set()
+            one.join(0.5)
+
+    kept = torch._C._get_mkldnn_enabled()
+    one, two = threading.Thread(target=first), threading.Thread(target=second)
+    one.start()
+    two.start()
+    one.join()
+    two.join()
     assert torch._C._get_mkldnn_enabled() == kept
 
 

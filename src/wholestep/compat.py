@@ -293,13 +293,17 @@ def forget_backend(backend: Callable[..., Any]) -> None:
 
 @contextlib.contextmanager
 def without_onednn() -> Iterator[None]:
-    """oneDNN off; torch.backends.mkldnn.flags would also touch TF32 settings, and warn about them."""
-    kept = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(kept)
+    """oneDNN off; torch.backends.mkldnn.flags would also touch TF32 settings, and warn about them.
+
+    By one thread at a time: it is off for all, and a second one would find it off, and leave it so.
+    """
+    with ONE_AT_A_TIME:
+        kept = torch._C._get_mkldnn_enabled()
+        torch._C._set_mkldnn_enabled(False)
+        try:
+            yield
+        finally:
+            torch._C._set_mkldnn_enabled(kept)
 
 
 def traced_size(size: int | torch.SymInt, *, extra: int = 0) -> int:
