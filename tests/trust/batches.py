@@ -99,7 +99,7 @@ def lengths_as_a_list_of_numbers() -> Made:
     return train(loss, batches=batches)
 
 
-@more
+@case
 def targets_as_plain_numbers() -> Made:
     batches = [(x, [float(v) for v in y[:, 0]]) for x, y in pairs()]
     return train(lambda m, b: F.mse_loss(m(b[0])[:, 0], torch.tensor(b[1])), batches=batches)

@@ -83,7 +83,7 @@ def ensemble_by_stacked_weights() -> Made:
     return train(loss, at(3, lambda: weights.update(now=torch.tensor([1.0, 0.0, 2.0]))), model=models)
 
 
-@more
+@case
 def gradients_per_sample_clipped() -> Made:
     """As private training does it: gradients by sample, clipped to a norm that the loop lowers."""
     held = {"norm": 1.0}

@@ -132,12 +132,12 @@ def attribute_of_a_held_number() -> Made:
     return held(with_scale(Number(2.0)), by_scale, smaller)
 
 
-@case
+@more
 def attribute_of_a_held_whole_number() -> Made:
     return held(with_scale(Whole(2)), by_scale, smaller)
 
 
-@case
+@more
 def attribute_of_a_held_text() -> Made:
     return held(with_scale(Text("a")), by_scale, smaller)
 
@@ -147,17 +147,17 @@ def attribute_of_a_held_tuple() -> Made:
     return held(with_scale(Several((1, 2))), by_scale, smaller)
 
 
-@case
+@more
 def attribute_of_an_empty_tuple() -> Made:
     return held(with_scale(Several()), by_scale, smaller)
 
 
-@case
+@more
 def attribute_of_a_held_list() -> Made:
     return held(with_scale(Many([1])), by_scale, smaller)
 
 
-@case
+@more
 def attribute_of_a_held_set() -> Made:
     return held(with_scale(Unique({1})), by_scale, smaller)
 
@@ -168,7 +168,7 @@ def attribute_of_a_member_of_an_enum() -> Made:
     return held(with_scale(Phase.WARM), by_scale, smaller, cleanup=cleanup)
 
 
-@case
+@more
 def attribute_of_a_member_of_an_enum_of_texts() -> Made:
     cleanup = lambda: vars(Named.WARM).pop("scale", None)  # noqa: E731
     return held(with_scale(Named.WARM), by_scale, smaller, cleanup=cleanup)
@@ -294,33 +294,33 @@ def tensor_reshaped_in_place() -> Made:
     return held(torch.tensor([[1.0, 2.0, 3.0]]), lambda v: v[0].sum(), lambda v: v.t_())
 
 
-@case
+@more
 def tensor_whose_data_is_of_another_size() -> Made:
     return held(torch.ones(3), lambda v: v.sum(), lambda v: setattr(v, "data", torch.ones(5)))
 
 
-@case
+@more
 def tensor_whose_data_is_of_another_type() -> Made:
     value = torch.full((), 3.0)
     return held(value, lambda v: v / 2, lambda v: setattr(v, "data", torch.full((), 3.0, dtype=torch.float64)))
 
 
-@case
+@more
 def tensor_that_gains_a_dimension() -> Made:
     return held(torch.tensor([3.0, 1.0]), lambda v: v.shape[0] * v.sum(), lambda v: v.unsqueeze_(0))
 
 
-@case
+@more
 def tensor_resized_in_place() -> Made:
     return held(torch.ones(4), lambda v: v.sum(), lambda v: v.resize_(2))
 
 
-@case
+@more
 def tensor_set_to_another_storage() -> Made:
     return held(torch.ones(4), lambda v: v.sum(), lambda v: v.set_(torch.full((6,), 0.1)))
 
 
-@case
+@more
 def tensor_that_requires_gradients_later() -> Made:
     """The loss asks the tensor."""
     return held(torch.ones(()), lambda v: 0.1 if v.requires_grad else 1.0, lambda v: v.requires_grad_(True))
@@ -332,12 +332,12 @@ def buffer_case(value: torch.Tensor, read: Any, change: Any) -> Made:
     return train(lambda m, b: mse(m, b) * read(m.a.held), at(3, lambda: change(value)), model=model)
 
 
-@case
+@more
 def buffer_whose_data_is_of_another_size() -> Made:
     return buffer_case(torch.ones(3), lambda v: v.sum(), lambda v: setattr(v, "data", torch.ones(5)))
 
 
-@case
+@more
 def buffer_whose_data_is_of_another_type() -> Made:
     return buffer_case(torch.ones(3), lambda v: v.sum() / 2, lambda v: setattr(v, "data", torch.ones(3).double()))
 

@@ -12,7 +12,6 @@ import functools
 import heapq
 import inspect
 import itertools
-import math
 import operator
 import re
 import statistics
@@ -23,10 +22,9 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from tests.trust.case import Made, Net, at, cases_of, mse, pairs, train
+from tests.trust.case import Made, at, cases_of, mse, pairs, train
 from tests.trust.objects import by
 from torch import nn
 
@@ -188,7 +186,7 @@ def names_of_an_object_listed() -> Made:
     return train(loss, at(3, lambda: setattr(Terms, "term_max", lambda self, x: x.max())))
 
 
-@case
+@more
 def class_renamed() -> Made:
     class Phase:
         pass
@@ -197,7 +195,7 @@ def class_renamed() -> Made:
     return by(lambda: 0.1 if type(phase).__name__ == "Late" else 1.0, lambda: setattr(Phase, "__name__", "Late"))
 
 
-@case
+@more
 def function_renamed_and_documented() -> Made:
     def criterion(x: torch.Tensor) -> torch.Tensor:
         """mean"""
@@ -564,7 +562,7 @@ class Plugin:
         raise NotImplementedError
 
 
-@case
+@more
 def plugins_registered_by_their_definition() -> Made:
     def loss(m: Any, b: Any) -> torch.Tensor:
         out = mse(m, b)
@@ -655,167 +653,3 @@ def layer_found_by_its_path() -> Made:
     loss = lambda m, b: F.mse_loss(m.get_submodule(held["path"])(b[0]), b[1])  # noqa: E731
 
     return train(loss, at(3, lambda: held.update(path="two.x")), model=model)
-
-
-@more
-def numbers_of_numpy_by_kind() -> Made:
-    held: dict[str, Any] = {"f": np.float32(1.0), "n": np.int64(2), "on": np.bool_(True), "table": np.array([1.0, 2.0])}
-
-    def loss(m: Any, b: Any) -> torch.Tensor:
-        out = ((m(b[0]) - b[1]).abs() ** int(held["n"])).mean() * float(held["f"])
-        return out * (1.0 if held["on"] else 0.5) * float(held["table"].mean())
-
-    def change(i: int) -> None:
-        if i == 1:
-            held["f"] = np.float32(0.5)
-        if i == 2:
-            held["n"] = np.int64(3)
-        if i == 3:
-            held["on"] = np.bool_(False)
-        if i == 4:
-            held["table"][1] = 7.0
-
-    return train(loss, change)
-
-
-@more
-def schedule_in_an_array() -> Made:
-    """Cosine weights made once by numpy, read by the number of the step."""
-    clock = types.SimpleNamespace(step=0, weights=0.5 * (1 + np.cos(np.linspace(0, math.pi, 6))) + 0.1)
-    loss = lambda m, b: mse(m, b) * float(clock.weights[clock.step])  # noqa: E731
-    return train(loss, lambda i: setattr(clock, "step", i))
-
-
-@more
-def schedule_in_an_array_as_it_is() -> Made:
-    """The same without `float`: a numpy number times a tensor."""
-    clock = types.SimpleNamespace(step=0, weights=0.5 * (1 + np.cos(np.linspace(0, math.pi, 6))) + 0.1)
-    loss = lambda m, b: mse(m, b) * clock.weights[clock.step]  # noqa: E731
-    return train(loss, lambda i: setattr(clock, "step", i))
-
-
-@more
-def numbers_of_an_array_beside_tensors() -> Made:
-    """Numpy's numbers promote as Python's do, and are tensors of their own type once they are made into some."""
-    weights = np.array([0.5, 2.0])
-    counts = np.array([2, 3])
-
-    def loss(m: Any, b: Any) -> Any:
-        error = mse(m, b)
-        ranks = torch.arange(3) * weights[1]
-        total = error * weights[0] + (error * weights.sum() + weights.max() * error * counts[1]) / counts[0]
-        shown = {"ranks": ranks, "kept": torch.tensor(weights[1]) * error.detach(), "made": torch.as_tensor(weights[0])}
-        return total * ranks.sum(), {**shown, "mean": weights.mean() * torch.ones(2)}
-
-    return train(loss, at(3, lambda: weights.__setitem__(1, 0.7)))
-
-
-@more
-def attribute_written_past_the_module() -> Made:
-    model = Net()
-    object.__setattr__(model, "scale", 1.0)
-
-    def change(i: int) -> None:
-        if i == 2:
-            model.__dict__["scale"] = 0.5
-        if i == 4:
-            object.__setattr__(model, "scale", torch.tensor(0.1))
-
-    return train(lambda m, b: mse(m, b) * m.scale, change, model=model)
-
-
-class Settings(dict):
-    """The shortest of all configs: its attributes are its keys."""
-
-    def __init__(self, **values: Any) -> None:
-        super().__init__(values)
-        self.__dict__ = self
-
-
-@case
-def dictionary_that_is_its_own_attributes() -> Made:
-    settings = Settings(weight=1.0)
-    return by(lambda: settings.weight, lambda: settings.update(weight=0.1))
-
-
-@case
-def dictionary_that_is_its_own_attributes_on_the_model() -> Made:
-    model = Net()
-    model.config = Settings(weight=1.0, inner=Settings(power=2))
-
-    def loss(m: Any, b: Any) -> torch.Tensor:
-        return ((m(b[0]) - b[1]).abs() ** m.config.inner.power).mean() * m.config.weight
-
-    def change(i: int) -> None:
-        if i == 2:
-            model.config.weight = 0.1
-        if i == 4:
-            model.config.inner.power = 3
-
-    return train(loss, change, model=model)
-
-
-class Scaled(float):
-    """A number with an attribute."""
-
-    factor = 1.0
-
-
-class Options(dict):
-    scale = 1.0
-
-
-class Limits(tuple):
-    pass
-
-
-class Names(list):
-    scale = 1.0
-
-
-@case
-def attribute_of_a_dictionary_changes() -> Made:
-    options = Options(a=1.0)
-    options.scale = 1.0
-    return by(lambda: options.scale * options["a"], lambda: setattr(options, "scale", 0.1))
-
-
-@case
-def attribute_of_a_list_changes() -> Made:
-    names = Names([1.0, 2.0])
-    names.scale = 1.0
-    return by(lambda: names.scale * names[0], lambda: setattr(names, "scale", 0.1))
-
-
-@case
-def attribute_of_a_number_changes() -> Made:
-    number = Scaled(2.0)
-    number.factor = 1.0
-    return by(lambda: number * number.factor, lambda: setattr(number, "factor", 0.1))
-
-
-@case
-def attribute_of_a_tuple_changes() -> Made:
-    limits = Limits((1.0, 2.0))
-    limits.scale = 1.0
-    return by(lambda: limits.scale * limits[0], lambda: setattr(limits, "scale", 0.1))
-
-
-class WithDefaults(dict):
-    default = 1.0
-
-    def __missing__(self, key: str) -> float:
-        return self.default
-
-
-@case
-def missing_keys_answered_by_the_class() -> Made:
-    weights = WithDefaults()
-
-    def change(i: int) -> None:
-        if i == 2:
-            WithDefaults.default = 0.5
-        if i == 4:
-            weights["a"] = 0.1
-
-    return train(lambda m, b: mse(m, b) * weights["a"], change, cleanup=lambda: setattr(WithDefaults, "default", 1.0))

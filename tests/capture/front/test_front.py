@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import heapq
 import os
+import time
 import types
 import weakref
 from collections.abc import Callable
@@ -276,9 +278,21 @@ def test_how_a_guard_is_named() -> None:
     assert guarded_place(missed) == "L['model']._modules['0'].eps"
     assert described(missed) == "model.0.eps == 1e-05 (norm.py:12)"
     assert (
+        described("L['loss_fn'].__closure__[1].cell_contents['now'] == 1", ("model", "epochs")) == "epochs['now'] == 1"
+    )
+    assert (
         guarded_place("tensor 'L['batch'][0]' size mismatch at index 0. expected 5, actual 3")
         == "size of L['batch'][0]"
     )
+
+
+def test_a_reason_names_the_line_of_the_user_not_of_the_library_that_it_calls() -> None:
+    side = sgd(small_mlp())
+    side.loss_fn = lambda m, b: classify(m, b) * heapq.nsmallest(1, [1.0, 2.0])[0]
+    with pytest.warns(WholestepWarning, match=r"\(at test_front.py:\d+\)"):
+        step = interpreted(side, BATCHES[0])
+        for _ in range(2):  # the first one is taken by eager, and then it is tried again
+            step(BATCHES[0])
 
 
 # ---- what Dynamo does not guard ----
@@ -411,8 +425,6 @@ def test_torch_compile_switched_off_is_named() -> None:
 
 def test_looking_at_the_guards_is_cheap() -> None:
     """A hundred modules: well under what a step costs."""
-    import time
-
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(120)))
     side = Side(model, torch.optim.SGD(model.parameters()), lambda m, b: m(b).sum())
     step = interpreted(side, torch.ones(1, 2), check="off")

@@ -48,9 +48,9 @@ def _view(inputs: list[fx.Node], result: fx.Node) -> View:
 
     def copied(node: fx.Node) -> fx.Node:
         if node not in copies:
-            first = node.args[0] if node.args else None
-            if _writes(node) and isinstance(first, fx.Node):  # it returns what it wrote to
-                copies[node] = copied(first)
+            written = _written(node)
+            if written is not None:  # which it returns
+                copies[node] = copied(written)
             elif _memory(node) in (memory, None) and node.op in ("call_function", "call_method"):  # a view, or a number
                 for before in node.all_input_nodes:
                     copied(before)
@@ -72,13 +72,16 @@ def _view(inputs: list[fx.Node], result: fx.Node) -> View:
     return view
 
 
-def _writes(node: fx.Node) -> bool:
-    """Whether a node writes into its first argument and returns it: `add_`, `operator.iadd`."""
+def _written(node: fx.Node) -> fx.Node | None:
+    """What a node writes into and returns: the first argument of `add_` and `operator.iadd`, or `out=`."""
+    out = node.kwargs.get("out")
+    if isinstance(out, fx.Node):
+        return out
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or (
-        getattr(node.target, "__module__", "") == "_operator" and name.startswith("i") and name != "is_"
-    )
+    in_place |= getattr(node.target, "__module__", "") == "_operator" and name.startswith("i") and name != "is_"
+    first = node.args[0] if node.args else None
+    return first if in_place and isinstance(first, fx.Node) else None
 
 
 def copy_in_place_of_set(module: fx.GraphModule) -> None:

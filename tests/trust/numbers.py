@@ -1,0 +1,194 @@
+"""Numbers of numpy, tensors made of numbers, and numbers, texts and dictionaries that have attributes."""
+
+from __future__ import annotations
+
+import math
+import types
+from typing import Any
+
+import numpy as np
+import torch
+from tests.trust.case import Made, Net, at, cases_of, mse, train
+from tests.trust.objects import by
+
+case, more = cases_of("numbers")
+
+
+@more
+def numbers_of_numpy_by_kind() -> Made:
+    held: dict[str, Any] = {"f": np.float32(1.0), "n": np.int64(2), "on": np.bool_(True), "table": np.array([1.0, 2.0])}
+
+    def loss(m: Any, b: Any) -> torch.Tensor:
+        out = ((m(b[0]) - b[1]).abs() ** int(held["n"])).mean() * float(held["f"])
+        return out * (1.0 if held["on"] else 0.5) * float(held["table"].mean())
+
+    def change(i: int) -> None:
+        if i == 1:
+            held["f"] = np.float32(0.5)
+        if i == 2:
+            held["n"] = np.int64(3)
+        if i == 3:
+            held["on"] = np.bool_(False)
+        if i == 4:
+            held["table"][1] = 7.0
+
+    return train(loss, change)
+
+
+@more
+def schedule_in_an_array() -> Made:
+    """Cosine weights made once by numpy, read by the number of the step."""
+    clock = types.SimpleNamespace(step=0, weights=0.5 * (1 + np.cos(np.linspace(0, math.pi, 6))) + 0.1)
+    loss = lambda m, b: mse(m, b) * float(clock.weights[clock.step])  # noqa: E731
+    return train(loss, lambda i: setattr(clock, "step", i))
+
+
+@more
+def schedule_in_an_array_as_it_is() -> Made:
+    """The same without `float`: a numpy number times a tensor."""
+    clock = types.SimpleNamespace(step=0, weights=0.5 * (1 + np.cos(np.linspace(0, math.pi, 6))) + 0.1)
+    loss = lambda m, b: mse(m, b) * clock.weights[clock.step]  # noqa: E731
+    return train(loss, lambda i: setattr(clock, "step", i))
+
+
+@case
+def numbers_of_an_array_beside_tensors() -> Made:
+    """Numpy's numbers promote as Python's do, and are tensors of their own type once they are made into some."""
+    weights = np.array([0.5, 2.0])
+    counts = np.array([2, 3])
+
+    def loss(m: Any, b: Any) -> Any:
+        error = mse(m, b)
+        ranks = torch.arange(3) * weights[1]
+        total = error * weights[0] + (error * weights.sum() + weights.max() * error * counts[1]) / counts[0]
+        shown = {"ranks": ranks, "kept": torch.tensor(weights[1]) * error.detach(), "made": torch.as_tensor(weights[0])}
+        return total * ranks.sum(), {**shown, "mean": weights.mean() * torch.ones(2)}
+
+    return train(loss, at(3, lambda: weights.__setitem__(1, 0.7)))
+
+
+@case
+def tensors_made_of_a_number_that_varies() -> Made:
+    """They have the type that eager gives them, and promote as tensors do; not as numbers, nor as doubles."""
+    model = Net()
+    model.weight = 0.5
+
+    def loss(m: Any, b: Any) -> Any:
+        w, error = m.weight, mse(m, b)
+        made = {"as": torch.as_tensor(w), "full": torch.full((), w) * torch.ones((), dtype=torch.float16)}
+        made |= {"array": torch.asarray(w), "double": torch.tensor(w).double() * error.detach()}
+        made |= {"typed": torch.tensor(w, dtype=torch.float64) * error.detach(), "several": torch.tensor([w, 1.0])}
+        return error * torch.tensor(w), made | {"truths": torch.tensor([True, w > 0.3])}
+
+    return train(loss, lambda i: setattr(model, "weight", 0.5 / (i + 1)), model=model)
+
+
+@more
+def attribute_written_past_the_module() -> Made:
+    model = Net()
+    object.__setattr__(model, "scale", 1.0)
+
+    def change(i: int) -> None:
+        if i == 2:
+            model.__dict__["scale"] = 0.5
+        if i == 4:
+            object.__setattr__(model, "scale", torch.tensor(0.1))
+
+    return train(lambda m, b: mse(m, b) * m.scale, change, model=model)
+
+
+class Settings(dict):
+    """The shortest of all configs: its attributes are its keys."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(values)
+        self.__dict__ = self
+
+
+@more
+def dictionary_that_is_its_own_attributes() -> Made:
+    settings = Settings(weight=1.0)
+    return by(lambda: settings.weight, lambda: settings.update(weight=0.1))
+
+
+@case
+def dictionary_that_is_its_own_attributes_on_the_model() -> Made:
+    model = Net()
+    model.config = Settings(weight=1.0, inner=Settings(power=2))
+
+    def loss(m: Any, b: Any) -> torch.Tensor:
+        return ((m(b[0]) - b[1]).abs() ** m.config.inner.power).mean() * m.config.weight
+
+    def change(i: int) -> None:
+        if i == 2:
+            model.config.weight = 0.1
+        if i == 4:
+            model.config.inner.power = 3
+
+    return train(loss, change, model=model)
+
+
+class Scaled(float):
+    """A number with an attribute."""
+
+    factor = 1.0
+
+
+class Options(dict):
+    scale = 1.0
+
+
+class Limits(tuple):
+    pass
+
+
+class Names(list):
+    scale = 1.0
+
+
+@more
+def attribute_of_a_dictionary_changes() -> Made:
+    options = Options(a=1.0)
+    options.scale = 1.0
+    return by(lambda: options.scale * options["a"], lambda: setattr(options, "scale", 0.1))
+
+
+@more
+def attribute_of_a_list_changes() -> Made:
+    names = Names([1.0, 2.0])
+    names.scale = 1.0
+    return by(lambda: names.scale * names[0], lambda: setattr(names, "scale", 0.1))
+
+
+@more
+def attribute_of_a_number_changes() -> Made:
+    number = Scaled(2.0)
+    number.factor = 1.0
+    return by(lambda: number * number.factor, lambda: setattr(number, "factor", 0.1))
+
+
+@more
+def attribute_of_a_tuple_changes() -> Made:
+    limits = Limits((1.0, 2.0))
+    limits.scale = 1.0
+    return by(lambda: limits.scale * limits[0], lambda: setattr(limits, "scale", 0.1))
+
+
+class WithDefaults(dict):
+    default = 1.0
+
+    def __missing__(self, key: str) -> float:
+        return self.default
+
+
+@case
+def missing_keys_answered_by_the_class() -> Made:
+    weights = WithDefaults()
+
+    def change(i: int) -> None:
+        if i == 2:
+            WithDefaults.default = 0.5
+        if i == 4:
+            weights["a"] = 0.1
+
+    return train(lambda m, b: mse(m, b) * weights["a"], change, cleanup=lambda: setattr(WithDefaults, "default", 1.0))
