@@ -48,9 +48,9 @@ def _view(inputs: list[fx.Node], result: fx.Node) -> View:
 
     def copied(node: fx.Node) -> fx.Node:
         if node not in copies:
-            first = node.args[0] if node.args else None
-            if _writes(node) and isinstance(first, fx.Node):  # it returns what it wrote to
-                copies[node] = copied(first)
+            written = node.kwargs.get("out") or (node.args[0] if node.args and _writes(node) else None)
+            if isinstance(written, fx.Node):  # it returns what it wrote to
+                copies[node] = copied(written)
             elif _memory(node) in (memory, None) and node.op in ("call_function", "call_method"):  # a view, or a number
                 for before in node.all_input_nodes:
                     copied(before)
