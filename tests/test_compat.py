@@ -70,3 +70,14 @@ def test_a_driver_that_refuses_is_no_error(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(torch.cuda, "list_gpu_processes", refuse)
     assert compat.bytes_on_card(torch.device("cuda")) is None
+
+
+@pytest.mark.parametrize(
+    ("fact", "python"),
+    [
+        ("Eq(u0, 1)", "n == 1"), ("FloatTrueDiv(1.0, ToFloat(u0))", "1.0 / n"), ("Ne(u0, u1)", "n1 != n2"),
+        ("2*Max(2, TruncToInt(zuf0 + 5.7)) > 38", "2*max(2, int(n + 5.7)) > 38"), ("Eq(4*u3, Mod(u1, 3))", "4*n1 == Mod(n2, 3)"),
+    ],
+)  # fmt: skip
+def test_facts_about_data_read_as_python(fact: str, python: str) -> None:
+    assert compat.in_python(fact) == python

@@ -185,7 +185,7 @@ SizeFromData = GuardOnDataDependentSymNode
 def about_picked_places(error: Exception) -> str:
     """Such an error in words that a user can do something about."""
     condition = re.search(r"expression (.+?) \(unhinted", str(error))
-    asked = f" (whether {condition[1]})" if condition else ""
+    asked = f" (whether {in_python(condition[1])})" if condition else ""
     if "Size-like symbols: none" in str(error):
         return (
             f"what is computed depends on a value that is known only when the step runs{asked}; select by torch.where or a "
@@ -195,6 +195,22 @@ def about_picked_places(error: Exception) -> str:
         f"what is computed depends on how many places a mask picks{asked}; weight by the mask in the place of picking, as "
         "(x * mask).sum() / mask.sum() does"
     )
+
+
+def in_python(fact: str) -> str:
+    """A fact about what data tells, as sympy writes it, in Python: `Eq(u0, 1)` is `n == 1`."""
+    for name, sign in (("Eq", "=="), ("Ne", "!="), ("FloatTrueDiv", "/")):
+        fact = re.sub(rf"\b{name}\(([^(),]+(?:\([^()]*\))?), ([^(),]+(?:\([^()]*\))?)\)", rf"\1 {sign} \2", fact)
+    fact = (
+        re.sub(r"\bToFloat\((\w+)\)", r"\1", fact)
+        .replace("TruncToInt(", "int(")
+        .replace("Max(", "max(")
+        .replace("Min(", "min(")
+    )
+    names = list(dict.fromkeys(re.findall(r"\b(?:zuf|zf|u)\d+\b", fact)))
+    for i, name in enumerate(names):
+        fact = re.sub(rf"\b{name}\b", "n" if len(names) == 1 else f"n{i + 1}", fact)
+    return fact
 
 
 def facts_of_data(mode: FakeTensorMode) -> set[Any]:
@@ -362,6 +378,24 @@ def saved_tensor_hooks() -> Any:
 def in_function_transform() -> bool:
     """Whether torch.func (grad, vmap, jvp) or forward-mode autograd is at work."""
     return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+def in_vmap() -> bool:
+    """Whether torch.func.vmap is at work, at any level."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return False
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether it is one of many that torch.func.vmap computes at once, at any level: nobody may read it after the transform."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
 
 
 def in_function_mode(kind: type) -> bool:

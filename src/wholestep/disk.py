@@ -49,6 +49,17 @@ def read_bytes(path: Path) -> bytes | None:
         return None
 
 
+def write_sealed(path: Path, data: bytes) -> bool:
+    """`write_atomically` behind a hash of the data, for caches that change what is trained: see `read_sealed`."""
+    return write_atomically(path, hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
+
+
+def read_sealed(path: Path) -> bytes | None:
+    """What `write_sealed` wrote; None when there is no such file, or any of its bytes is another one."""
+    seal, _, data = (read_bytes(path) or b"").partition(b"\n")
+    return data if seal == hashlib.sha256(data).hexdigest().encode() else None
+
+
 def hash_of(path: Path) -> str:
     """sha256: of those in hashlib that notice every change the fastest where the processor has instructions for it."""
     found, buffer = hashlib.sha256(), bytearray(_READ_BYTES)

@@ -365,3 +365,35 @@ def test_lengths_of_ctc_go_where_the_rest_is(named: bool) -> None:
     with Devices() as devices, FunctionLevel(Sites([])):
         F.ctc_loss(*inputs, **lengths) if named else F.ctc_loss(*inputs, *lengths.values())
     assert devices.seen == {"meta"}
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(50, 50), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.linear(x))
+
+
+@pytest.mark.parametrize("by", ["module", "rand_like", "attention"])
+@pytest.mark.parametrize("randomness", ["different", "same"])
+def test_rows_of_vmap_draw_as_they_are_told(by: str, randomness: str) -> None:
+    """Operators of ours would be called row by row, all with one key."""
+    model = Dropping()
+
+    def row(x: torch.Tensor) -> torch.Tensor:
+        if by == "attention":
+            x = model.linear(x).reshape(1, 5, 10)
+            return F.scaled_dot_product_attention(x, x, torch.ones_like(x), dropout_p=0.5)
+        return model(x) if by == "module" else torch.rand_like(x) * model.linear(x).sum().square().clamp(1, 1)
+
+    def loss(_: Any, x: torch.Tensor) -> Any:
+        drawn = torch.func.vmap(row, randomness=randomness)(x)
+        return drawn.square().mean(), {"drawn": drawn.detach()}
+
+    step = interpreted(Side(model, torch.optim.SGD(model.parameters(), lr=0.0), loss), ONES, check="off")
+    rows = drawn(step)[0]
+    assert step.rung == "whole step", step.explain()
+    assert all(torch.equal(rows[0], other) for other in rows[1:]) == (randomness == "same")
+    assert not torch.equal(drawn(step)[0], rows)

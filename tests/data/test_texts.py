@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sysconfig
 from pathlib import Path
 
@@ -67,8 +68,12 @@ def test_a_bpe_is_trained_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert make_tokens("bpe", TEXT, 300).encode(TEXT).equal(first.encode(TEXT))
     assert kept.stat().st_mtime_ns == before
     assert make_tokens("bpe", TEXT, 301).size >= first.size and len(list(kept.parent.iterdir())) == 2
-    kept.write_text("{")  # damaged
-    assert make_tokens("bpe", TEXT, 300).encode(TEXT).equal(first.encode(TEXT))
+    head, _, body = kept.read_text(encoding="utf-8").rpartition("\n")
+    other = json.loads(body)
+    del other["model"]["merges"][0]  # a tokenizer too, that cuts words in another way
+    for damaged in ("{", f"{head}\n{json.dumps(other)}", json.dumps(other)):
+        kept.write_text(damaged, encoding="utf-8")
+        assert make_tokens("bpe", TEXT, 300).encode(TEXT).equal(first.encode(TEXT))
 
 
 def test_without_the_package_a_bpe_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

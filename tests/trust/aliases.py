@@ -158,6 +158,14 @@ def copy_of_a_weight_kept_at_the_first_call() -> Made:
 
 
 @case
+def spectral_norm_keeps_what_it_writes_by_out() -> Made:
+    """`self._u = F.normalize(..., out=self._u)`: the buffer itself, after the write."""
+    model = Net()
+    nn.utils.parametrizations.spectral_norm(model.a)
+    return train(model=model, state=lambda: [b for _, b in model.named_buffers()])
+
+
+@case
 def weights_of_every_step_kept_as_views() -> Made:
     """A history of `detach()`, all of which show the newest weights, as people find out."""
     kept: list[torch.Tensor] = []

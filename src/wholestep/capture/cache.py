@@ -27,7 +27,7 @@ from wholestep.capture.preflight import refuse_unsupported
 from wholestep.capture.reading import Reading
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
-from wholestep.disk import cache_folder, read_bytes, write_atomically
+from wholestep.disk import cache_folder, read_bytes, read_sealed, write_atomically, write_sealed
 from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
 from wholestep.graph.serialise import dumps, loads
@@ -105,11 +105,11 @@ def _store(path: Path, capture: Capture) -> None:
         "plan": None if capture.plan is None else capture.plan.to_json(),
         "sizes": [len(p) for p in parts],
     }
-    write_atomically(path, json.dumps(facts).encode() + b"\n" + b"".join(parts))
+    write_sealed(path, json.dumps(facts).encode() + b"\n" + b"".join(parts))
 
 
 def _load(path: Path, reading: Reading) -> Capture | None:
-    data = read_bytes(path)
+    data = read_sealed(path)
     if data is None:
         return None
     mode = compat.new_fake_mode()

@@ -144,6 +144,10 @@ class FunctionLevel(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if (
+            compat.in_vmap()
+        ):  # it knows torch's operators, and which of them draw anew for every row; ours it would call row by row
+            return func(*args, **kwargs)
         if func is F.dropout or func is torch.dropout:
             return self._dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention:

@@ -144,7 +144,8 @@ def _trace(tracer: Tracer) -> tuple[TrainingGraph, tuple[torch.Tensor, ...]]:
     unseen = compat.facts_of_data(tracer.mode) - {one.fact for one in tracer.facts}
     if unseen:
         raise CaptureRefused(
-            f"masks pick numbers of places that have to fit each other, which nothing looks at: {unseen}"
+            "a number n that only data tells (how many places a mask picks, a value read by .item()) has to be such that "
+            f"{' and '.join(sorted(compat.in_python(str(fact)) for fact in unseen))}, and nothing looks whether it is"
         )
     attribute_backward(recorded)
     if tracer.watch is not None:

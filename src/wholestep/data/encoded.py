@@ -22,13 +22,15 @@ import numpy as np
 from wholestep.data.rows import BETWEEN
 from wholestep.data.sources import Source, key_of
 from wholestep.data.tokens import Tokens
-from wholestep.disk import cache_folder, read_json
+from wholestep.disk import cache_folder, hash_of, read_json
 from wholestep.errors import BadOption
 
 VERSION = 1
 """Raised when the same documents would be cut in another way."""
 PIECE = 8_000_000
 """A longer document is cut at a line before it is encoded: the tokenizer takes a hundred times the memory of its text."""
+MOST_HASHED = 1 << 30
+"""Bytes of a file that are compared with their hash when it is opened, which takes about a second; of larger ones the size is."""
 _SECONDS_OF_A_DAY = 86_400
 
 
@@ -109,7 +111,9 @@ def _write(folder: Path, source: Source, tokens: Tokens, kind: type) -> None:
             os.fsync(file.fileno())
     source.refuse_if_changed()  # the entry is named after what the files held before
     sizes = {name: (folder / f"{name}.bin").stat().st_size for name in ("train", "held")}
-    (folder / "facts.json").write_text(json.dumps({"sizes": sizes, "text_bytes": text_bytes, "count": count}))
+    hashes = {name: hash_of(folder / f"{name}.bin") for name, size in sizes.items() if size <= MOST_HASHED}
+    facts = {"sizes": sizes, "sha256": hashes, "text_bytes": text_bytes, "count": count}
+    (folder / "facts.json").write_text(json.dumps(facts))
 
 
 def _ids(tokens: Tokens, text: bytes, kind: type) -> Any:
@@ -136,9 +140,10 @@ def _opened(folder: Path, kind: type) -> Encoded | None:
         facts = read_json(folder / "facts.json")
         rows = {}
         for name, size in facts["sizes"].items():
-            if (folder / f"{name}.bin").stat().st_size != size:
+            path = folder / f"{name}.bin"
+            if path.stat().st_size != size or (size <= MOST_HASHED and hash_of(path) != facts["sha256"][name]):
                 return None
-            rows[name] = np.memmap(folder / f"{name}.bin", kind, "r") if size else np.zeros(0, kind)
+            rows[name] = np.memmap(path, kind, "r") if size else np.zeros(0, kind)
         return Encoded(rows["train"], rows["held"], int(facts["text_bytes"]), int(facts["count"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

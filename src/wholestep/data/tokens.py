@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from wholestep.disk import cache_folder, read_bytes, write_atomically
+from wholestep.disk import cache_folder, read_sealed, write_sealed
 from wholestep.errors import BadOption
 
 if TYPE_CHECKING:  # its names are read before torch is loaded
@@ -224,7 +224,7 @@ def _trained(examples: Examples, vocabulary: int, names: tuple[str, ...]) -> Any
 
     facts = json.dumps(["bpe 1", tokenizers.__version__, vocabulary, names, examples.key])
     path = cache_folder("tokens") / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.json"
-    kept = read_bytes(path)
+    kept = read_sealed(path)
     if kept is not None:
         try:
             return tokenizers.Tokenizer.from_str(kept.decode("utf-8"))
@@ -238,7 +238,7 @@ def _trained(examples: Examples, vocabulary: int, names: tuple[str, ...]) -> Any
         show_progress=False,
     )
     made.train_from_iterator((text.decode("utf-8", errors="replace") for text in examples.read()), trainer)
-    write_atomically(path, made.to_str().encode("utf-8"))
+    write_sealed(path, made.to_str().encode("utf-8"))
     return made
 
 

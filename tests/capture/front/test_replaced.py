@@ -1,11 +1,71 @@
-"""Functions that Dynamo does not trace, and those of ours that stand in for them."""
+"""Functions of torch's that Dynamo does not trace as they are: whole steps all the same, equal to eager."""
 
 from __future__ import annotations
 
 import bisect
+import copy
 import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.runtime.twins import Side, Twins, eager_update, interpreted
+from torch import nn
+from torch.utils.checkpoint import checkpoint_sequential
 
 from wholestep.capture.front.replaced import SKIPPED
+
+SOURCE = torch.Generator().manual_seed(3)
+BATCHES = [(torch.randn(4, 6, generator=SOURCE), torch.rand(4, 5, generator=SOURCE) + 0.1) for _ in range(3)]
+LABELS = [[0, 2, -1, 1, 3], [-1, 0, 0, 0, 0], [4, 3, 2, 1, 0], [1, -1, 1, 1, 2]]
+"""Of several classes: what stands behind the first -1 of a row is none of them."""
+
+
+def gaussian(model: Any, batch: Any) -> torch.Tensor:
+    return F.gaussian_nll_loss(model(batch[0]), batch[1], batch[1] - 0.05)
+
+
+def several_labels(reduction: str) -> Any:
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return F.multilabel_margin_loss(model(batch[0]), torch.tensor(LABELS), reduction=reduction).sum()
+
+    return loss
+
+
+def in_segments(model: Any, batch: Any) -> torch.Tensor:
+    return checkpoint_sequential(model, 2, batch[0], use_reentrant=False).square().mean()
+
+
+def made(loss: Any) -> Side:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5))
+    return Side(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+
+
+@pytest.mark.parametrize("loss", [gaussian, in_segments, *map(several_labels, ("mean", "sum", "none"))])
+def test_a_whole_step_as_in_eager(loss: Any) -> None:
+    twins = Twins(lambda: made(loss), BATCHES[0], check="off")
+    ours, theirs = twins.losses(BATCHES)
+    assert twins.step.rung == "whole step", twins.step.explain()
+    assert ours == pytest.approx(theirs, rel=1e-6)
+    for a, b in zip(twins.ours.model.parameters(), twins.theirs.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_a_variance_below_zero_raises_and_changes_nothing() -> None:
+    side = made(gaussian)
+    step = interpreted(side, BATCHES[0], check="off")
+    step(BATCHES[0])
+    before = copy.deepcopy(side.model.state_dict())
+    with pytest.raises(ValueError, match="var has negative entry/entries"):
+        step((BATCHES[1][0], -BATCHES[1][1]))
+    assert all(torch.equal(value, before[name]) for name, value in side.model.state_dict().items())
+    other = made(gaussian)
+    other.model.load_state_dict(before)
+    step(BATCHES[2])
+    eager_update(other, BATCHES[2])
+    assert step.rung == "whole step"
+    assert all(map(torch.equal, side.model.parameters(), other.model.parameters()))
 
 
 def test_bisection_finds_the_same_place() -> None:

@@ -1,7 +1,7 @@
 """Functions of torch's that Dynamo does not trace: others run in their place.
 
 In: a call that Dynamo meets while it captures for us. Out: the same call of a function of ours, which Dynamo then follows
-and which computes the same by operators of `ws`. Elsewhere nothing is replaced.
+and which computes the same by operators of `ws`. Elsewhere nothing is replaced, but for one operator that torch traces wrongly.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.distributions import constraints
 from torch.nn.utils import rnn
+from torch.utils.checkpoint import checkpoint_sequential
 
 from wholestep.capture.front import traced as marks
 from wholestep.capture.front.assumed import assuming, follow_instruction
@@ -68,11 +69,23 @@ def _bisect_left(a: Any, x: Any, lo: int = 0, hi: int | None = None) -> int:
     return first
 
 
-IN_GRAPH: dict[Any, Callable[..., Any]] = {F.ctc_loss: _ctc_by_name, torch.ctc_loss: ctc_loss, torch._assert: _assert}
-"""What Dynamo would put into its graph as it is. Data tells the size of what CTC keeps, so that cannot be traced further."""
+def _checkpoint_sequential(
+    functions: Any, segments: int, input: Any, use_reentrant: bool | None = None, preserve_rng_state: bool = True
+) -> Any:
+    """torch's own, whose checkpoints are set aside for a whole step anyway."""
+    for function in functions:
+        input = function(input)
+    return input
+
+
+IN_GRAPH: dict[Any, Callable[..., Any]] = {
+    F.ctc_loss: _ctc_by_name, torch.ctc_loss: ctc_loss, torch._assert: _assert, F.gaussian_nll_loss: F.gaussian_nll_loss,
+}  # fmt: skip
+"""What Dynamo would put into its graph as it is. Data tells the size of what CTC keeps, so that cannot be traced further; and
+whether the loss of a Gaussian raises, so its own Python is followed (`assumed.py`)."""
 SKIPPED: dict[Any, Callable[..., Any]] = {
     constraints.is_dependent: _is_dependent, torch.sparse_coo_tensor: make_coo,
-    rnn.pack_padded_sequence: pack_padded, rnn.pad_packed_sequence: pad_packed,
+    rnn.pack_padded_sequence: pack_padded, rnn.pad_packed_sequence: pad_packed, checkpoint_sequential: _checkpoint_sequential,
     bisect.bisect_right: _bisect_right, bisect.bisect_left: _bisect_left,
 }  # fmt: skip
 """What Dynamo refuses, in one version or in all."""
@@ -114,6 +127,27 @@ if (
 ):  # torch 2.11 checks nothing
     _handlers = TorchInGraphFunctionVariable._get_handlers()
     _handlers[F.one_hot] = _checked_one_hot(_handlers[F.one_hot])
+
+
+def _margin_loss(input: torch.Tensor, target: torch.Tensor, reduction: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """F.multilabel_margin_loss as it is computed; torch (2.11, 2.13) traces it as if what stands behind the end of a row's targets
+    named class 0."""
+    rows, named = torch.atleast_2d(input), torch.atleast_2d(target)
+    counts = (named == -1).cumsum(-1) == 0
+    places = torch.arange(rows.shape[1], device=rows.device)
+    is_target = ((named.unsqueeze(-1) == places) & counts.unsqueeze(-1)).any(1)
+    chosen = rows.gather(-1, torch.where(counts, named, 0))
+    margins = torch.relu(1.0 - chosen.unsqueeze(-1) + rows.unsqueeze(1)) / rows.shape[1]
+    counted = counts.unsqueeze(-1) & ~is_target.unsqueeze(1)
+    loss = torch.where(counted, margins, 0.0).sum((1, 2))
+    loss = loss.mean() if reduction == 1 else loss.sum() if reduction == 2 else loss.reshape(input.shape[:-1])
+    return loss, is_target.to(input.dtype).reshape(target.shape)
+
+
+_margins = torch.ops.aten.multilabel_margin_loss_forward.default
+if torch._C.DispatchKey.Autograd in _margins.py_kernels:
+    _margins.py_kernels[torch._C.DispatchKey.Autograd] = _margin_loss
+    _margins._dispatch_cache.clear()
 
 
 def _replacing(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
