@@ -67,7 +67,7 @@ class Options:
         cache: reuse captured graphs from earlier processes.
         dump: a folder; the graph is written there after every stage, as Python.
         seed: for dropout and random numbers; None takes torch's seed.
-        verbose: progress on stderr; None shows it on a terminal.
+        verbose: progress on stderr, and at the end what `step.explain()` begins with; None shows progress on a terminal alone.
     """
 
     memory: str | int | None = None

@@ -65,3 +65,14 @@ def test_the_display_suits_the_stream() -> None:
 def test_times_and_rates_are_short() -> None:
     assert [duration(s) for s in (0.04, 59.94, 187, 7387)] == ["0.0 s", "59.9 s", "3:07", "2:03:07"]
     assert [rate(v) for v in (0.1234, 12.34, 51234.5)] == ["0.123", "12.3", "51,234"]
+
+
+def test_the_bar_says_in_one_line_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Compiled:
+        graph, rung, notes = None, "whole step", ()
+
+    monkeypatch.setenv("TERM", "dumb")
+    bar = Bar(stream := io.StringIO())
+    bar.compiling("inductor")
+    bar.compiled(Compiled(), 61.0)  # type: ignore[arg-type]
+    assert stream.getvalue().splitlines() == ["compiled in 1:01: whole step"]

@@ -1,4 +1,5 @@
-"""What a person sees while a step is captured and compiled: one live line on a terminal, plain lines with verbose=True."""
+"""What a person sees while a step is captured and compiled: one live line on a terminal; with verbose=True plain lines elsewhere
+too, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ class Progress:
     def __init__(self, verbose: bool | None = None) -> None:
         self.terminal = sys.stderr.isatty()
         self.shown = self.terminal if verbose is None else verbose
+        self.summarised = verbose is True
 
     @contextlib.contextmanager
     def stage(self, text: str) -> Iterator[None]:
@@ -26,7 +28,7 @@ class Progress:
         self._live(f"{text} ...")
 
     def finish(self, summary: str) -> None:
-        if self.shown:
+        if self.summarised:
             print("\n".join(summary.splitlines()[:12]), file=sys.stderr, flush=True)
 
     def _live(self, text: str) -> None:

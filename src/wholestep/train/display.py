@@ -131,8 +131,6 @@ class Bar(Lines):
 
     def compiling(self, backend: str) -> None: ...
 
-    def compiled(self, step: Step, seconds: float) -> None: ...
-
     def started(self, *, at: int, steps: int, unit: str) -> None:
         super().started(at=at, steps=steps, unit=unit)
         blank: dict[str, Any] = dict.fromkeys(("loss", "held_out", "speed", "memory", "left"), "")
