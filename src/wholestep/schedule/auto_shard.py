@@ -209,7 +209,7 @@ class Search:
         found: dict[Group, str] = {}
         for place in program.find_nodes(op="placeholder"):
             group = self.by_place.get(place.name)
-            if group in dims and group not in found:
+            if group is not None and group in dims and group not in found:
                 found[group] = (
                     "what ranks make of it is summed" if _is_summed(place) else "each rank makes its part of the result"
                 )
