@@ -311,3 +311,31 @@ def test_a_parameter_that_is_dropped_is_dropped_once() -> None:
     layer = rel.layer(lambda e, p: (e.src.x.unsqueeze(1) @ F.dropout(p.W, 0.5)[e.type]).squeeze(1))
     out = layer(RelGraph([0, 0], [1, 2], [0, 0]), {"x": torch.ones(3, 1)}, {"W": torch.ones(1, 1, 64)})
     assert torch.equal(out[1], out[2]) and 0 < int((out[1] == 0).sum()) < 64
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (
+            lambda e, p: e.src.y,
+            r"the message function reads 'y', which is not given \(at test_layer.py:\d+\). there are .*x",
+        ),
+        (lambda e, p: e.src.x @ p.W, r"reads 'W', which is not given \(at test_layer.py:\d+\). there are A"),
+        (lambda e, p: e.src.x @ p.A, r"the message function fails: RuntimeError: mat1 and mat2 shapes .*test_layer.py"),
+        (lambda e, p: torch.relu(e.src.x, 1, 2), r"fails: TypeError: .*test_layer.py"),
+    ],
+)
+def test_what_fails_by_itself_is_told_in_its_own_words(message: Any, told: str) -> None:
+    graph = made("plain")
+    given = {"x": torch.randn(graph.num_nodes, 6)}, {"A": torch.randn(5, 4)}
+    with pytest.raises(BadOption, match=told):
+        rel.layer(message)(graph, *given)
+
+
+def test_what_is_no_function_and_no_graph_is_refused() -> None:
+    with pytest.raises(BadOption, match=r"message=5. give a function"):
+        rel.layer(5)  # type: ignore[arg-type]
+    with pytest.raises(BadOption, match=r"the graph is a str. give a RelGraph"):
+        rel.layer(lambda e, p: e.src.x)("graph", {"x": torch.randn(2, 3)})  # type: ignore[arg-type]
+    with pytest.raises(BadOption, match=r"num_nodes=2.5. it is a count"):
+        rel.RelGraph([0], [1], [0], num_nodes=2.5)  # type: ignore[arg-type]

@@ -201,6 +201,25 @@ def test_a_module_with_two_names_is_changed_once() -> None:
 # ---- building ----
 
 
+def test_lines_about_one_module_by_two_names_and_by_two_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    model, _, batch = made(2, dropout=0.0)
+    model.layers[1] = model.layers[0]
+    optimizer = torch.optim.AdamW(model.parameters())
+    expected, kinds = loss(model, batch), [type(module) for module in model.modules()]
+    sch = wholestep.schedule(model)
+    sch["layers"].decompose()
+    sch["layers.*.mlp.fc1"].print_values()
+    sch.build()
+    torch.testing.assert_close(loss(model, batch), expected)
+    assert capsys.readouterr().err.count("layers.0.mlp.fc1: ") == 2  # it is called twice
+    sch.restore()
+    assert [type(module) for module in model.modules()] == kinds
+    sch["layers.*"].offload("state")
+    step = wholestep.compile(model, loss, optimizer, batch, recipe=sch, backend="interpret", check="off")
+    torch.testing.assert_close(step(batch), expected.detach())
+    assert step.plan.state == {"layers.0.*": "host"}
+
+
 def test_build_edits_the_same_model_and_restore_takes_it_back() -> None:
     model, _, batch = made(dropout=0.0)
     keys, parameters, expected = list(model.state_dict()), list(model.parameters()), loss(model, batch)

@@ -170,8 +170,8 @@ def _refuse_unequal(*ids: Tensor) -> None:
 def _count(name: str, given: int | None, *ids: Tensor) -> int:
     if given is None:
         return max((int(t.max()) + 1 for t in ids if t.numel()), default=0)
-    if given < 0:
-        raise BadOption(f"{name}={given}", hint="it is a count")
+    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
+        raise BadOption(f"{name}={given!r}", hint="it is a count")
     return given
 
 

@@ -8,17 +8,19 @@ is followed at the first call for every combination of shapes, and again when so
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wholestep.errors import BadOption
+from wholestep.capture.front.replay import user_line
+from wholestep.errors import BadOption, UnsupportedModel
 from wholestep.relational.explain import explain
 from wholestep.relational.follow import Asked, Guarded, Narrow, follow, run
 from wholestep.relational.graph import RelGraph
-from wholestep.relational.messages import arguments_of, pair_of, softmax_by_edges
+from wholestep.relational.messages import Fields, arguments_of, pair_of, softmax_by_edges
 from wholestep.relational.program import Program
 from wholestep.relational.trace import Shapes
 
@@ -30,6 +32,8 @@ MOST_PROGRAMS = 16
 def layer(message: Callable[[Any, Any], Tensor], *, aggregate: str = "sum") -> Layer:
     """A layer from a message function; `aggregate`: sum, mean or max over the edges that come in at a node, or the sum over
     relations of the mean over a relation's edges."""
+    if not callable(message):
+        raise BadOption(f"message={message!r}", hint="give a function (e, p) of edges and parameters")
     if aggregate not in AGGREGATES:
         raise BadOption(f"aggregate={aggregate!r}", hint=f"one of {', '.join(AGGREGATES)}")
     return Layer(message, aggregate)
@@ -90,7 +94,10 @@ class Layer:
                 if place:
                     known.insert(0, known.pop(place))
                 return guarded.program
-        known.insert(0, follow(self.message, Asked(self.aggregate, shapes, narrow)))
+        try:
+            known.insert(0, follow(self.message, Asked(self.aggregate, shapes, narrow)))
+        except UnsupportedModel as refusal:
+            raise (_fails_by_itself(self.message, shapes) or refusal) from refusal.__cause__
         del known[MOST_PROGRAMS:]
         return known[0].program
 
@@ -133,6 +140,8 @@ class Layer:
         return explain(program, graph, [*nodes.values(), *(edges or {}).values(), *(params or {}).values()])
 
     def _refuse_wrong(self, graph: RelGraph, like: Mapping[str, Mapping[str, Tensor]]) -> None:
+        if not isinstance(graph, RelGraph):
+            raise BadOption(f"the graph is a {type(graph).__name__}", hint="give a RelGraph(src, dst, etype)")
         for kind, taken in (("nodes", {"type"}), ("edges", {"src", "dst", "type"})):
             for name in taken & set(like[kind]):
                 raise BadOption(f"{kind} has a {name!r}", hint="the message function reads something else by that name")
@@ -148,3 +157,25 @@ class Layer:
 def _narrow(graph: RelGraph) -> Narrow:
     device = graph.src.device.type
     return (torch.get_autocast_dtype(device), device) if torch.is_autocast_enabled(device) else None
+
+
+def _fails_by_itself(message: Callable[[Any, Any], Tensor], shapes: Shapes) -> BadOption | None:
+    """What the function raises where nobody follows it, over two edges: a name that was not given, sizes that do not fit."""
+    given: dict[str, dict[str, Tensor]] = {"nodes": {}, "edges": {}, "params": {}}
+    for kind, name, shape, dtype in shapes:
+        given[kind][name] = torch.zeros(shape if kind == "params" else (2, *shape), dtype=dtype)
+    ids = torch.zeros(2, dtype=torch.int64)
+    arguments = arguments_of(given["nodes"], given["nodes"], given["edges"], given["params"], ids, ids, ids)
+    try:
+        with softmax_by_edges(ids, ids), torch.no_grad():
+            message(*arguments)
+    except (AttributeError, TypeError, RuntimeError) as error:
+        where = user_line("".join(traceback.format_tb(error.__traceback__)))
+        if isinstance(error, AttributeError) and isinstance(error.obj, Fields):
+            what = f"the message function reads {error.name!r}, which is not given"
+            return BadOption(what, where=where, hint=f"there are {', '.join(sorted(vars(error.obj))) or 'none'}")
+        reason = (str(error).strip().splitlines() or [""])[0]
+        return BadOption(f"the message function fails: {type(error).__name__}: {reason}", where=where)
+    except Exception:  # of values, which are not those of a graph
+        return None
+    return None

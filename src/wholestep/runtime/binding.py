@@ -136,7 +136,8 @@ class Binding:
         self._make_states(optimizer)
         for plan, members in self.members.items():
             self._bind_group(optimizer, plan, {n: self.subject.parameters[n] for n in members})
-        guard_state(optimizer, self.on_host)
+        if self.capture.plans:  # micro-steps of an accumulating one have no update
+            guard_state(optimizer, self.on_host)
         self.state_tables = list(optimizer.state.values())
         self._count_steps()
 

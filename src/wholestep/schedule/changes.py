@@ -65,7 +65,8 @@ class ClassChange:
             return self.becomes
         name = f"{self.what}{original.__name__}"
         members = {"forward": self.forward(original), "__module__": original.__module__, "__qualname__": name}
-        made: type[nn.Module] = type(name, (Edited, original), members)
+        bases = (original,) if issubclass(original, Edited) else (Edited, original)  # of one that is changed already
+        made: type[nn.Module] = type(name, bases, members)
         for method, of in self.methods.items():
             setattr(made, method, of(made))
         return made

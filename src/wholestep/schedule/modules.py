@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -70,6 +70,12 @@ def nearest(name: str, known: list[str] | dict[str, nn.Module], otherwise: str) 
     """The end of an error message about a name that there is not."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else otherwise
+
+
+def once(places: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Each module by the first of its names."""
+    seen: set[int] = set()
+    return {path: module for path, module in places.items() if not (id(module) in seen or seen.add(id(module)))}  # type: ignore[func-returns-value]
 
 
 class Modules:

@@ -25,7 +25,7 @@ def moved_by_lines(
     state, reasons = dict(plan.state), dict(plan.reasons)
     for line in lines:
         if line.what == "state":
-            patterns = [f"{path}.*" if path else "*" for path in modules.select(line.at)]
+            patterns = _parameters_of(line.at, modules)
             state |= dict.fromkeys(patterns, "host")
             reasons |= dict.fromkeys(patterns, place(line))
             continue
@@ -36,6 +36,14 @@ def moved_by_lines(
         tiers[line.to] += keys
         reasons |= dict.fromkeys(keys, place(line))
     return {tier: tuple(keys) for tier, keys in tiers.items()} | {"state": state, "reasons": reasons}
+
+
+def _parameters_of(at: str, modules: Modules) -> list[str]:
+    """Patterns of the parameters of modules, by the first name that each module has; of several modules some may have none."""
+    selected = modules.select(at)
+    first = {id(module): path for path, module in modules.root.named_modules()}
+    own = [module for module in selected.values() if any(True for _ in module.parameters())] or selected.values()
+    return list(dict.fromkeys(f"{first[id(module)]}.*" if first[id(module)] else "*" for module in own))
 
 
 def values_of(graph: TrainingGraph, paths: Any) -> list[str]:

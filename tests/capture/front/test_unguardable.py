@@ -1,4 +1,4 @@
-"""Dictionaries whose attributes Dynamo does not look at while they are empty."""
+"""Dictionaries whose attributes Dynamo does not look at while they are empty; what a function that nobody traces reads."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from tests.runtime.twins import Side, class_batches, classify, interpreted, small_mlp
 from torch import nn
 
+from wholestep.capture.front.unguardable import what_it_reads
 from wholestep.errors import WholestepWarning
 
 BATCH = class_batches(1)[0]
@@ -41,3 +42,33 @@ def test_attributes_of_an_empty_dictionary_are_refused_by_name() -> None:
 def test_keys_and_methods_of_one_are_not(read: Any) -> None:
     assert interpreted(side(Options(), read), BATCH, check="off").rung == "whole step"
     assert interpreted(side(Options(other=1), lambda o: o.scale), BATCH, check="off").rung == "whole step"
+
+
+t = [1.0]
+"""A name that tensors have a method of."""
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    return x.t()
+
+
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * t[0]
+
+
+def scaled_inside(x: torch.Tensor) -> Any:
+    return (lambda y: y * t[0])(x)
+
+
+def scaled_in_a_list(x: torch.Tensor) -> Any:
+    return [row * t[0] for row in x]
+
+
+def scaled_by_another(x: torch.Tensor) -> Any:
+    return [scaled(row) for row in x]
+
+
+def test_variables_are_found_wherever_they_are_read() -> None:
+    assert what_it_reads(turned) is None
+    for function in (scaled, scaled_inside, scaled_in_a_list, scaled_by_another):
+        assert what_it_reads(function) == "t", function

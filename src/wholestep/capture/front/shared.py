@@ -6,6 +6,7 @@ is made from the live argument, after the step. `weight.data = x` gives a tensor
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,6 +73,26 @@ def _view(inputs: list[fx.Node], result: fx.Node) -> View:
     return view
 
 
+_IN_PLACE = {
+    getattr(operator, f"i{name}")
+    for name in (
+        "add",
+        "sub",
+        "mul",
+        "matmul",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+    )
+}
+
+
 def _written(node: fx.Node) -> fx.Node | None:
     """What a node writes into and returns: the first argument of `add_` and `operator.iadd`, or `out=`."""
     out = node.kwargs.get("out")
@@ -79,7 +100,7 @@ def _written(node: fx.Node) -> fx.Node | None:
         return out
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
-    in_place |= getattr(node.target, "__module__", "") == "_operator" and name.startswith("i") and name != "is_"
+    in_place |= node.target in _IN_PLACE
     first = node.args[0] if node.args else None
     return first if in_place and isinstance(first, fx.Node) else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import gc
 import operator
@@ -10,7 +11,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -155,7 +156,7 @@ def what_it_reads(function: Any, seen: frozenset[Any] = frozenset()) -> str | No
         return None
     if code.co_freevars:
         return code.co_freevars[0]
-    for name in code.co_names:
+    for name in _global_names(code):
         value = function.__globals__.get(name)
         if isinstance(value, types.FunctionType):
             inner = what_it_reads(value, seen | {code})
@@ -164,6 +165,16 @@ def what_it_reads(function: Any, seen: frozenset[Any] = frozenset()) -> str | No
         elif value is not None and not _is_fixed(value):
             return name
     return None
+
+
+def _global_names(code: types.CodeType) -> Iterator[str]:
+    """Variables of the module that a function reads, and functions inside of it; `x.t()` reads no variable `t`."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield str(instruction.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _global_names(constant)
 
 
 def _is_fixed(value: Any) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 from wholestep.capture.edits import Change
 from wholestep.errors import BadOption
 from wholestep.schedule.changes import function_change
-from wholestep.schedule.modules import Modules, inside
+from wholestep.schedule.modules import Modules, inside, once
 from wholestep.schedule.verb import Verb, verb
 
 
@@ -72,5 +72,5 @@ class decompose(Verb):
         return found
 
     def changes(self, modules: Modules) -> Sequence[Change]:
-        places = self.places(modules)
+        places = once(self.places(modules))
         return [function_change(path, module, FORMS[type(module)], "Decomposed") for path, module in places.items()]

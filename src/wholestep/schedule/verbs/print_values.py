@@ -12,7 +12,7 @@ import torch
 from wholestep.capture.edits import Change
 from wholestep.errors import BadOption
 from wholestep.schedule.changes import ClassChange, wrapping_change
-from wholestep.schedule.modules import Modules
+from wholestep.schedule.modules import Modules, once
 from wholestep.schedule.verb import Verb, verb
 
 VALUES = "_wholestep_values"
@@ -35,10 +35,12 @@ class print_values(Verb):
             raise BadOption(f"print_values to {self.to!r}", hint="use stderr or stdout")
 
     def changes(self, modules: Modules) -> Sequence[Change]:
-        return [_printing(path, module, self.to) for path, module in modules.select(self.at).items()]
+        return [_printing(path, module, self.to) for path, module in once(modules.select(self.at)).items()]
 
     def eager(self, modules: Modules) -> Sequence[Change]:
-        return [_printing(path, module, self.to, at_once=True) for path, module in modules.select(self.at).items()]
+        return [
+            _printing(path, module, self.to, at_once=True) for path, module in once(modules.select(self.at)).items()
+        ]
 
 
 def _printing(path: str, module: Any, to: str, at_once: bool = False) -> ClassChange:

@@ -11,7 +11,7 @@ from wholestep.capture.edits import Change, Rewrite
 from wholestep.errors import BadOption
 from wholestep.schedule import rewrite
 from wholestep.schedule.changes import wrapping_change
-from wholestep.schedule.modules import Modules
+from wholestep.schedule.modules import Modules, once
 from wholestep.schedule.pattern import trace_pattern
 from wholestep.schedule.verb import AUTO, Verb, loaded, objects, verb
 
@@ -72,7 +72,7 @@ class recompute(Verb):
             return super().eager(modules)
         chosen = self.chosen(modules)
         found = {path: module for path, module in modules.select(self.at).items() if chosen.get(path)}
-        return [wrapping_change(path, module, _checkpointed, "Recomputed") for path, module in found.items()]
+        return [wrapping_change(path, module, _checkpointed, "Recomputed") for path, module in once(found).items()]
 
 
 def _checkpointed(original: Any) -> Any:

@@ -21,7 +21,7 @@ from wholestep.schedule.changes import (
     refuse_edited,
     refuse_lost_arguments,
 )
-from wholestep.schedule.modules import Modules
+from wholestep.schedule.modules import Modules, once
 from wholestep.schedule.pattern import trace_pattern
 from wholestep.schedule.verb import Verb, loaded, objects, verb
 
@@ -80,7 +80,7 @@ def replaced(
     places: Mapping[str, nn.Module], by: Any, make: Any, params: Mapping[str, str] | None
 ) -> list[ClassChange]:
     """The change of every place; a module that has two names is changed once."""
-    places = dict({id(m): (p, m) for p, m in reversed(list(places.items()))}.values())
+    places = once(places)
     if by == LEAN:
         return [_lean(path, module) for path, module in places.items()]
     new, maker = loaded(by), loaded(make)
