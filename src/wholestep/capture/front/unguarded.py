@@ -60,7 +60,7 @@ class Unguarded:
         self.tables = [*map(vars, self.classes)]
         self.contents = [list(table.values()) for table in self.tables]
         self.all_contents = [*chain.from_iterable(self.contents)]
-        plain = [cls for cls in self.classes if _CLASSES_UNGUARDED or issubclass(cls, type)]
+        plain = [cls for cls in self.classes if _OLDER_TORCH or issubclass(cls, type)]
         self.numbers = set(_class_numbers(plain, codes))
         self.registered = [(cls, _registry(cls)) for cls in self.classes if isinstance(cls, abc.ABCMeta)]
         self.token = abc.get_cache_token()
@@ -68,6 +68,9 @@ class Unguarded:
         self.kinds = list(map(type, self.modules))
         self.found = list(_found_classes(read))
         self.tuples = [(value, _content(value)) for value in objects if type(value) is tuple and _holds_mutable(value)]
+        if _OLDER_TORCH:
+            self.tuples += [(value, _content(value)) for value in _class_containers(self.classes, codes)]
+        self.cells = list(_cells_of_classes(functions)) if _OLDER_TORCH else []
         self.orders = [(value, list(value)) for value in objects if type(value) is OrderedDict and len(value) > 1]
         looks = _looks_for_absence(codes) or any(isinstance(value, ChainMap) for value in objects)
         own = {id(table) for module in self.modules for table in _own_tables(module)}
@@ -78,6 +81,11 @@ class Unguarded:
         if not mentioned.isdisjoint(("getattr", "hasattr")) or looks:
             self.counted += [vars(value) for value in objects if isinstance(value, nn.Parameter)]
         self.lengths = [*map(len, self.counted)]
+        self.titled = [(owner, name) for name in _TITLES & mentioned for owner in (*map(type, objects), *functions)]
+        self.titled = list({(id(owner), name): (owner, name) for owner, name in self.titled}.values())
+        self.titles = [getattr(owner, name) for owner, name in self.titled]
+        self.held = [value for value in objects if type(value) is torch.Tensor] if _OLDER_TORCH else []
+        self.kinds_held = [*map(_kind, self.held)]
         self.hidden = list(_hidden_builtins(functions, mentioned))
         self.imported = {name: sys.modules.get(name) for name in _imported(codes)}
         self.environment = dict(os.environ) if _reads_environment(codes) else None
@@ -148,7 +156,13 @@ class Unguarded:
         if self.environment is not None and dict(os.environ) != self.environment:
             return "the environment's variables"
         if any(_content(value) != content for value, content in self.tuples):
-            return "what a tuple holds"
+            return "what a tuple, or a container of a class, holds"
+        if [*map(_kind, self.held)] != self.kinds_held:
+            return "the type of a tensor, or whether it requires a gradient"
+        if any(cell.cell_contents is not value for cell, value in self.cells):
+            return "a class of a function's closure"
+        if [getattr(owner, name) for owner, name in self.titled] != self.titles:
+            return "the name or the text of a function or class"
         for value, order in self.orders:
             if list(value) != order and set(value) == set(order):
                 return "the order of a dictionary"
@@ -177,11 +191,30 @@ def _class_numbers(classes: Iterable[type], codes: Sequence[types.CodeType]) -> 
     for cls in classes:
         if not cls.__module__.startswith(("torch", "transformers")):
             for name, value in vars(cls).items():
-                if name in mentioned and isinstance(value, int | float | str | None):
+                plain = name in mentioned and isinstance(value, int | float | str | None)
+                if plain or name == "__match_args__":  # which `match` reads without a word
                     yield cls, name
 
 
-_CLASSES_UNGUARDED = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+def _class_containers(classes: Iterable[type], codes: Sequence[types.CodeType]) -> Iterator[Any]:
+    """Lists, dictionaries and sets of the user's own classes that traced code mentions."""
+    mentioned = {name for code in codes if is_users(code) for name in code.co_names}
+    for cls in filter(is_users_class, classes):
+        yield from (v for name, v in vars(cls).items() if name in mentioned and isinstance(v, list | dict | set))
+
+
+def _cells_of_classes(functions: Iterable[types.FunctionType]) -> Iterator[tuple[types.CellType, type]]:
+    """Variables of closures that hold a class."""
+    for function in functions:
+        for cell in function.__closure__ or ():
+            if cell != types.CellType() and isinstance(cell.cell_contents, type):
+                yield cell, cell.cell_contents
+
+
+_OLDER_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+"""Whose guards leave out classes, and tensors that are written over where a module holds them."""
+_kind = attrgetter("dtype", "ndim", "requires_grad")
+_TITLES = {"__name__", "__qualname__", "__doc__"}
 
 
 def _found_classes(read: Sequence[tuple[str, Any]]) -> Iterator[tuple[dict, Any, type]]:
