@@ -207,6 +207,7 @@ BAD: list[tuple[str, str]] = [
     # ---- settings of transformers ----
     ("train hf:bert --set hidden_sise=3", "did you mean hidden_size?"),
     ("train hf:bert --set num_hidden_layers=two", "a whole number"),
+    ("train hf:bert --set vocab_size=-1", "use 1 or more"),
     ("train hf:bert --seq 100000", "use --seq 512 or less"),
     ("train hf:bert --set accumulate=3", "use a multiple"),
     ("train hf:bert --data digits", "reads text"),

@@ -118,7 +118,7 @@ def test_a_card_known_by_its_memory_alone_has_relative_times(call: Call) -> None
     done = call("plan", *TINY, "--device", "24GiB", "--no-check-batch")
     assert (
         done.code == 0
-        and "1.00x per step" in done.out.splitlines()[0]
+        and "1.00x the time of the fastest step (predicted)" in done.out.splitlines()[0]
         and "speed of this card is not known" in done.out
     )
     assert " ms" not in done.out.replace("terms", "")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from wholestep.errors import BadOption, WholestepError, WholestepWarning
-from wholestep.train import settings as settings_module
 from wholestep.train.job import make_job, make_job_again
 
 GPT = ("width=16", "layers=1", "heads=2", "context=16", "tokenizer=bytes")
@@ -134,8 +133,9 @@ def test_a_text_shorter_than_one_sequence(tmp_path: Path) -> None:
 
 def test_without_tokenizers_the_default_falls_back_to_bytes_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     from wholestep.data import tokens
+    from wholestep.train import settings
 
-    monkeypatch.setattr(settings_module, "bpe_available", lambda: False)
+    monkeypatch.setattr(settings, "bpe_available", lambda: False)
     monkeypatch.setattr(tokens, "bpe_available", lambda: False)
     with pytest.warns(WholestepWarning, match="tokens are bytes"):
         made = make_job("gpt-1m", sets=GPT[:-1], seq=8, device="cpu")

@@ -59,7 +59,7 @@ def first_in_colour(paths: Mapping[str, Path], named: list[str]) -> Path | None:
     import numpy as np
     from PIL import Image
 
-    first = {name: path for name, path in zip(reversed(named), reversed(list(paths.values())))}
+    first = dict(zip(reversed(named), reversed(list(paths.values()))))
     for path in first.values():
         with Image.open(path) as opened:
             pixels = np.asarray(opened.convert("RGB").resize((64, 64)))

@@ -52,7 +52,8 @@ def verdict(fit: Fit) -> str:
     where = whole if budget == device.memory_bytes else f"{show_bytes(budget)} of {device.title}"
     if not fit.fits:
         return f"{_title(fit)}: does not fit {where}; the least is {show_bytes(round_up(used))}"
-    return f"{_title(fit)}: fits {where}; takes {show_bytes(used)}, {time_of(fit, point.seconds)} per step (predicted)"
+    step = "the time of the fastest step" if fit.question.target.times == "relative" else "per step"
+    return f"{_title(fit)}: fits {where}; takes {show_bytes(used)}, {time_of(fit, point.seconds)} {step} (predicted)"
 
 
 def time_of(fit: Fit, seconds: float) -> str:

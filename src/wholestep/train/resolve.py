@@ -118,7 +118,7 @@ def call(name: str, function: Callable[..., Any], values: Mapping[str, Any]) -> 
     """What the function returns when called with `values`."""
     made = call_one(name, function, values)
     if not isinstance(made, tuple) or len(made) != 4:
-        kind = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
+        kind = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
         raise BadOption(f"{name} returned {kind}", hint=RETURNS)
     return made
 

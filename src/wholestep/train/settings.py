@@ -66,8 +66,8 @@ def resolve_settings(
         close = difflib.get_close_matches(precision, PRECISIONS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"use {', '.join(PRECISIONS)}"
         raise BadOption(f"--precision {precision}", hint=hint)
-    if init is not None and model is None:
-        weights_at(init)  # what is wrong with it, rather than that it is no name of a model
+    if init is not None and not (model and is_function(model)):  # a function is refused whatever the weights are
+        weights_at(init)
     family_name, defaults, saved = _located(name)
     asked = wishes.parse(sets)
     sizes: dict[str, Any] = {

@@ -33,6 +33,8 @@ _END = {"seed": 2**63, "vocabulary": 10**7, "accumulate": 2**31, "warmup": 2**63
 """Less than these; a tokenizer takes memory for all the ids it may have."""
 OWN = ("clip_norm", "accumulate", "seed")
 """Those that count for a function of the user's own, which has an optimizer already."""
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+"""Of a configuration of transformers, which may take any number until a layer is built."""
 _OPTIONS = ("batch", "seq", "steps", "data", "precision", "device")
 _WORDS = {"none": None, "null": None, "true": True, "false": False, "yes": True, "no": False}
 
@@ -70,6 +72,8 @@ def sort_out(
         if key in fields:
             kind = type(fields[key])
             config[key] = _as(key, value, kind) if typed and kind in (int, float, bool, str) else value
+            if not typed and key in _SIZES and type(value) is int and value < 1:
+                raise BadOption(f"--set {key}={value}", hint="use 1 or more")
         elif key in TRAINING:
             training[key] = check_training(key, value)
         else:
