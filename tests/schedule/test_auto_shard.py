@@ -126,6 +126,13 @@ def test_a_loss_gets_the_modules_as_they_were_given() -> None:
     assert cut_by(sch) == {"one.weight": 0, "one.bias": 0, "two.weight": 1}
 
 
+def test_what_is_frozen_is_cut_too() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    model[2].requires_grad_(False)
+    sch = wholestep.recipes.auto(model, Mesh(tp=2), example=torch.randn(3, 4))
+    assert cut_by(sch) == {"0.weight": 0, "0.bias": 0, "2.weight": 1}
+
+
 def test_equal_layers_are_one_group() -> None:
     found = {group.pattern: len(group.names) for group in auto_shard.groups_of(Odd())}
     assert found["rows.*.one.0.weight"] == 2 and found["rows.*.one.2.weight"] == 2 and found["begin.weight"] == 1

@@ -178,12 +178,12 @@ class Search:
         return Trial(dims, apart, exchanged, tuple(wanted), self._roles(program, dims), found.whole)
 
     def _apart(self, program: fx.Graph, dims: Dims) -> tuple[int, dict[tuple[Group, int | None], None]]:
-        """Only what learns: a part of a constant costs nothing."""
+        """Parameters, and what learns: a part of a constant costs nothing."""
         total, wanted = 0, dict[tuple[Group, int | None], None]()
         for node in program.find_nodes(op="call_function", target=torch.ops.ws.own_part):
             value = node.args[0]
             assert isinstance(value, fx.Node)
-            if not value.meta["example_value"].requires_grad:
+            if value.name not in self.by_place and not value.meta["example_value"].requires_grad:
                 continue
             total += value.meta["example_value"].numel() * value.meta["example_value"].element_size()
             if value.name in self.by_place:
