@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from tests.runtime.twins import (
 from torch import nn
 
 import wholestep
-from wholestep.errors import BadBatch, WholestepWarning
+from wholestep.errors import BadBatch, WholestepError, WholestepWarning
 
 BATCHES = class_batches(6, size=8)
 
@@ -366,3 +368,12 @@ def test_real_strides_may_differ_from_traced_ones() -> None:
 
     batches = [torch.randn(3, 10, 16) for _ in range(3)]
     Twins(make, batches[0]).train(batches)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_step_that_is_copied_says_what_to_copy(duplicate: Any) -> None:
+    batch = class_batches(1)[0]
+    step = interpreted(mlp_side(), batch, check="off")
+    with pytest.raises(WholestepError, match=r"neither copied nor pickled.*compile them anew"):
+        duplicate({"step": step} if duplicate is not copy.copy else step)
+    step(batch)

@@ -329,6 +329,12 @@ class Step:
 
         return explain(self)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise WholestepError(
+            "a step can be neither copied nor pickled: it belongs to its model and optimizer",
+            hint="copy those and compile them anew; wholestep.save writes them with the step's own state",
+        )
+
     def __repr__(self) -> str:
         done = f"{counted(self.count, 'step')}, {counted(self.captures, 'capture')}"
         return f"Step({self.rung}, backend {self.options.backend}, {done})"
