@@ -291,6 +291,10 @@ def forget_backend(backend: Callable[..., Any]) -> None:
             del cached_backends[key]
 
 
+of_a_transform: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a value lives inside of vmap, grad or jvp, of which nothing is known once the transform has ended."""
+
+
 @contextlib.contextmanager
 def without_onednn() -> Iterator[None]:
     """oneDNN off; torch.backends.mkldnn.flags would also touch TF32 settings, and warn about them.
