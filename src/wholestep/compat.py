@@ -307,6 +307,10 @@ def forget_backend(backend: Callable[..., Any]) -> None:
             del cached_backends[key]
 
 
+of_a_transform: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a value lives inside of vmap, grad or jvp, of which nothing is known once the transform has ended."""
+
+
 @contextlib.contextmanager
 def without_onednn() -> Iterator[None]:
     """oneDNN off; torch.backends.mkldnn.flags would also touch TF32 settings, and warn about them."""
@@ -386,16 +390,6 @@ def in_vmap() -> bool:
         return False
     levels = torch._C._functorch.get_interpreter_stack() or ()
     return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
-
-
-def is_batched(tensor: torch.Tensor) -> bool:
-    """Whether it is one of many that torch.func.vmap computes at once, at any level: nobody may read it after the transform."""
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        if functorch.is_batchedtensor(tensor):
-            return True
-        tensor = functorch.get_unwrapped(tensor)
-    return False
 
 
 def in_function_mode(kind: type) -> bool:

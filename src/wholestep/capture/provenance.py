@@ -47,7 +47,7 @@ class ModuleCalls:
 
     def _note(self, path: str, output: Any) -> None:
         tensor = _first_tensor(output)
-        if tensor is None or compat.is_batched(tensor):
+        if tensor is None or compat.of_a_transform(tensor):
             return
         name, call = path, 1
         while name in self.outputs:

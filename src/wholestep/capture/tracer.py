@@ -200,8 +200,7 @@ class Tracer:
             results.append((tensor.detach(), self._update_of(Input(Role.BUFFER, name))))
         # carried out as outputs only to learn their nodes; `_assemble` takes them off again
         results += [(g, Output(OutputKind.GRADIENT, f"gradient/{n}")) for n, g in grads.items()]
-        borders = {name: tensor for name, tensor in run.outputs.items() if not compat.is_batched(tensor)}
-        results += [(t.detach(), Output(OutputKind.AUX, f"boundary/{n}")) for n, t in borders.items()]
+        results += [(t.detach(), Output(OutputKind.AUX, f"boundary/{n}")) for n, t in run.outputs.items()]
         return [value for value, _ in results], [meaning for _, meaning in results]
 
     def _assume(self, assumed: list[Assumed]) -> None:

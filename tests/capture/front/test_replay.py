@@ -44,7 +44,8 @@ def test_types_are_those_of_eager(make: Callable[[Any, torch.Tensor], torch.Tens
     assert step.rung == "whole step"
 
 
-def test_modules_called_inside_of_vmap() -> None:
+@pytest.mark.parametrize("check", ["off", "first"])
+def test_modules_called_inside_of_vmap(check: str) -> None:
     model = small_mlp()
 
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -52,7 +53,7 @@ def test_modules_called_inside_of_vmap() -> None:
         out = vmap(lambda x: functional_call(model, weights, (x,)))(batch[0])
         return torch.nn.functional.cross_entropy(out, batch[1])
 
-    step = interpreted(Side(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn), BATCH, check="off")
+    step = interpreted(Side(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn), BATCH, check=check)
     wanted = loss_fn(model, BATCH).detach()
     torch.testing.assert_close(step(BATCH), wanted)
     assert step.rung == "whole step"

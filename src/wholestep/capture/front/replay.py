@@ -259,13 +259,9 @@ class Replay(fx.Interpreter):
         found: dict[str, torch.Tensor] = {}
         for path, node in sorted(self.calls.items(), key=lambda entry: order[entry[1]]):
             value = self.env.get(node)
-            if isinstance(value, torch.Tensor) and not _of_a_transform(value):
+            if isinstance(value, torch.Tensor) and not compat.of_a_transform(value):
                 found[path] = value
         return found
-
-
-_of_a_transform = torch._C._functorch.is_functorch_wrapped_tensor
-"""Whether a value lives inside of vmap, grad or jvp, of which nothing is known once the transform has ended."""
 
 
 def _makes_numpy_number(target: Any) -> bool:
