@@ -8,7 +8,7 @@ from tests.fuzz.faults import FAULTS, Fault, found_after
 
 MOST = 400
 """Graphs: 0.04 of what `make fuzz` looks at."""
-QUICK = ("fold_constants", "lean_gradients", "order_for_peak", "remove_dead")
+QUICK = ("fold_constants", "lean_gradients", "order_for_peak", "fuse_loss")
 """Found within a few graphs."""
 
 

@@ -48,6 +48,8 @@ T5: dict[str, Any] = dict(
     vocab_size=VOCAB, d_model=WIDTH, d_kv=WIDTH // HEADS, d_ff=2 * WIDTH, num_layers=LAYERS, num_heads=HEADS,
     decoder_start_token_id=0, use_cache=False, pad_token_id=0, eos_token_id=1,
 )  # fmt: skip
+SCANNED: dict[str, Any] = dict(mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=4)
+"""State spaces beside attention."""
 LATENT = EXPERTS | dict(
     num_key_value_heads=HEADS, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
     moe_intermediate_size=WIDTH, n_routed_experts=4, n_shared_experts=1, n_group=2, topk_group=1, first_k_dense_replace=1,
@@ -127,6 +129,20 @@ DECODERS: dict[str, Family] = {
     "nemotron": decoder("Nemotron", GROUPED),
     "glm": decoder("Glm", GROUPED | dict(head_dim=8)),
     "smollm3": decoder("SmolLM3", GROUPED),
+    "glm4": decoder("Glm4", GROUPED | dict(head_dim=8, partial_rotary_factor=0.5)),
+    "lfm2": decoder("Lfm2", GROUPED | dict(layer_types=["conv", "full_attention"], conv_L_cache=3, block_multiple_of=8)),
+    "falcon_h1": decoder("FalconH1", GROUPED | SCANNED | dict(mamba_d_ssm=64, mamba_n_groups=1)),
+    "bamba": decoder("Bamba", GROUPED | SCANNED | dict(mamba_n_groups=1, attn_layer_indices=[1])),
+    "granite_moe_hybrid": decoder("GraniteMoeHybrid", EXPERTS | SCANNED | dict(
+        num_local_experts=4, shared_intermediate_size=WIDTH, layer_types=["mamba", "attention"], output_router_logits=True,
+    )),
+    "ernie4_5_moe": decoder("Ernie4_5_Moe", GROUPED | dict(
+        moe_num_experts=4, moe_k=2, moe_intermediate_size=WIDTH, moe_layer_start_index=1, head_dim=8,
+    )),
+    "hunyuan_moe": decoder("HunYuanMoEV1", GROUPED | dict(num_experts=4, moe_topk=2, head_dim=8)),
+    "llama4": Family("Llama4TextConfig", EXPERTS | dict(
+        num_local_experts=2, num_experts_per_tok=1, intermediate_size_mlp=2 * WIDTH, head_dim=8, attention_chunk_size=8,
+    ), "Llama4ForCausalLM", causal),
     "gpt2": Family("GPT2Config", GPT, "GPT2LMHeadModel", padded_causal),
     "gpt_neo": decoder("GPTNeo", dict(
         vocab_size=VOCAB, hidden_size=WIDTH, num_layers=LAYERS, num_heads=HEADS, max_position_embeddings=64, window_size=8,
