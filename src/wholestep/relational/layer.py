@@ -159,12 +159,16 @@ def _narrow(graph: RelGraph) -> Narrow:
     return (torch.get_autocast_dtype(device), device) if torch.is_autocast_enabled(device) else None
 
 
+FEW_EDGES = 61
+"""More than a function that takes some of them apart would name, and no usual width."""
+
+
 def _fails_by_itself(message: Callable[[Any, Any], Tensor], shapes: Shapes) -> BadOption | None:
-    """What the function raises where nobody follows it, over two edges: a name that was not given, sizes that do not fit."""
+    """What the function raises where nobody follows it, over a few edges: a name that was not given, sizes that do not fit."""
     given: dict[str, dict[str, Tensor]] = {"nodes": {}, "edges": {}, "params": {}}
     for kind, name, shape, dtype in shapes:
-        given[kind][name] = torch.zeros(shape if kind == "params" else (2, *shape), dtype=dtype)
-    ids = torch.zeros(2, dtype=torch.int64)
+        given[kind][name] = torch.zeros(shape if kind == "params" else (FEW_EDGES, *shape), dtype=dtype)
+    ids = torch.zeros(FEW_EDGES, dtype=torch.int64)
     arguments = arguments_of(given["nodes"], given["nodes"], given["edges"], given["params"], ids, ids, ids)
     try:
         with softmax_by_edges(ids, ids), torch.no_grad():
