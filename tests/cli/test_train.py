@@ -262,7 +262,9 @@ def wait_for_checkpoint(process: subprocess.Popen[str], run: Path) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGINT, 130)]
+)
 def test_a_signal_saves_and_says_how_to_go_on(call: Call, in_folder: Path, number: int, code: int) -> None:
     process = start(in_folder, *OWN, "--steps", "100000", "--out", "a", "--save-every", "5")
     wait_for_checkpoint(process, in_folder / "a")

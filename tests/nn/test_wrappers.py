@@ -117,7 +117,8 @@ def test_a_captured_step_of_a_converted_model_is_eager_bit_for_bit() -> None:
     assert str(report).startswith("equal to eager bit for bit") and "whole step" in str(report)
 
 
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_captured_step_of_a_converted_llama_is_verified(precision: str) -> None:
     sizes = {
         "vocab_size": 32,

@@ -22,7 +22,7 @@ def _question(model: str, batch: int, *sets: str, seq: int | None) -> Question:
     "asked",
     [
         _question("gpt-1m", 3, "layers=2", "width=48", "heads=2", seq=31),
-        _question("resnet-18", 5, "image_size=16", seq=None),
+        pytest.param(_question("resnet-18", 5, "image_size=16", seq=None), marks=pytest.mark.slow),
         pytest.param(
             _question(
                 "bert-large",
