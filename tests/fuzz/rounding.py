@@ -120,7 +120,9 @@ def _update_apart(case: Case, model: Any, optimizer: Any, recorded: Values, resu
             parameter.grad = None if gradient is None else gradient.clone().to(parameter.dtype)
         if case.step.get("clip_norm") is not None:
             torch.nn.utils.clip_grad_norm_(net.parameters(), case.step["clip_norm"])
-        own.step()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None])
+        if case.step.get("nonfinite") != "skip" or norm.isfinite():  # a norm may overflow where no gradient does
+            own.step()
         for name, parameter in net.named_parameters():
             new = values.get(f"parameter:{name}")
             if new is None or which == 1:

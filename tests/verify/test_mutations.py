@@ -106,10 +106,10 @@ CASES: list[tuple[Callable, type[nn.Module], str, str]] = [
 ]
 
 
-def verified(model: nn.Module, passes: list[Callable], backend: str = "interpret") -> Report:
+def verified(model: nn.Module, passes: list[Callable], backend: str = "interpret", **options: Any) -> Report:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return wholestep.verify(
-        model, loss_fn, optimizer, batches(2), steps=2, passes=passes, backend=backend, eval_too=False
+        model, loss_fn, optimizer, batches(2), steps=2, passes=passes, backend=backend, eval_too=False, **options
     )
 
 
@@ -122,6 +122,12 @@ def test_a_mutant_is_found_and_named(mutant: Callable, build: type[nn.Module], m
     assert (found.module, found.kind, found.guilty_pass) == (module, kind, mutant.__name__), str(found)
     assert found.step == "0" and {row.step for row in report.rows} == {"0"}
     assert mutant.__name__ in str(report) and "DIFFERS" in str(report)
+
+
+def test_it_is_named_without_guards_too() -> None:
+    mutant, build, module, kind = CASES[0]
+    found = verified(build(), [harmless, mutant], guards="off").first_departure
+    assert found is not None and (found.module, found.kind, found.guilty_pass) == (module, kind, mutant.__name__)
 
 
 def test_without_the_mutant_the_same_pipeline_holds() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from wholestep.graph.strides import is_dense_in, laid_out, memory_order
 from wholestep.graph.training_graph import module_of
@@ -44,8 +45,9 @@ def _in_order(target: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_strides(function: Callable[..., Any], traced: Any) -> Callable[..., Any]:
-    """Copies a result that lies in memory otherwise than tracing was told (hardtanh's backward does, for a transposed gradient)."""
-    if not isinstance(traced, torch.Tensor) or traced.dim() < 2:
+    """Copies a result that lies in memory otherwise than tracing was told (hardtanh's backward does, for a transposed gradient).
+    How one of a size that only data tells would lie cannot be asked."""
+    if not isinstance(traced, torch.Tensor) or traced.dim() < 2 or free_unbacked_symbols(traced):
         return function
     order = memory_order(traced)
     if not is_dense_in(traced, order):

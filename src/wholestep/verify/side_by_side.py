@@ -314,7 +314,8 @@ class SideBySide:
 
             own = own_batch(micro)  # a step may write to it
             if made.reading is None:
-                named = call(self._traced(micro), flatten(own)[0], ())
+                traced = self._traced(micro)
+                named = call(made if traced.captured is made.captured else traced, flatten(own)[0], ())
                 results.append((named["loss"], {n: named[n] for n in made.captured.aux_names}))
             else:
                 results.append(self.front(own, run))
@@ -372,6 +373,7 @@ class SideBySide:
         def fails(count: int) -> bool:
             before.restore()
             probe = self.lowered(made.captured, made.reading, made.pipeline.first(count), "interpret")
+            probe.variant.brought = made.variant.brought  # without guards nobody has read what a call brings
             return not all(row.ok for row in self.step(probe, batch, truth, before, "interpret"))
 
         guilty = guilty_pass(made.pipeline, fails, self.backend)
@@ -380,6 +382,10 @@ class SideBySide:
     def _boundary(self, made: Made, batch: Batch) -> Any:
         """The first module whose output departs, on the first micro-batch."""
         variant = made.variant
+        if not made.args and made.reading is None:  # traced without guards: the tensors of the batch
+            made.args = flatten(own_batch(batch.micro[0]))[0]
+        if not made.args:
+            return None  # another graph ran
         first = dataclasses.replace(batch, micro=batch.micro[:1])
         truth = self.truth(made, first, keep_outputs=True)
         bare = without_updates(variant.capture.graph)
