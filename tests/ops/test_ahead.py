@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from tests.ops.ahead import Launches
@@ -15,11 +13,6 @@ MANY = [
     for length, width in ((49, 32), (64, 32), (64, 64), (128, 32), (128, 64), (100, 64), (16, 128), (32, 128), (1, 1))
     for dtype in DTYPES
 ]
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launches:
-    return Launches(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize(

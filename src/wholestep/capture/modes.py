@@ -144,9 +144,8 @@ class FunctionLevel(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if (
-            compat.in_vmap()
-        ):  # it knows torch's operators, and which of them draw anew for every row; ours it would call row by row
+        # vmap knows torch's operators, and which of them draw anew for every row; ours it would call row by row
+        if compat.in_vmap():
             return func(*args, **kwargs)
         if func is F.dropout or func is torch.dropout:
             return self._dropout(*args, **kwargs)

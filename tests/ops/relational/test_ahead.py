@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from tests.ops.ahead import Launches
 from torch import Tensor
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launches:
-    return Launches(monkeypatch, tmp_path)
 
 
 def ids(*shape: int) -> Tensor:

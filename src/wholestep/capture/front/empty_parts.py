@@ -1,7 +1,7 @@
 """A concatenation with nothing is a copy.
 
-In: Dynamo's graph of a loss. Out: the same, `torch.cat([empty, x])` written as a copy of x, which later passes leave out. Models of
-Hugging Face begin a cache of keys and values so, in every layer, unless `use_cache` is off.
+In: Dynamo's graph of a loss. Out: the same, `torch.cat([empty, x])` written as a copy of x that lies as eager PyTorch lays it.
+Models of Hugging Face begin a cache of keys and values so, in every layer, unless `use_cache` is off.
 """
 
 from __future__ import annotations

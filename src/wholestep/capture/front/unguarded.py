@@ -67,22 +67,22 @@ class Unguarded:
         self.modules = [value for value in objects if isinstance(value, nn.Module)]
         self.kinds = list(map(type, self.modules))
         self.found = list(_found_classes(read))
+        mentioned = {name for code in codes if is_users(code) for name in code.co_names}
         self.tuples = [(value, _content(value)) for value in objects if type(value) is tuple and _holds_mutable(value)]
         if _OLDER_TORCH:
-            self.tuples += [(value, _content(value)) for value in _class_containers(self.classes, codes)]
+            self.tuples += [(value, _content(value)) for value in _class_containers(self.classes, mentioned)]
         self.cells = list(_cells_of_classes(functions)) if _OLDER_TORCH else []
         self.orders = [(value, list(value)) for value in objects if type(value) is OrderedDict and len(value) > 1]
         looks = _looks_for_absence(codes) or any(isinstance(value, ChainMap) for value in objects)
         own = {id(table) for module in self.modules for table in _own_tables(module)}
         self.members = [(table, names) for table, names in _members(objects) if looks and id(table) not in own]
-        mentioned = {name for code in codes if is_users(code) for name in code.co_names}
         self.counted = list(_counted_tables(self.modules, looks, mentioned))
         """Modules' own tables, thousands of them: one that gains a name is seen by its length."""
         if not mentioned.isdisjoint(("getattr", "hasattr")) or looks:
             self.counted += [vars(value) for value in objects if isinstance(value, nn.Parameter)]
         self.lengths = [*map(len, self.counted)]
-        self.titled = [(owner, name) for name in _TITLES & mentioned for owner in (*map(type, objects), *functions)]
-        self.titled = list({(id(owner), name): (owner, name) for owner, name in self.titled}.values())
+        owners = {id(owner): owner for owner in (*map(type, objects), *functions)}.values()
+        self.titled = [(owner, name) for name in _TITLES & mentioned for owner in owners]
         self.titles = [getattr(owner, name) for owner, name in self.titled]
         self.held = [value for value in objects if type(value) is torch.Tensor] if _OLDER_TORCH else []
         self.kinds_held = [*map(_kind, self.held)]
@@ -196,9 +196,8 @@ def _class_numbers(classes: Iterable[type], codes: Sequence[types.CodeType]) -> 
                     yield cls, name
 
 
-def _class_containers(classes: Iterable[type], codes: Sequence[types.CodeType]) -> Iterator[Any]:
+def _class_containers(classes: Iterable[type], mentioned: set[str]) -> Iterator[Any]:
     """Lists, dictionaries and sets of the user's own classes that traced code mentions."""
-    mentioned = {name for code in codes if is_users(code) for name in code.co_names}
     for cls in filter(is_users_class, classes):
         yield from (v for name, v in vars(cls).items() if name in mentioned and isinstance(v, list | dict | set))
 
