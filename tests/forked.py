@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+OURS = "import torch, wholestep.api, wholestep.train.loop"
 SERVER = """
 import json, os, sys, traceback
 {imports}
@@ -17,11 +18,13 @@ for line in sys.stdin:
     child = os.fork()
     if child == 0:
         try:
-            program, folder = json.loads(line)
+            program, folder, arguments = json.loads(line)
             os.chdir(folder)
+            sys.argv[1:] = arguments
             exec(compile(program, "forked", "exec"), {{"__name__": "__main__"}})
-        except BaseException:
-            print(traceback.format_exc()[-3000:])
+        except BaseException as error:
+            if not (isinstance(error, SystemExit) and error.code in (0, None)):
+                print(traceback.format_exc()[-3000:])
         sys.stdout.flush()
         os._exit(0)
     os.waitpid(child, 0)
@@ -38,12 +41,14 @@ def _server(imports: str, environment: tuple[tuple[str, str], ...]) -> subproces
     return process
 
 
-def run_in_fork(program: str, *, imports: str, folder: str | Path = ".", **environment: str) -> str:
+def run_in_fork(
+    program: str, *arguments: str, imports: str = OURS, folder: str | Path = ".", **environment: str
+) -> str:
     """What a program prints, and where it raises, the end of its traceback; in a process that began with these imports, under
     these variables."""
     process = _server(imports, tuple(environment.items()))
     assert process.stdin is not None and process.stdout is not None
-    print(json.dumps([program, str(Path(folder).absolute())]), file=process.stdin, flush=True)
+    print(json.dumps([program, str(Path(folder).absolute()), arguments]), file=process.stdin, flush=True)
     said = ""
     while (line := process.stdout.readline()) not in ("ends here\n", ""):
         said += line
