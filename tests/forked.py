@@ -11,6 +11,10 @@ import sys
 from pathlib import Path
 
 OURS = "import torch, wholestep.api, wholestep.train.loop"
+TRANSFORMERS = (
+    "import torch\nfrom transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer"
+)
+"""Of processes that open models without Wholestep."""
 SERVER = """
 import json, os, sys, traceback
 {imports}

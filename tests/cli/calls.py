@@ -9,10 +9,6 @@ from pathlib import Path
 
 import pytest
 
-TRANSFORMERS = (
-    "import torch\nfrom transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer"
-)
-"""What a process that opens models without Wholestep begins with."""
 SETUP = """
 import torch
 from torch import nn

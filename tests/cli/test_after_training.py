@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.cli.calls import TRANSFORMERS, Call, program
+from tests.cli.calls import Call, program
 from tests.data.own_files import images, parquet, texts
-from tests.forked import run_in_fork
+from tests.forked import TRANSFORMERS, run_in_fork
 
 from wholestep.data.draws import generator_for
 from wholestep.train import checkpoint, loop

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from scripts import quoted
-from tests.cli.calls import TRANSFORMERS, Call
-from tests.forked import run_in_fork
+from tests.cli.calls import Call
+from tests.forked import TRANSFORMERS, run_in_fork
 
 from wholestep.bench import child, smoke
 from wholestep.bench.process import Answer
