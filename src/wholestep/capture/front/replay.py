@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from wholestep import compat
 from wholestep.capture.front import traced as marks
+from wholestep.capture.front.modes_left import modes_put_back
 from wholestep.capture.modes import is_user_file
 from wholestep.capture.sites import TooFewKeys
 from wholestep.errors import CaptureRefused, WholestepError
@@ -220,11 +221,8 @@ class Replay(fx.Interpreter):
         torch._C._set_cudnn_enabled(self.cudnn.pop() if enabled is None else enabled)
 
     def run(self, *args: Any, **options: Any) -> Any:
-        before = torch._C._get_cudnn_enabled()
-        try:
+        with modes_put_back():
             return super().run(*args, **options)
-        finally:
-            torch._C._set_cudnn_enabled(before)
 
     def _note_fact(self, condition: Any, message: Any = "", *_: Any) -> None:
         if isinstance(condition, torch.Tensor):  # about a number that was read from a tensor
