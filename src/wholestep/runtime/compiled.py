@@ -66,8 +66,7 @@ class CompiledLoss:
             )
         context = private.TracingContext.try_get()
         self.codes += [] if context is None else context.traced_code
-        with recursion_limit_kept():
-            return compile_fx(graph, example)
+        return compile_fx(graph, example)
 
     def changed(self) -> str | None:
         """What torch.compile would not notice."""
@@ -104,6 +103,11 @@ class LowerRung:
     def step(self, micro: Sequence[Any], done: Sequence[Result] = ()) -> tuple[Result, torch.Tensor | None]:
         if self.decided or done:
             return self._run(self.name, micro, done)
+        with recursion_limit_kept():
+            return self._tried(micro, done)
+
+    def _tried(self, micro: Sequence[Any], done: Sequence[Result]) -> tuple[Result, torch.Tensor | None]:
+        """While torch.compile and eager take turns."""
         kind = COMPILED
         if self.steps >= WARM_UP:
             kind = EAGER if (self.steps - WARM_UP) % 2 == 0 else COMPILED

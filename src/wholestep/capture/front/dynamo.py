@@ -125,9 +125,10 @@ class Frame:
 
     def missed(self, arguments: Mapping[str, Any]) -> str:
         """The first guard that does not hold, in Dynamo's words; empty where all do."""
-        if self.dead:
-            return "an object that was read is gone"
-        found = self.guards.check_verbose(arguments)
+        try:
+            found = self.guards.check_verbose(arguments)
+        except TypeError:
+            return "a parameter is None now"
         return "" if found.result else " ".join(map(str, found.verbose_code_parts[:1]))
 
 

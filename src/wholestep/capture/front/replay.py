@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 from torch._dynamo import utils as dynamo
+from torch._ops import HigherOrderOperator
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -120,6 +121,10 @@ class Replay(fx.Interpreter):
     def _as_traced(self, n: fx.Node, value: Any) -> Any:
         """A tensor that is made of numbers alone is no number, and has the type that Dynamo saw: numbers are doubles here."""
         known = n.meta.get("example_value")
+        if isinstance(
+            n.target, HigherOrderOperator
+        ):  # numbers that a function within the graph reads are doubles there
+            return tree_map(_of_type, value, known)
         made = id(value) in self.numbers or n.target is torch._refs.tensor
         if not made or not isinstance(known, torch.Tensor) or isinstance(n.target, _NUMPY_CALLS):
             return value
@@ -260,6 +265,11 @@ class Replay(fx.Interpreter):
             if isinstance(value, torch.Tensor) and not compat.of_a_transform(value):
                 found[path] = value
         return found
+
+
+def _of_type(value: Any, known: Any) -> Any:
+    both = isinstance(value, torch.Tensor) and isinstance(known, torch.Tensor)
+    return value.to(known.dtype) if both and value.dtype != known.dtype else value
 
 
 def _makes_numpy_number(target: Any) -> bool:
