@@ -104,9 +104,9 @@ class LowerRung:
         if self.decided or done:
             return self._run(self.name, micro, done)
         with recursion_limit_kept():
-            return self._tried(micro, done)
+            return self._in_turns(micro, done)
 
-    def _tried(self, micro: Sequence[Any], done: Sequence[Result]) -> tuple[Result, torch.Tensor | None]:
+    def _in_turns(self, micro: Sequence[Any], done: Sequence[Result]) -> tuple[Result, torch.Tensor | None]:
         """While torch.compile and eager take turns."""
         kind = COMPILED
         if self.steps >= WARM_UP:

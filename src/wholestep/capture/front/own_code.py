@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch._dynamo import symbolic_convert
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import BuiltinVariable, LazyVariableTracker, UserDefinedClassVariable
 
@@ -123,6 +124,10 @@ def _judging(plain: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
 
 
 BuiltinVariable.call_function = _folding(BuiltinVariable.call_function)
+for _table in (symbolic_convert.compare_op_handlers, vars(symbolic_convert)):  # bound before the line above
+    for _name, _bound in list(_table.items()):
+        if isinstance(_bound, types.MethodType) and isinstance(_bound.__self__, BuiltinVariable):
+            _table[_name] = types.MethodType(BuiltinVariable.call_function, _bound.__self__)
 UserDefinedClassVariable.call_function = _making(UserDefinedClassVariable.call_function)
 for _instruction in _TRUTHS:
     follow_instruction(_instruction, _judging)
