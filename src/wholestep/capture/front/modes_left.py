@@ -8,6 +8,13 @@ from collections.abc import Iterator
 import torch
 from torch._C import _functorch as levels
 
+_LEAVE = {
+    levels.TransformType.Vmap: levels._vmap_decrement_nesting,
+    levels.TransformType.Grad: levels._grad_decrement_nesting,
+    levels.TransformType.Jvp: levels._jvp_decrement_nesting,
+    levels.TransformType.Functionalize: levels._func_decrement_nesting,
+}
+
 
 def _autocasts() -> int:
     """How many are entered here."""
@@ -24,7 +31,8 @@ def modes_put_back() -> Iterator[None]:
     try:
         yield
     finally:
-        levels.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        while levels.get_dynamic_layer_stack_depth() > depth:
+            _LEAVE[levels.peek_interpreter_stack().key()]()
         for _ in range(_autocasts() - entered):
             torch.autocast_decrement_nesting()
         for kind, enabled, dtype in autocast:
