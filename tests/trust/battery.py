@@ -25,6 +25,7 @@ from tests.trust import (
     opaque,
     optimizers,
     outside,
+    own_code,
     protocols,
     python_values,
     randomness,
@@ -45,7 +46,7 @@ FILES = (
     burned_in, values_read, code_changed, outside, structure, left_behind, carried, optimizers, hooks, randomness, data,
     python_values, loops, interrupted, stale_cache, refusals, equal_layers, aliases, switches, techniques, updates,
     objects, protocols, opaque, idioms, recipes, held_by_modules, batches, derivatives,
-    objectives, numbers,
+    objectives, numbers, own_code,
 )  # fmt: skip
 
 LOUD: dict[str, str] = {
@@ -88,6 +89,18 @@ LOUD: dict[str, str] = {
     "missing_keys_answered_by_the_class": "empty dictionary of class WithDefaults",
     "consistency_with_a_ramp": "epochs['now'] is another one",
     "settings_copied_in_the_loss": "idioms.py",
+    "length_of_a_class": "Registry.__len__",
+    "item_by_a_metaclass": "Registry.__getitem__",
+    "classes_told_apart_by_a_metaclass": "Registry.__eq__",
+    "item_of_a_class": "Table.__class_getitem__",
+    "members_of_an_enum_compared": "Mode.__lt__",
+    "member_of_an_enum_as_text": "Mode.__str__",
+    "truth_of_a_member_of_an_enum": "Mode.__bool__",
+    "truth_of_a_number_of_ones_own": "Count.__bool__",
+    "member_of_an_enum_that_is_missing": "Mode._missing_",
+    "objects_made_by_a_metaclass": "Scaling.__call__",
+    "object_that_counts_its_end": "Term.__del__",
+    "protocol_that_an_object_comes_to_meet": "protocol",
     **dict.fromkeys(  # whatever the reason is called, it is told
         (
             "list_that_grows", "range_replaced", "batch_norm_with_cumulative_average", "queue_with_a_tensor_pointer",
@@ -130,6 +143,7 @@ LOUD: dict[str, str] = {
             "hints_of_a_class_resolved", "heap_of_losses", "median_of_recent_numbers", "contexts_on_a_stack",
             "weak_proxy_of_a_config", "weak_values_that_die", "text_formatted_and_compared", "template_filled_in",
             "numbers_of_numpy_by_kind", "schedule_in_an_array", "schedule_in_an_array_as_it_is",
+            "name_added_to_the_builtins", "queue_written_at_a_place_that_data_tells", "autocast_left_by_an_error",
             "attribute_of_a_number_changes", "boxes_cut_and_pasted", "smoothing_by_a_schedule_of_a_dataclass",
         ),
         "",

@@ -367,7 +367,7 @@ def model_evaluated_and_copied_between_steps() -> Made:
     import copy
     import io
 
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 3))
     optimizer = adamw(model.parameters())
     snapshots: list[Any] = []
 
@@ -441,3 +441,19 @@ def weights_stacked_before_the_step() -> Made:
         return (out - b[1]).square().mean()
 
     return train(loss, model=model, batches=pairs())
+
+
+@more
+def loss_scaled_by_a_function_that_is_given_a_number() -> Made:
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+            ctx.factor = factor
+            return x * factor
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return grad * ctx.factor * 2, None
+
+    factor = {"now": 1.0}
+    return train(lambda m, b: Scaled.apply(mse(m, b), factor["now"]), lambda i: factor.update(now=1.0 + i))

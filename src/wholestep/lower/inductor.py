@@ -8,9 +8,11 @@ fails to compile runs operator by operator instead, and `describe()["notes"]` sa
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import fx
@@ -82,12 +84,23 @@ def take_fused_updates(imperative: ImperativeGraph) -> None:
 
 def compile_together(regions: list[Region], progress: Progress | None = None) -> dict[str, Compiled]:
     """Signature -> compiled code. Waits for all C++ and Triton at the end; if any of it fails, again one by one, to know which."""
+    with recursion_limit_kept():
+        try:
+            with one_wait_for_all():
+                return _compile_distinct(regions, progress)
+        except Exception:
+            forget_compiled()
+        return _compile_distinct(regions, progress)
+
+
+@contextlib.contextmanager
+def recursion_limit_kept() -> Iterator[None]:
+    """Inductor raises Python's limit for the whole process."""
+    limit = sys.getrecursionlimit()
     try:
-        with one_wait_for_all():
-            return _compile_distinct(regions, progress)
-    except Exception:
-        forget_compiled()
-    return _compile_distinct(regions, progress)
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def _compile_distinct(regions: list[Region], progress: Progress | None) -> dict[str, Compiled]:

@@ -22,6 +22,7 @@ from wholestep.capture.subject import Subject
 from wholestep.capture.undo import Undo
 from wholestep.errors import CaptureRefused, WholestepError
 from wholestep.graph.notes import Note
+from wholestep.lower.inductor import recursion_limit_kept
 from wholestep.runtime.eager import Result, backward, eager_step, updated
 from wholestep.runtime.kept import Kept
 
@@ -102,6 +103,11 @@ class LowerRung:
     def step(self, micro: Sequence[Any], done: Sequence[Result] = ()) -> tuple[Result, torch.Tensor | None]:
         if self.decided or done:
             return self._run(self.name, micro, done)
+        with recursion_limit_kept():
+            return self._in_turns(micro, done)
+
+    def _in_turns(self, micro: Sequence[Any], done: Sequence[Result]) -> tuple[Result, torch.Tensor | None]:
+        """While torch.compile and eager take turns."""
         kind = COMPILED
         if self.steps >= WARM_UP:
             kind = EAGER if (self.steps - WARM_UP) % 2 == 0 else COMPILED

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import enum
+import weakref
 from typing import Any
 
 import pytest
@@ -60,3 +62,32 @@ def test_nothing_is_written_to_parameters() -> None:
 
     interpreted(Side(model, optimizer, loss_fn), BATCHES[0], check="off")
     assert not any(vars(p) for p in model.parameters())
+
+
+def of_an_unknown_module() -> Side:
+    table = {"__name__": __name__, "__builtins__": builtins, "WEIGHT": 1.0}
+    exec("def weigh(x):\n    return x * WEIGHT", table)
+    weigh: Any = table["weigh"]
+    model = small_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Side(model, optimizer, lambda m, b: weigh(classify(m, b)), lambda: table.update(WEIGHT=0.1))
+
+
+def of_a_weak_dictionary() -> Side:
+    weights: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
+    model = small_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Side(
+        model, optimizer, lambda m, b: classify(m, b) * weights.get(m[0], 1.0), lambda: weights.update({model[0]: 0.1})
+    )
+
+
+@pytest.mark.parametrize("make", [of_an_unknown_module, of_a_weak_dictionary])
+def test_what_is_found_by_no_name_is_guarded(make: Any) -> None:
+    """Variables of a function that are not those of the module of that name; keys that are made while looking."""
+    twins = Twins(make, BATCHES[0], check="off")
+    twins.train(BATCHES[:2])
+    for side in (twins.ours, twins.theirs):
+        side.extra()
+    twins.train(BATCHES[2:])
+    assert twins.step.captures == 2 and twins.step.rung == "whole step"

@@ -2,7 +2,10 @@
 
 - One object at two places: guarded by Dynamo only if both are found in arguments, or both in globals. A config that a layer
   holds and a global names could be replaced in the layer without notice.
-- A key that was looked up and is missing, which the code catches: guarded by Dynamo for `in` and `get` only.
+- A key that was looked up and is missing, which the code catches: guarded by Dynamo for `in` and `get` only; and not at all
+  where the key was made while looking (the weak reference by which a WeakKeyDictionary finds an object).
+- Variables of a function's module: Dynamo looks for the module by its name, and finds another one where a file was loaded twice,
+  or without a word to `sys.modules`, or where a function came with variables of its own (pickled by value).
 - Attributes of numbers, texts, tuples and dictionaries (members of an enum, configs whose keys are attributes) that a module
   holds: Dynamo takes these for immutable, or looks at their keys alone, and skips the guards below while the module's own
   tables are untouched. Where there are such guards none is skipped.
@@ -11,14 +14,18 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch._C._dynamo import guards as tree
 from torch._dynamo.guards import GuardBuilder, GuardManagerWrapper
+from torch._dynamo.source import DictGetItemSource, GlobalSource
+from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.variables import ConstDictVariable, builder
 
 from wholestep.capture.front.assumed import assuming
+from wholestep.capture.front.growing import growing
 
 
 def _one_object(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,6 +45,30 @@ def _looked_up(plain: Callable[..., Any]) -> Callable[..., Any]:
         return plain(self, tx, key)
 
     return look_up
+
+
+def _found_by_made_keys(plain: Callable[..., None]) -> Callable[..., None]:
+    def guard(self: Any, tx: Any, args: Any) -> None:
+        made = args[0].source is None and not args[0].is_python_constant()
+        if made and getattr(growing, "on", False) and self.source and not tx.output.side_effects.is_modified(self):
+            self.install_dict_keys_match_guard()
+        plain(self, tx, args)
+
+    return guard
+
+
+def _variables_of(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def find(self: Any, name: str) -> Any:
+        table = self.f_globals
+        module = sys.modules.get(table.get("__name__", ""))
+        if not getattr(growing, "on", False) or getattr(module, "__dict__", None) is table:
+            return plain(self, name)
+        place = GlobalSource(
+            self.output.install_global_by_id("___unnamed_scope", table)
+        )  # as Dynamo does without a name
+        return table, builder.VariableBuilder(self, place)(table), DictGetItemSource(place, name)
+
+    return find
 
 
 def _managers(node: Any) -> Iterator[Any]:
@@ -70,4 +101,8 @@ GuardManagerWrapper.find_tag_safe_roots = _find_skippable(GuardManagerWrapper.fi
 builder.make_dupe_guard = _one_object(builder.make_dupe_guard)
 ConstDictVariable.getitem_const_raise_exception_if_absent = _looked_up(
     ConstDictVariable.getitem_const_raise_exception_if_absent
+)
+ConstDictVariable.install_dict_contains_guard = _found_by_made_keys(ConstDictVariable.install_dict_contains_guard)
+InliningInstructionTranslator.get_globals_source_and_value = _variables_of(
+    InliningInstructionTranslator.get_globals_source_and_value
 )

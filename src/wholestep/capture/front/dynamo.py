@@ -31,7 +31,12 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._guards import TracingContext
 
 from wholestep import compat
-from wholestep.capture.front import added_guards, equal_layers, replaced  # noqa: F401 - tell Dynamo what to do otherwise
+from wholestep.capture.front import (  # noqa: F401 - tell Dynamo what to do otherwise
+    added_guards,
+    equal_layers,
+    own_code,
+    replaced,
+)
 from wholestep.capture.front.assumed import assuming
 from wholestep.capture.front.growing import growing
 from wholestep.capture.front.sparse import attach_parts, is_matrix
@@ -86,12 +91,16 @@ class Frame:
     """Where sparse matrices were found, as Dynamo writes it."""
     lives: list[Any] = dataclasses.field(default_factory=list)
     dead: bool = False
-    """An object that was compared by its address is gone, and the address may be used again."""
+    """An object that was compared by its address is gone, and the address may be used again; or guards cannot be asked."""
 
     def holds(self, arguments: Mapping[str, Any]) -> bool:
         if self.sparse:
             self._attach_parts(arguments)
-        return not self.dead and self.guards.check(arguments)
+        try:
+            return not self.dead and self.guards.check(arguments)
+        except TypeError:  # of a guard that Dynamo cannot ask: a parameter that is None now
+            self.dead = True
+            return False
 
     def _attach_parts(self, arguments: Mapping[str, Any]) -> None:
         """Guards, and the graph, look at the parts of sparse matrices."""
@@ -116,7 +125,10 @@ class Frame:
 
     def missed(self, arguments: Mapping[str, Any]) -> str:
         """The first guard that does not hold, in Dynamo's words; empty where all do."""
-        found = self.guards.check_verbose(arguments)
+        try:
+            found = self.guards.check_verbose(arguments)
+        except TypeError:
+            return "a parameter is None now"
         return "" if found.result else " ".join(map(str, found.verbose_code_parts[:1]))
 
 

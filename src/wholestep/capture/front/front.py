@@ -225,7 +225,7 @@ class Front:
         """Name what changed; too often the same, or too much in all, and nothing more is captured."""
         latest = self.current or self.entries[0]
         missed = latest.frame.missed(arguments) or latest.unguarded.changed() or "something that was read"
-        if any(entry.frame.holds(arguments) for entry in self.entries):
+        if any(entry.frame.dead or entry.frame.holds(arguments) for entry in self.entries):
             self._function = private.copied(traced, self._name)  # Dynamo itself would find nothing to capture
         place = guarded_place(missed)
         grown = re.match(r"(?:len\((.+)\)|not (.+))$", place)
@@ -274,11 +274,11 @@ _HELP = {
 """A word of what Dynamo met -> what would help."""
 _EAGER_ONLY = (
     "_getframe", "saved_tensors_hooks", "`Optimizer.", "Tensor.backward", "autograd.backward", "`now`", "`today`", "`utcnow`",
-    "`setattr`",
+    "`setattr`", "not traced",
 )  # fmt: skip
 """What torch.compile with graph breaks does in another way than eager: frames are cut, what is saved is not what eager saves,
-an update or a backward inside of the loss meets graphs that were made before it, dates are compared once for all, and a class's
-own counter is counted once for all (torch 2.11)."""
+an update or a backward inside of the loss meets graphs that were made before it, dates are compared once for all, a class's own
+counter is counted once for all (torch 2.11), and so is what code of a class answers (`own_code.py`)."""
 
 
 def guarded_place(missed: str) -> str:

@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import operator
 from collections.abc import Callable, Hashable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._dynamo.variables import SkipFunctionVariable, TensorVariable, UserFunctionVariable
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables import (
+    BuiltinVariable,
+    SkipFunctionVariable,
+    TensorVariable,
+    UserFunctionVariable,
+    user_defined,
+)
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.distributions import constraints
@@ -207,3 +216,43 @@ def _store(plain: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
 
 
 follow_instruction("STORE_ATTR", _store)
+
+
+def _also(plain: Callable[[Any], bool], ours: Any) -> Callable[[Any], bool]:
+    return lambda asked: plain(asked) or (asked is ours and getattr(assuming, "on", False))
+
+
+# `state.steps += 1`: a SimpleNamespace keeps attributes as any object does, by slots that Dynamo does not know
+user_defined.is_standard_setattr = _also(user_defined.is_standard_setattr, SimpleNamespace.__setattr__)
+SideEffects.cls_supports_mutation_side_effects = staticmethod(
+    _also(SideEffects.cls_supports_mutation_side_effects, SimpleNamespace)
+)
+
+
+def _first_by(better: Callable[[Any, Any], bool]) -> Callable[..., Any]:
+    def choose(*items: Any, key: Callable[[Any], Any]) -> Any:
+        found, *others = items if len(items) > 1 else items[0]
+        rank = key(found)
+        for item in others:
+            if better(key(item), rank):
+                found, rank = item, key(item)
+        return found
+
+    return choose
+
+
+_CHOOSERS = {max: _first_by(operator.gt), min: _first_by(operator.lt)}
+
+
+def _choosing(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`max(items, key=...)`, of which Dynamo knows no key."""
+
+    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(assuming, "on", False) and self.fn in (max, min) and set(kwargs) == {"key"}:
+            return tx.inline_user_function_return(VariableTracker.build(tx, _CHOOSERS[self.fn]), list(args), kwargs)
+        return plain(self, tx, args, kwargs)
+
+    return call
+
+
+BuiltinVariable.call_function = _choosing(BuiltinVariable.call_function)

@@ -20,11 +20,13 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 from torch._dynamo import utils as dynamo
+from torch._ops import HigherOrderOperator
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves, tree_map
 
 from wholestep import compat
 from wholestep.capture.front import traced as marks
+from wholestep.capture.front.modes_left import modes_put_back
 from wholestep.capture.modes import is_user_file
 from wholestep.capture.sites import TooFewKeys
 from wholestep.errors import CaptureRefused, WholestepError
@@ -119,6 +121,10 @@ class Replay(fx.Interpreter):
     def _as_traced(self, n: fx.Node, value: Any) -> Any:
         """A tensor that is made of numbers alone is no number, and has the type that Dynamo saw: numbers are doubles here."""
         known = n.meta.get("example_value")
+        if isinstance(
+            n.target, HigherOrderOperator
+        ):  # numbers that a function within the graph reads are doubles there
+            return tree_map(_of_type, value, known)
         made = id(value) in self.numbers or n.target is torch._refs.tensor
         if not made or not isinstance(known, torch.Tensor) or isinstance(n.target, _NUMPY_CALLS):
             return value
@@ -220,11 +226,8 @@ class Replay(fx.Interpreter):
         torch._C._set_cudnn_enabled(self.cudnn.pop() if enabled is None else enabled)
 
     def run(self, *args: Any, **options: Any) -> Any:
-        before = torch._C._get_cudnn_enabled()
-        try:
+        with modes_put_back():
             return super().run(*args, **options)
-        finally:
-            torch._C._set_cudnn_enabled(before)
 
     def _note_fact(self, condition: Any, message: Any = "", *_: Any) -> None:
         if isinstance(condition, torch.Tensor):  # about a number that was read from a tensor
@@ -262,6 +265,11 @@ class Replay(fx.Interpreter):
             if isinstance(value, torch.Tensor) and not compat.of_a_transform(value):
                 found[path] = value
         return found
+
+
+def _of_type(value: Any, known: Any) -> Any:
+    both = isinstance(value, torch.Tensor) and isinstance(known, torch.Tensor)
+    return value.to(known.dtype) if both and value.dtype != known.dtype else value
 
 
 def _makes_numpy_number(target: Any) -> bool:

@@ -110,7 +110,9 @@ def _reads_attributes(place: str, value: dict, read: Sequence[tuple[str, Any]]) 
 
 
 def _refuse_own_check(cls: type) -> None:
-    """`isinstance(x, cls)` runs code of the user's own, which Dynamo does not see."""
+    """`isinstance(x, cls)` runs code of the user's own, which Dynamo does not see, or looks for names that `x` may gain."""
+    if getattr(cls, "_is_protocol", False):
+        raise CaptureRefused(f"whether an object has what the protocol {cls.__qualname__} asks for is not guarded")
     for owner, name in ((type(cls), "__instancecheck__"), (type(cls), "__subclasscheck__"), (cls, "__subclasshook__")):
         found = getattr(owner, name, None)
         code = getattr(getattr(found, "__func__", found), "__code__", None)

@@ -39,6 +39,9 @@ _FUNCTIONS = (
     types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType, types.BuiltinFunctionType,
 )  # fmt: skip
 _ENVIRONMENT = {"getenv", "environ", "environb", "getenvb"}
+_AUTOCAST = tuple(device for device in ("cpu", "cuda") if torch.amp.is_autocast_available(device))
+_BUILTINS = frozenset(vars(builtins))
+"""Names of Python's own: this file is imported before anything is trained."""
 
 
 class Unguarded:
@@ -88,19 +91,22 @@ class Unguarded:
         self.kinds_held = [*map(_kind, self.held)]
         self.hidden = list(_hidden_builtins(functions, mentioned))
         self.imported = {name: sys.modules.get(name) for name in _imported(codes)}
-        self.environment = dict(os.environ) if _reads_environment(codes) else None
+        self.added = {name: vars(builtins)[name] for name in mentioned & (vars(builtins).keys() - _BUILTINS)}
+        self.environment = dict(os.environ) if _reads_environment(codes, functions) else None
         self.facts = self._facts()
         self.hooks = self._hooks()
 
     def _facts(self) -> list[Any]:
         validation = torch.distributions.Distribution._validate_args
+        autocast = [*map(torch.get_autocast_dtype, _AUTOCAST)]
         if self.subject is None:
-            return [None, [], validation]
+            return [None, [], validation, autocast]
         optimizer, parameters = self.subject.optimizer, self.subject.parameters.values()
         return [
             None if optimizer is None else optimizers.structure(optimizer),
             [*map(_REQUIRES_GRAD, parameters)],
             validation,
+            autocast,
         ]
 
     def _hooks(self) -> list[Any]:
@@ -115,6 +121,7 @@ class Unguarded:
                 "the optimizer's groups or its step",
                 "requires_grad of a parameter",
                 "the validation of torch.distributions",
+                "the type that autocast takes",
             )
             return next(name for name, a, b in zip(what, self.facts, now) if a != b)
         hooks = self._hooks()
@@ -171,6 +178,9 @@ class Unguarded:
         for table, name in self.hidden:
             if name in table:
                 return f"{name}, which is a global variable now"
+        for name, value in self.added.items():
+            if vars(builtins).get(name) is not value:
+                return f"{name}, which was added to Python's builtins"
         for name, module in self.imported.items():
             if sys.modules.get(name) is not module:
                 return f"module {name}"
@@ -284,12 +294,15 @@ def _functions(objects: Iterable[Any]) -> Iterator[types.FunctionType]:
 
 def _named_classes(functions: Iterable[types.FunctionType]) -> Iterator[type]:
     """Classes of the user's own that functions name: Dynamo takes them for constants."""
-    for function in functions:
-        table = function.__globals__
-        held = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
-        for value in (*held, *map(table.get, function.__code__.co_names)):
-            if isinstance(value, type) and is_users_class(value):
-                yield value
+    for value in chain.from_iterable(map(_mentioned_by, functions)):
+        if isinstance(value, type) and is_users_class(value):
+            yield value
+
+
+def _mentioned_by(function: types.FunctionType) -> Iterator[Any]:
+    """What the variables of a function's closure and module hold, as far as it mentions them."""
+    yield from (cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType())
+    yield from map(function.__globals__.get, function.__code__.co_names)
 
 
 def _hidden_builtins(functions: Iterable[types.FunctionType], mentioned: set[str]) -> Iterator[tuple[dict, str]]:
@@ -341,7 +354,9 @@ _INTERNAL = (
 
 
 def _is_internal(cls: type) -> bool:
-    """Classes that make a program, not a model; `nn` is not among them, since people patch `nn.Linear.forward`."""
+    """Classes that make a program, not a model; people patch `nn.Linear.forward`, edit a GraphModule, which has its own class."""
+    if issubclass(cls, nn.Module):
+        return False
     return cls.__module__.startswith(_INTERNAL) or cls.__module__ in ("torch", "wholestep")
 
 
@@ -362,6 +377,8 @@ def _content(value: Any, depth: int = 0) -> Any:
     return value if isinstance(value, int | float | str | bool | bytes | None) else id(value)
 
 
-def _reads_environment(codes: Iterable[types.CodeType]) -> bool:
-    """Whether code of the user's own mentions the environment."""
-    return any(not _ENVIRONMENT.isdisjoint(code.co_names) and is_users(code) for code in codes)
+def _reads_environment(codes: Iterable[types.CodeType], functions: Iterable[types.FunctionType]) -> bool:
+    """Whether code of the user's own mentions the environment, or `getenv` by another name."""
+    if any(not _ENVIRONMENT.isdisjoint(code.co_names) and is_users(code) for code in codes):
+        return True
+    return any(value is os.getenv or value is os.getenvb for function in functions for value in _mentioned_by(function))
