@@ -260,7 +260,8 @@ def trains(program: Program) -> bool:
     case = program.case()
     try:
         model, _ = case.build()
-        result = model(*case.batches(1)[0])
+        with case.autocast():
+            result = model(*case.batches(1)[0])
         loss = result[0] if isinstance(result, tuple) else result
         if loss.dim() or not loss.requires_grad or not bool(loss.isfinite()):
             return False

@@ -134,6 +134,10 @@ class Case:
         parameters = [p for p in model.parameters() if p.requires_grad]
         return model, getattr(torch.optim, self.optimizer)(parameters, **self.flags)
 
+    def autocast(self) -> torch.autocast:
+        """As it is trained."""
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.step.get("precision") == "bf16")
+
     def batches(self, count: int = 3) -> list[tuple]:
         made = []
         with torch.random.fork_rng(devices=[]):

@@ -35,7 +35,7 @@ from wholestep.lower import lower_interpret
 from wholestep.runtime.eager import Result
 from wholestep.runtime.one_step import OneStep
 from wholestep.runtime.random import seeded_generator
-from wholestep.runtime.variant import Variant
+from wholestep.runtime.variant import Variant, assumption_failed
 from wholestep.verify.blame import module_of_tensor, nearest_to_loss
 from wholestep.verify.compare import distance, gradient_rms, norm
 from wholestep.verify.host import copied_to_host, zeros_set_aside
@@ -154,7 +154,10 @@ class FirstStep:
         """The first micro-batch through `runner`, with the keys of this step."""
         self.variant.feed(self.step.seed, self.step.count, self.micro, self.given)
         with seeded_generator(self.subject.device, self.step.seed, self.step.count, self.micro):
-            return runner(self.variant.inputs(self.args))
+            try:
+                return runner(self.variant.inputs(self.args))
+            except Exception as error:
+                raise assumption_failed(error, self.variant.capture) from None
 
     def _loss_differs(self, loss: torch.Tensor) -> bool:
         ours, eager = float(loss), float(self.eager.loss)
