@@ -23,7 +23,7 @@ from wholestep.graph.training_graph import Input, Role, TrainingGraph, phase_of
 from wholestep.graph.views import shares_memory
 from wholestep.ops.flops import flops
 from wholestep.verify.compare import compute_dtype, distance, yardstick
-from wholestep.verify.reference import Reference, float64_reference, reference_gradients
+from wholestep.verify.reference import Reference, float64_reference, reference_gradients, written_parameters
 
 if TYPE_CHECKING:
     from tests.fuzz.check import Recording, Values
@@ -58,7 +58,8 @@ def beyond_rounding(case: Case, recording: Recording, results: list[Values]) -> 
         spread = functools.partial(shaken, recording, place)
         found = _call_beyond_rounding(recording.capture, *recording.references[place], results[place], spread)
         if found is None and count == 1:
-            found = _update_apart(case, model, optimizer, recording.results[place], results[place])
+            written = recording.references[place][0].written
+            found = _update_apart(case, model, optimizer, recording.results[place], results[place], written)
         if found is not None:
             return f"update {number // count}: {found}"
     return None
@@ -66,7 +67,8 @@ def beyond_rounding(case: Case, recording: Recording, results: list[Values]) -> 
 
 def _references(capture: Capture, at: tuple, held: dict[str, torch.Tensor]) -> tuple[Reference, Reference | None]:
     """Eager PyTorch's, and float64's."""
-    options: Any = dict(num_sites=capture.num_sites, constants=capture.constants, tensors=held)
+    written = written_parameters(capture.graph)
+    options: Any = dict(num_sites=capture.num_sites, constants=capture.constants, tensors=held, written=written)
     eager, exact = reference_gradients(*at, **options), float64_reference(*at, **options)
     if isinstance(exact, str) or float((eager.loss - exact.loss).abs()) > 1e-2 * (1 + float(exact.loss.abs())):
         return eager, None  # no float64 form, or one that takes another path
@@ -175,13 +177,17 @@ def _rounds(node: fx.Node) -> bool:
     return node.target is torch.ops.aten._to_copy.default or flops(node).kind != "movement"
 
 
-def _update_apart(case: Case, model: Any, optimizer: Any, recorded: Values, result: Values) -> str | None:
+def _update_apart(
+    case: Case, model: Any, optimizer: Any, recorded: Values, result: Values, written: dict[str, torch.Tensor]
+) -> str | None:
     """Whether parameters are not what torch's optimizer makes of these gradients; both then move on as recorded."""
     twin, its_optimizer = copy.deepcopy((model, optimizer))
     for which, (net, own), values in ((0, (twin, its_optimizer), result), (1, (model, optimizer), recorded)):
         for name, parameter in net.named_parameters():
             gradient = values.get(f"gradient of {name}")
             parameter.grad = None if gradient is None else gradient.clone().to(parameter.dtype)
+            if name in written:  # by the loss
+                parameter.detach().copy_(written[name])
         if case.step.get("clip_norm") is not None:
             torch.nn.utils.clip_grad_norm_(net.parameters(), case.step["clip_norm"])
         norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None])
