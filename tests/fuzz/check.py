@@ -167,6 +167,8 @@ def _recorded(case: Case, check_eager: bool) -> Recording:
     look = _looking(subject) if case.guards else _looking_without_guards(subject)
     with _failing_as("capture"):
         reading, capture = look(batches[0], lambda reading, _: (reading, capture_whole(subject, reading, batches[0])))
+    if not capture.plans:  # gradients are handed to it, which no graph does
+        raise CaptureRefused("the update is the optimizer's own code")
     recording = Recording(capture, {}, [])
     losses: list[Any] = []
     with _failing_as("capture"):

@@ -182,14 +182,24 @@ def trains(program: Program) -> bool:
     """Whether one eager step runs, with finite gradients; what does not is no case."""
     case = program.case()
     try:
-        model, _ = case.build()
+        model, optimizer = case.build()
         with case.autocast():
             result = model(*case.batches(1)[0])
         loss = result[0] if isinstance(result, tuple) else result
         if loss.dim() or not loss.requires_grad or not bool(loss.isfinite()):
             return False
         loss.backward()
-    except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError, NameError, AttributeError):
+        optimizer.step()
+    except (
+        RuntimeError,
+        ValueError,
+        IndexError,
+        TypeError,
+        NotImplementedError,
+        NameError,
+        AttributeError,
+        ArithmeticError,
+    ):
         return False
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     return bool(gradients) and all(bool(g.isfinite().all()) for g in gradients)
