@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
+OPTIMIZERS = {"SGD": 6, "AdamW": 5, "Adam": 2, "RMSprop": 1, "Adagrad": 1, "NAdam": 1, "Adafactor": 1, "Muon": 1}
+"""How likely each is: all whose update is in the graph."""
+
 
 def options(source: random.Random) -> dict[str, Any]:
     """Those of `Case`."""
@@ -19,9 +22,7 @@ def options(source: random.Random) -> dict[str, Any]:
         step["accumulate"] = 2
     elif source.random() < 0.05:
         step["nonfinite"] = "skip"
-    name = source.choices(
-        ("SGD", "AdamW", "Adam", "RMSprop", "Adagrad", "NAdam", "Adafactor", "Muon"), (6, 5, 2, 1, 1, 1, 1, 1)
-    )[0]
+    name = source.choices(list(OPTIMIZERS), list(OPTIMIZERS.values()))[0]
     return {
         "optimizer": name,
         "flags": _flags(source, name),

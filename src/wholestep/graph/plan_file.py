@@ -50,7 +50,7 @@ def plan_text(plan: Plan) -> str:
             shown = f"{show_bytes(value)} " if field.name.endswith("_bytes") else ""
             lines.append(f"{field.name} = {toml_value(value)}  # {shown}{says}")
     lines += tables
-    lines += ["", f"[end.{_check(plan)}]"]
+    lines += ["", f"[end.{numbers_check(plan)}]"]
     lines += ["# The file is whole. The number is of chunked_loss and precision: write [end] when you edit them."]
     return "\n".join(lines) + "\n"
 
@@ -133,14 +133,14 @@ def _whole(plan: Plan, end: Any) -> Plan:
     if not is_end(end):
         hint = "write it again; one written by hand ends in a line [end]"
         raise BadOption("the plan is not whole, or its lines are out of order", hint=hint)
-    if end and _check(plan) not in end:
+    if end and numbers_check(plan) not in end:
         hint = "write it again, or end it in a line [end] if you changed them"
         names = [field.name for field in dataclasses.fields(plan) if field.metadata.get("numbers")]
         raise BadOption(f"{' or '.join(names)} are not what the plan was written with", hint=hint)
     return plan
 
 
-def _check(plan: Plan) -> str:
+def numbers_check(plan: Plan) -> str:
     """A checksum of the decisions that change numbers; what is recomputed, and when parameters are updated, does not."""
     values = [getattr(plan, field.name) for field in dataclasses.fields(plan) if field.metadata.get("numbers")]
     listed = [list(value.items()) if isinstance(value, Mapping) else value for value in values]

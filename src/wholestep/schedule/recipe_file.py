@@ -39,7 +39,7 @@ def recipe_text(recipe: Recipe) -> str:
     lines += [f"  # {_one_line(f'{at}: {why}')}" for at, why in recipe.reasons.items() if at not in written]
     lines += ["]", "", "[expects]"]
     lines += [f"{toml_value(at)} = {toml_value(found)}" for at, found in recipe.expects.items()]
-    lines += ["", f"[{END}.{check}]" if (check := _check(recipe)) else f"[{END}]"]
+    lines += ["", f"[{END}.{check}]" if (check := numbers_check(recipe)) else f"[{END}]"]
     if check:
         lines.append(f"# The number is of the lines {', '.join(_checked())}: write [{END}] when you edit them.")
     return "\n".join(lines) + "\n"
@@ -49,7 +49,7 @@ def _checked() -> list[str]:
     return [name for name, kind in VERBS.items() if kind.numbers]
 
 
-def _check(recipe: Recipe) -> str:
+def numbers_check(recipe: Recipe) -> str:
     """A checksum of the lines that make another training of it; nothing where all of that is left to measurement."""
     tables = [line.to_table() for line in recipe if line.numbers and AUTO not in line.arguments().values()]
     return checksum(tables) if tables else ""
@@ -75,7 +75,7 @@ def read_recipe(path: Path) -> Recipe:
     except BadOption as error:
         raise BadOption(f"{path}: {error.what}", hint=error.hint) from None
     recipe = Recipe(lines, table.get("expects", {}), path.name)
-    if table[END] and _check(recipe) not in table[END]:
+    if table[END] and numbers_check(recipe) not in table[END]:
         hint = f"write it again, or end it in a line [{END}] if you changed them"
         raise BadOption(f"{path}: lines {' or '.join(_checked())} are not what the recipe was written with", hint=hint)
     return recipe
