@@ -226,7 +226,7 @@ def _broadcasts(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def cast(room: Room) -> bool:
-    """To another dtype, and often on to a third."""
+    """To another dtype, and often on to a third, or twice and together."""
     name, value = room.pick() or (None, None)
     if value is None:
         return False
@@ -236,8 +236,11 @@ def cast(room: Room) -> bool:
         wanted = source.choice(("torch.int64", "torch.int32", "torch.bool"))
     if not room.add(f"{{0}}.to({wanted})", name):
         return False
+    first = room.lines[-1].results[0]
     if source.random() < 0.5:
-        room.add(f"{{0}}.to({source.choice(FLOATS)})", room.lines[-1].results[0])
+        room.add(f"{{0}}.to({source.choice(FLOATS)})", first)
+    elif room.add(f"{{0}}.to({source.choice((*FLOATS, 'torch.float16'))})", name):
+        room.add("{0} * {1}", first, room.lines[-1].results[0])
     return True
 
 

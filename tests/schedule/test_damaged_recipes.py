@@ -44,7 +44,8 @@ def test_a_flipped_bit_trains_the_same_or_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "before, after", [('"bf16"', '"fp16"'), ('precision = "0"', 'precision = "1"'), ('  { precision = "0", to = "bf16" },\n', "")]
+    "before, after",
+    [('"bf16"', '"fp16"'), ('precision = "0"', 'precision = "1"'), ('  { precision = "0", to = "bf16" },\n', "")],
 )
 def test_an_edited_line_is_one_when_the_end_says_so(tmp_path: Path, before: str, after: str) -> None:
     file = tmp_path / "recipe.toml"

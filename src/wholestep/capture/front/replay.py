@@ -71,6 +71,8 @@ class Replay(fx.Interpreter):
         self.gradients: list[torch.Tensor] | None = None
         self.assumed: list[Assumed] = []
         self.cudnn: list[bool] = []
+        self.entered: list[Any] = []
+        """Entered and not left yet."""
         """Whether it was used, outside of each block of torch.backends.cudnn.flags."""
         self.sources: dict[str, str | None] = {}
         self.calls: dict[str, fx.Node] = {}
@@ -200,6 +202,11 @@ class Replay(fx.Interpreter):
             return None
         elif target is torch._check_is_size:
             return None
+        elif target in _ENTERS:
+            self.entered.append(target(*args, **kwargs))
+            return self.entered[-1]
+        elif target in _EXITS and args[0] in self.entered:
+            self.entered.remove(args[0])
         elif str(target).startswith("transformers.grouped_mm_fallback"):
             return torch.ops.ws.grouped_mm(*args, *kwargs.values())
         elif target_name(target) == "tag_activation_checkpoint":
@@ -220,11 +227,14 @@ class Replay(fx.Interpreter):
         torch._C._set_cudnn_enabled(self.cudnn.pop() if enabled is None else enabled)
 
     def run(self, *args: Any, **options: Any) -> Any:
-        before = torch._C._get_cudnn_enabled()
+        before, grad = torch._C._get_cudnn_enabled(), torch.is_grad_enabled()
         try:
             return super().run(*args, **options)
-        finally:
+        finally:  # what is refused in the middle must leave nothing on, or off, for the whole process
+            while self.entered:
+                self.entered.pop().__exit__(None, None, None)
             torch._C._set_cudnn_enabled(before)
+            torch._C._set_grad_enabled(grad)
 
     def _note_fact(self, condition: Any, message: Any = "", *_: Any) -> None:
         if isinstance(condition, torch.Tensor):  # about a number that was read from a tensor
@@ -262,6 +272,10 @@ class Replay(fx.Interpreter):
             if isinstance(value, torch.Tensor) and not compat.of_a_transform(value):
                 found[path] = value
         return found
+
+
+_ENTERS = (torch.amp.autocast_mode._enter_autocast, torch.autograd.grad_mode._enter_inference_mode)
+_EXITS = (torch.amp.autocast_mode._exit_autocast, torch.autograd.grad_mode._exit_inference_mode)
 
 
 def _makes_numpy_number(target: Any) -> bool:
