@@ -28,6 +28,10 @@ if IN_WORKER:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # A pool of compile processes per worker costs more, on a small machine, than it saves.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Tracing makes and drops many objects: looking for cycles after every 700 of them takes a twentieth of all tests.
+gc.set_threshold(50_000, 20, 20)
+# Workers, and processes that tests start, find the package compiled to bytecode by whoever imported it first.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import logging
 

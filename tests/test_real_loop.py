@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
 import sys
 import time
 import tracemalloc
@@ -18,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from tests.forked import TRANSFORMERS, run_in_fork
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
@@ -108,10 +108,9 @@ def continue_elsewhere(path: str) -> None:
 
 
 def in_another_process(path: Path) -> list[float]:
-    command = [sys.executable, "-c", f"from tests.test_real_loop import continue_elsewhere as go; go({str(path)!r})"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    program = f"from tests.test_real_loop import continue_elsewhere as go; go({str(path)!r})"
+    said = run_in_fork(program, imports=TRANSFORMERS, folder=ROOT)
+    return json.loads(said.splitlines()[-1])
 
 
 def script(

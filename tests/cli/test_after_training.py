@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tests.cli.calls import Call, program
 from tests.data.own_files import images, parquet, texts
+from tests.forked import TRANSFORMERS, run_in_fork
 
 from wholestep.data.draws import generator_for
 from wholestep.train import checkpoint, loop
@@ -40,9 +39,9 @@ VIT = (
 )  # fmt: skip
 RESNET = ("resnet-18", "--set", "width=2", "--set", "image_size=32", "--set", "stem=large", "--set", "channels=3")
 OPEN = """
-import json, sys, torch, transformers
+import sys, torch, transformers
 found = {}
-for folder, auto in json.loads(sys.argv[1]).items():
+for folder, auto in autos.items():
     model = getattr(transformers, auto).from_pretrained(folder).eval()
     batch = torch.load(f"{folder}.batch")
     with torch.no_grad():
@@ -114,8 +113,7 @@ def test_own_texts_rows_and_images_open_in_transformers_with_equal_logits(call: 
             "pixel_values": torch.linspace(-1, 1, 2 * 3 * size**2).reshape(2, 3, size, size)
         }  # fmt: skip
         torch.save(batch, f"{name}.batch")
-    done = subprocess.run([sys.executable, "-c", OPEN, json.dumps(autos)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert run_in_fork(f"autos = {autos}\n{OPEN}", imports=TRANSFORMERS) == ""
     opened = torch.load("opened.pt")
     for name in autos:
         trained = open_trained(str(runs / name))

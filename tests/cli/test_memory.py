@@ -10,7 +10,7 @@ import pytest
 from tests.cli.calls import Call
 
 TINY = [
-    "gpt-1m", "--set", "layers=2", "--set", "width=32", "--set", "heads=2", "--set", "tokenizer=bytes", "--batch", "3", "--seq",
+    "gpt-1m", "--set", "layers=1", "--set", "width=32", "--set", "heads=2", "--set", "tokenizer=bytes", "--batch", "3", "--seq",
     "17",
 ]  # fmt: skip
 QUICK = ["--backend", "interpret"]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from scripts import quoted
 from tests.cli.calls import Call
+from tests.forked import TRANSFORMERS, run_in_fork
 
 from wholestep.bench import child, smoke
 from wholestep.bench.process import Answer
@@ -129,6 +130,8 @@ def follow(call: Call, table: dict[str, str], text: str, folder: Path) -> list[s
             run_command(call, plain, table[plain])
         elif program and "transformers" not in command:
             exec(compile(program[1], "of a page", "exec"), {})
+        elif program:
+            printed.append(run_in_fork(program[1], imports=TRANSFORMERS, folder=folder))
         else:
             assert not command.startswith("wholestep "), f"nobody runs {command}"
             printed.append(quoted.run(command, folder)[0])

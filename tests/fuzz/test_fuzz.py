@@ -17,7 +17,7 @@ GROUP = 20
 
 
 @pytest.mark.parametrize(
-    "first", [pytest.param(f, marks=[pytest.mark.slow] if f >= 100 else []) for f in range(0, 300, GROUP)]
+    "first", [pytest.param(f, marks=[pytest.mark.slow] if f >= 60 else []) for f in range(0, 300, GROUP)]
 )
 def test_random_steps_train_the_same_after_every_stage(first: int) -> None:
     refused = [examine(draw(seed).case(), stages_for(seed, (), "interpret")) for seed in range(first, first + GROUP)]

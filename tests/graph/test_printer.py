@@ -13,7 +13,7 @@ import torch
 from tests.graph import toy_graphs
 from torch import fx
 
-from wholestep.graph.printer import dump, to_python, value_type
+from wholestep.graph.printer import dump, hash_source, to_python, value_type
 from wholestep.graph.training_graph import Input, Output, OutputKind, Role, TrainingGraph
 
 aten = torch.ops.aten
@@ -141,3 +141,12 @@ def test_dump_names_stage_and_effect(tmp_path: Path) -> None:
     source = path.read_text(encoding="utf-8")
     assert source.startswith("# Stage 03: fold_casts.\n# Effect: 12 casts fewer\n# Training step: ")
     assert_same_bits(run_source(source, toy.values), toy.run())
+
+
+def test_a_hash_is_of_what_is_computed_not_of_where_the_model_stands() -> None:
+    line = "# Made in 1 s.\n    y = aten.relu.default(x)  # f32[2]  net.*.act  model.py:79\n"
+    moved = line.replace("1 s", "2 s").replace("model.py:79", "moved.py:81")
+    assert hash_source(line) == hash_source(moved)
+    assert (
+        len({hash_source(line), hash_source(line.replace("[2]", "[3]")), hash_source(line.replace("relu", "neg"))}) == 3
+    )

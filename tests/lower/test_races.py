@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.lower.virtual import Race, early, late, run_virtually, shuffled
 from tests.passes.away import all_away
 from tests.passes.stacks import Stack, id_batches, next_token
 from torch import fx
@@ -22,7 +23,6 @@ from wholestep.lower.in_place import write_state_in_place
 from wholestep.lower.interpret import constants_of
 from wholestep.lower.races import find_races, refuse_races
 from wholestep.lower.transfers import Send, Transfers
-from wholestep.lower.virtual import Race, early, late, run_virtually, shuffled
 from wholestep.ops.offload import laid_like
 from wholestep.passes.pipeline import Pipeline, default_pipeline
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.nn.lean_models import saved_bytes
+from tests.ops.interpreter import assert_equal_when_interpreted
 from torch import nn
 
 import wholestep
@@ -115,11 +112,7 @@ print("equal")
 
 
 def test_the_triton_kernel_has_the_bits_of_the_operator() -> None:
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", INTERPRETED]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
-    assert done.stdout.strip() == "equal", done.stderr[-1500:]
+    assert_equal_when_interpreted(INTERPRETED)
 
 
 @pytest.mark.gpu

@@ -326,3 +326,25 @@ def test_two_layers_as_a_whole_step(called: bool) -> None:
         optimizers[1].step()
         torch.testing.assert_close(step({"labels": labels}), wanted.detach())
     assert step.rung == "whole step" and not step.falls
+
+
+def test_edges_as_tensors_train_in_eager_pytorch_and_the_reason_names_the_way_out() -> None:
+    index, etype, nodes, relations = edges("hubs")
+    plain = Net(nodes, relations)
+    model = copy.deepcopy(plain)
+    wholestep.nn.convert_relational(model)
+    model(index, etype)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch["index"], batch["etype"]).square().mean()
+
+    batch = {"index": index, "etype": etype}
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain)]
+    step = wholestep.compile(model, loss, optimizers[0], batch, backend="interpret", cache=False)
+    for _ in range(2):
+        optimizers[1].zero_grad()
+        wanted = loss(plain, batch)
+        wanted.backward()
+        optimizers[1].step()
+        torch.testing.assert_close(step(batch), wanted.detach())
+    assert any("make a relational.RelGraph of them, once" in str(note) for note in step.notes), step.notes

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+from tests.forked import run_in_fork
 
 
 def assert_equal_when_interpreted(program: str) -> None:
-    """The program ends with print("equal"). In a process of its own: Triton decides when it is imported whether it interprets."""
+    """The program ends with print("equal"). Elsewhere: Triton decides when it is imported whether it interprets."""
     pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0 and done.stdout.strip() == "equal", done.stderr[-2000:]
+    said = run_in_fork(program, imports="import torch, triton, wholestep.ops", TRITON_INTERPRET="1")
+    assert said.strip() == "equal", said

@@ -15,8 +15,8 @@ from wholestep.ops.attention import measured_choices, reference, trial
 from wholestep.ops.attention.choice import choose, question, signature_of
 from wholestep.ops.attention.cuda import _bias
 from wholestep.ops.attention.implementations import CPU_FLASH, IMPLEMENTATIONS, MATH
-from wholestep.ops.attention.interface import Implementation, Signature
-from wholestep.ops.attention.trial import Trial, disagreement, random_like, random_mask
+from wholestep.ops.attention.interface import Asked, Implementation, Kept, Signature
+from wholestep.ops.attention.trial import disagreement, random_like, random_mask, stand_in
 from wholestep.ops.tuner import Candidate, Tuner
 
 SIGNATURE = Signature(
@@ -34,7 +34,7 @@ SIGNATURE = Signature(
 
 def eligible(signature: Signature) -> tuple[list[Candidate], dict[str, str]]:
     nothing = torch.empty(0)
-    return question(signature, Trial(nothing, nothing, nothing, None, False, 0.0)).supporting()
+    return question(signature, Asked(nothing, nothing, nothing)).supporting()
 
 
 @pytest.mark.parametrize(
@@ -62,9 +62,9 @@ def test_eligibility_on_cuda(change: dict[str, object], missing: dict[str, str])
 
 def test_the_rule_on_cpu() -> None:
     q = torch.randn(1, 2, 3, 8)
-    assert choose(q, q, q, None, False, 0.0) is CPU_FLASH
-    assert choose(q, q, q, None, False, 0.1) is MATH
-    assert choose(q, q, q[..., :4], None, False, 0.0) is MATH
+    assert choose(Asked(q, q, q)) is CPU_FLASH
+    assert choose(Asked(q, q, q, dropout_p=0.1)) is MATH
+    assert choose(Asked(q, q, q[..., :4])) is MATH
     names = [row["name"] for row in measured_choices()]
     assert "cpu_flash" in names and "math" in names
 
@@ -72,24 +72,24 @@ def test_the_rule_on_cpu() -> None:
 def test_a_wrong_implementation_is_recognised() -> None:
     q = torch.randn(2, 4, 9, 8)
     k = torch.randn(2, 2, 9, 8)
-    assert disagreement(CPU_FLASH, q, k, k, None, True) is None
+    assert disagreement(CPU_FLASH, Asked(q, k, k, causal=True)) is None
 
     def wrong(*arguments: object) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = CPU_FLASH.backward(*arguments)
         return dq, dk * 1.2, dv
 
-    assert "dk differs" in disagreement(dataclasses.replace(CPU_FLASH, backward=wrong), q, k, k, None, True)
+    assert "dk differs" in disagreement(dataclasses.replace(CPU_FLASH, backward=wrong), Asked(q, k, k, causal=True))
 
 
 def test_a_named_implementation_is_taken_or_refused() -> None:
     q = torch.randn(1, 2, 3, 8)
-    assert choose(q, q, q, None, False, 0.0, "math") is MATH
+    assert choose(Asked(q, q, q), "math") is MATH
     with pytest.raises(BadOption, match=r"'flash'.*it runs on cuda, the call is on cpu.*use one of cpu_flash, math"):
-        choose(q, q, q, None, False, 0.0, "flash")
+        choose(Asked(q, q, q), "flash")
     with pytest.raises(BadOption, match="no dropout"):
-        choose(q, q, q, None, False, 0.1, "cpu_flash")
+        choose(Asked(q, q, q, dropout_p=0.1), "cpu_flash")
     with pytest.raises(BadOption, match=r"did you mean cpu_flash\?"):
-        choose(q, q, q, None, False, 0.0, "cpu_flsh")
+        choose(Asked(q, q, q), "cpu_flsh")
     out = torch.ops.ws.attention(q, q, q, None, False, 0.3, 0.0, None, implementation="math")[0]
     assert torch.equal(out, reference.forward(q, q, q, None, False, 0.3, 0.0, None)[0])
 
@@ -97,12 +97,12 @@ def test_a_named_implementation_is_taken_or_refused() -> None:
 def test_stand_ins_lie_in_memory_as_the_arguments_do() -> None:
     q, k, v = torch.randn(4, 6, 3, 2, 8).permute(2, 0, 3, 1, 4)  # parts of one projection
     k = k[:, :1].expand(4, 2, 6, 8)
-    made = Trial(q, k, v, torch.ones(4, 1, 6, 6, dtype=torch.bool), True, 0.1).random(2)
+    made = stand_in(Asked(q, k, v, torch.ones(4, 1, 6, 6, dtype=torch.bool)), 2)
     assert made is not None and made.mask is not None
     for ours, theirs in zip((made.q, made.k, made.v), (q, k, v), strict=True):
         assert ours.shape == (2, *theirs.shape[1:]) and ours.stride() == theirs.stride() and ours.std() > 0.5
     assert made.mask.shape == (2, 1, 6, 6) and made.mask[..., 0].all() and not made.mask.all()
-    assert Trial(q, k, v, None, True, 0.1).random(8) is None
+    assert stand_in(Asked(q, k, v), 8) is None
     assert torch.equal(random_like(q), random_like(q))
     wide = random_mask(torch.zeros(1, 1, 6, 6, dtype=torch.bfloat16).expand(4, 2, 6, 6), 4)
     assert wide.dtype == torch.bfloat16 and wide.shape == (4, 2, 6, 6) and wide.stride()[:2] == (0, 0)
@@ -139,18 +139,17 @@ def test_choices_made_in_little_memory_are_for_this_process(
     clock = Clock()
     tried: list[int] = []
 
-    def disagree(
-        implementation: Implementation, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
-    ) -> None:
-        tried.append(q.shape[0])
-        assert q.shape[0] == k.shape[0] == v.shape[0]
-        if q.shape[0] > fits or implementation.name == lacking:
+    def disagree(implementation: Implementation, given: Asked) -> None:
+        rows = given.q.shape[0]
+        tried.append(rows)
+        assert rows == given.k.shape[0] == given.v.shape[0]
+        if rows > fits or implementation.name == lacking:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(trial, "disagreement", disagree)
     q = torch.zeros(8, 4, 64, 64, dtype=torch.bfloat16)
     signature = dataclasses.replace(SIGNATURE, q_shape=tuple(q.shape))
-    asked = dataclasses.replace(question(signature, Trial(q, q, q, None, True, 0.0)), measures=True)
+    asked = dataclasses.replace(question(signature, Asked(q, q, q, causal=True)), measures=True)
     choice = Tuner(lambda device: clock).choose(asked)
     assert choice.name == "efficient" and "out of memory" in choice.ruled_out[lacking]
     assert sorted(set(tried), reverse=True) == rows
@@ -191,13 +190,14 @@ def test_cuda_implementations_against_float64(name: str, transposed: bool, case:
         mask = torch.rand(2, 1, length, length, device="cuda") > 0.3
         mask[:, :, 3] = False
         mask = torch.zeros(mask.shape, device="cuda").masked_fill(~mask, float("-inf")) if case == "float" else mask
-    reason = choice_module.why_not(implementation, signature_of(q, k, v, mask, causal, 0.0))
+    asked = Asked(q, k, v, mask, causal, 0.125)
+    reason = choice_module.why_not(implementation, signature_of(asked))
     if reason is not None:
         pytest.skip(reason)
     grad = torch.randn_like(q)
     zero = torch.zeros((), dtype=torch.int64, device="cuda")
-    out, logsumexp, _, _ = implementation.forward(q, k, v, mask, causal, 0.125, 0.0, None)
-    grads = implementation.backward(grad, q, k, v, mask, out, logsumexp, zero, zero, causal, 0.125, 0.0, None)
+    out, logsumexp, _, _ = implementation.forward(asked)
+    grads = implementation.backward(grad, asked, Kept(out, logsumexp, zero, zero))
     wide = [t.double() for t in (q, k, v)]
     want, want_logsumexp = reference.forward(*wide, mask, causal, 0.125, 0.0, None)
     want_grads = reference.backward(grad.double(), *wide, mask, want, want_logsumexp, causal, 0.125, 0.0, None)
@@ -217,9 +217,10 @@ def test_cuda_dropout_backward_uses_the_mask_of_the_forward(name: str, captured:
     q, k, v, grad = (torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
 
     def run() -> tuple[Tensor, Tensor]:
-        out, logsumexp, seed, offset = implementation.forward(q, k, v, None, False, 0.125, 0.5, None)
+        asked = Asked(q, k, v, scale=0.125, dropout_p=0.5)
+        out, logsumexp, seed, offset = implementation.forward(asked)
         assert seed.shape == offset.shape == () and seed.device == q.device
-        dv = implementation.backward(grad, q, k, v, None, out, logsumexp, seed, offset, False, 0.125, 0.5, None)[2]
+        dv = implementation.backward(grad, asked, Kept(out, logsumexp, seed, offset))[2]
         return out, dv
 
     out, dv = run()

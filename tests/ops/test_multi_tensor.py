@@ -1,17 +1,12 @@
 """Tables of the one-launch kernels, and their Triton bodies in Triton's interpreter on CPU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from tests.ops.interpreter import assert_equal_when_interpreted
 
 from wholestep.ops import IN_PLACE, multi_tensor
 from wholestep.ops.multi_tensor import BLOCK
 
-# The interpreter must be chosen before Triton is imported, hence a process of its own.
 INTERPRETED = """
 import torch
 from wholestep.ops import adamw, adamw_triton, sgd, sgd_triton
@@ -87,19 +82,12 @@ for narrow in (torch.bfloat16, torch.float16):
     half = len(results) // 2
     for ours, theirs in zip(results[:half], results[half:], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-print("agreed")
+print("equal")
 """
 
 
 def test_triton_bodies_agree_with_torch_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    source = Path(__file__).parents[2] / "src"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(source)}
-    result = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "agreed"
+    assert_equal_when_interpreted(INTERPRETED)
 
 
 @pytest.mark.parametrize("scale", [None, 0.5, -1.0])

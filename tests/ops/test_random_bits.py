@@ -4,13 +4,16 @@ import pytest
 import torch
 
 from wholestep.ops.random_bits import (
+    GOLDEN64,
+    MASK64,
     NORMAL_STREAM,
+    base_key,
     bits,
     keep_mask,
     mix,
+    mix64,
     normal,
     part_key,
-    site_key,
     site_keys,
     split_key,
     uniform,
@@ -19,6 +22,12 @@ from wholestep.ops.random_bits import (
 N = 1 << 18
 # Six standard deviations of a mean of N fair +-1 variables.
 BOUND = 6.0 / N**0.5
+
+
+def site_key(seed: int, step: int, micro: int, site: int) -> int:
+    """The signed key of one site, number by number."""
+    value = mix64((base_key(seed, step, micro) + (site + 1) * GOLDEN64) & MASK64)
+    return value - 2**64 if value >= 2**63 else value
 
 
 def key_of(value: int) -> torch.Tensor:

@@ -6,17 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.profile.allocator_history import allocator_history, read_history
 from tests.profile.memory_jobs import Job, eager_step, gpt
 
 import wholestep
 from wholestep.lower.footprint.blocks import Block
-from wholestep.lower.footprint.cuda import (
-    active_blocks,
-    allocator_history,
-    as_allocated,
-    blocks_of_segments,
-    read_history,
-)
+from wholestep.lower.footprint.cuda import active_blocks, as_allocated, blocks_of_segments
 from wholestep.lower.footprint.predict import predict_profile
 from wholestep.lower.footprint.regions import predict_compiled
 from wholestep.lower.footprint.scratch import measure_scratch

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import wholestep
 from wholestep.errors import BadOption
-from wholestep.runtime.offload import Offloaded
+from wholestep.runtime.offload import Offloaded, _NoLink
 from wholestep.tiers.pool import Pool
 
 
@@ -161,6 +166,25 @@ def test_a_tensor_with_another_count_of_writes_has_a_copy_of_its_own() -> None:
     assert torch.equal(torch.autograd.grad(second.sum(), scale)[0], h)
 
 
+class _Slow(_NoLink):
+    """A link whose copies take a while, in which other threads run."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self, memory: torch.Tensor, event: Any) -> None:
+        time.sleep(1e-3)
+        self.waits += 1
+
+    def bring(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> Any:
+        time.sleep(1e-3)
+        target.copy_(source)
+
+    def is_over(self, event: Any) -> bool:
+        time.sleep(1e-4)
+        return True
+
+
 class _Late:
     """A link whose copies out are over only when they are told to be."""
 
@@ -174,7 +198,10 @@ class _Late:
     def bring(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> Any:
         target.copy_(source)
 
-    def wait(self, event: Any) -> None:
+    def wait(self, memory: torch.Tensor, event: Any) -> None:
+        return None
+
+    def drop(self, memory: torch.Tensor) -> None:
         return None
 
     def is_over(self, event: Any) -> bool:
@@ -214,6 +241,161 @@ def test_tensors_of_another_device_stay() -> None:
     one = Offloaded(torch.device("meta"), Pool(1 << 20, pinned=False), least=1)
     tensor = torch.randn(64, requires_grad=True) * 2
     assert one.pack(tensor) is tensor and one.moved_bytes == 0
+
+
+@pytest.fixture
+def impatient() -> Iterator[None]:
+    """Threads take turns after every few operations."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def at_once(work: Callable[[int], Any], count: int) -> list[Any]:
+    """What several threads return that start together; the first error is raised."""
+    start = threading.Barrier(count)
+
+    def begin(number: int) -> Any:
+        start.wait()
+        return work(number)
+
+    with ThreadPoolExecutor(count) as pool:
+        return [done.result() for done in [pool.submit(begin, number) for number in range(count)]]
+
+
+def test_a_context_in_each_of_several_threads(impatient: None) -> None:
+    """Of two models, and of one and the same."""
+    pairs = [model_and_input() for _ in range(2)]
+    pairs.append(pairs[0])
+    wanted = [torch.autograd.grad(model(x).square().mean(), list(model.parameters())) for model, x in pairs]
+
+    def train(number: int) -> list[tuple[torch.Tensor, ...]]:
+        model, x = pairs[number]
+        found = []
+        for _ in range(4):
+            with wholestep.offload(model, host="64MiB", least=1):
+                loss = model(x).square().mean()
+            found.append(torch.autograd.grad(loss, list(model.parameters())))
+        return found
+
+    for grads, expected in zip(at_once(train, 3), wanted, strict=True):
+        assert all(torch.equal(a, b) for one in grads for a, b in zip(one, expected, strict=True))
+
+
+def test_backward_passes_in_several_threads_share_what_one_forward_saved(impatient: None) -> None:
+    """Each asks for the same storages, some while others are on their way back."""
+    model, x = model_and_input()
+    parameters = list(model.parameters())
+    wanted = torch.autograd.grad(model(x).square().mean(), parameters)
+    for _ in range(3):
+        with wholestep.offload(model, host="64MiB", least=1):
+            loss = model(x).square().mean()
+        for found in at_once(lambda _, loss=loss: torch.autograd.grad(loss, parameters, retain_graph=True), 4):
+            assert all(map(torch.equal, found, wanted))
+
+
+def test_one_storage_is_asked_for_in_several_threads() -> None:
+    one = Offloaded(torch.device("cpu"), Pool(1 << 20, pinned=False), least=1)
+    one.link = link = _Slow()
+    saved = torch.randn(8, 8, requires_grad=True).exp()
+    packed = [one.pack(saved), one.pack(saved[1:])]
+    for found in at_once(lambda number: [one.unpack(view) for view in packed], 4):
+        assert torch.equal(found[0], saved) and torch.equal(found[1], saved[1:])
+    assert one.moved_bytes == saved.nbytes and link.waits == 8, "a thread may be on a stream of its own"
+
+
+def test_a_forward_beside_a_backward(impatient: None) -> None:
+    """A pipeline: the next micro-batch is saved while another thread asks for the last one."""
+    model, x = model_and_input()
+    parameters = list(model.parameters())
+    wanted = torch.autograd.grad(model(x).square().mean(), parameters)
+    with wholestep.offload(model, host="64MiB", least=1) as moved, ThreadPoolExecutor(2) as others:
+        grads = [
+            others.submit(torch.autograd.grad, loss, parameters)
+            for loss in (model(x).square().mean() for _ in range(8))
+        ]
+        assert all(torch.equal(a, b) for found in grads for a, b in zip(found.result(), wanted, strict=True))
+    del grads
+    gc.collect()
+    assert moved.pool.taken == 0
+
+
+def test_threads_that_a_forward_starts_compute_as_ever(impatient: None) -> None:
+    """As torch's DataParallel does. Saved tensors are a thread's own affair in PyTorch: theirs stay where they are."""
+    model, x = model_and_input()
+    wanted = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    with wholestep.offload(model, host="64MiB", least=1):
+        parts = at_once(lambda _: model(x).square().mean(), 3)
+        found = torch.autograd.grad(sum(parts), list(model.parameters()))
+    torch.testing.assert_close([3 * grad for grad in wanted], list(found))
+
+
+def test_a_buffer_that_comes_back_in_the_middle_of_a_request() -> None:
+    """A garbage collection drops values in any thread, also while that thread asks the pool for memory."""
+    pool = Pool(4 << 20, pinned=False)
+    buffer = pool.take(1 << 20)
+    assert buffer is not None
+    with pool.lock:
+        pool.give_back(buffer)
+    assert pool.taken == 0 and pool.take(1 << 20) is buffer
+
+
+def test_contexts_within_contexts_and_errors_inside() -> None:
+    model, x = model_and_input()
+    wanted = gradients(model, model(x).square().mean())
+    with wholestep.offload(model, host="64MiB", least=1) as outer:
+        half = model[0](x)
+        with wholestep.offload(model, host="64MiB", least=1) as inner:
+            half = model[1](half)
+        with pytest.raises(ZeroDivisionError), wholestep.offload(model, host="1MiB", least=1):
+            _ = model(x).sum() / 0, 1 // 0
+        loss = model[2](half).square().mean()
+    assert outer.moved_bytes > 0 and inner.moved_bytes > 0 and not model._forward_pre_hooks
+    assert all(map(torch.equal, gradients(model, loss), wanted))
+    assert all(map(torch.equal, gradients(model, model(x).square().mean()), wanted))
+
+
+def test_autocast_and_inference_inside() -> None:
+    model, x = model_and_input()
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = gradients(model, model(x).square().mean())
+    with wholestep.offload(model, host="64MiB", least=1) as moved:
+        with torch.inference_mode():
+            model(x)
+        with torch.no_grad():
+            model(x)
+        assert moved.moved_bytes == 0
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).square().mean()
+    assert moved.moved_bytes > 0
+    assert all(map(torch.equal, gradients(model, loss), wanted))
+
+
+def test_inputs_and_buffers_that_are_not_dense() -> None:
+    class Spread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 5)
+            self.register_buffer("fixed", torch.eye(4).to_sparse())
+
+        def forward(self, adjacency: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return torch.sparse.mm(self.fixed, torch.sparse.mm(adjacency, self.linear(x)).exp())
+
+    model, x, adjacency = Spread(), torch.randn(4, 6), torch.randn(4, 4).relu().to_sparse()
+    wanted = gradients(model, model(adjacency, x).sum())
+    with wholestep.offload(model, host="64MiB", least=1):
+        loss = model(adjacency, x).sum()
+    assert all(map(torch.equal, gradients(model, loss), wanted))
+
+
+def test_what_is_gone_is_forgotten() -> None:
+    """One context around a whole training: inputs of past steps are not remembered."""
+    model = nn.Linear(4, 4)
+    with wholestep.offload(model, host="1MiB", least=1) as moved:
+        for _ in range(20):
+            model(torch.randn(3, 4)).sum().backward()
+        assert len(moved.stays) <= 4 and len(moved.order) <= 4
 
 
 def test_bad_input_is_one_line() -> None:

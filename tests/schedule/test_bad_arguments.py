@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.schedule.small_models import made
+from torch import nn
 
 import wholestep
 from wholestep.errors import BadOption, WholestepError
@@ -56,6 +57,24 @@ def test_an_argument_is_taken_or_refused_in_one_line(verb: str, field: str, tmp_
             continue
         again = wholestep.schedule(model, tmp_path / "recipe.toml")
         assert str(again) == str(sch) or value != value, (value, again)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path, old: 1 // 0, "layers.0.norm: make fails: ZeroDivisionError"),
+        (lambda path: path, "layers.0.norm: make fails: TypeError"),
+        (lambda path, old: old, "holds the module that it replaces. build a new module"),
+        (lambda path, old: nn.Sequential(old), "holds the module that it replaces"),
+        (lambda path, old: None, "make returned a NoneType"),
+    ],
+)
+def test_what_a_users_function_makes_is_a_module_of_its_own(make: Any, words: str) -> None:
+    sch = wholestep.schedule(made()[0])
+    with pytest.raises(BadOption, match=words):
+        sch["layers.0.norm"].replace(make=make)
+    with pytest.raises(BadOption, match=words):
+        sch.replace_all(nn.LayerNorm, make=make)
 
 
 @pytest.mark.parametrize("value", [value for value in NONSENSE if not isinstance(value, str) and value != {}])

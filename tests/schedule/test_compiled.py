@@ -209,6 +209,13 @@ def test_a_kernel_is_taken_or_never_taken() -> None:
     sch["0.qkv"].kernel(forbid="math")
     with pytest.raises(BadOption, match="the step has no choice there"):
         taken(sch)
+    sch.undo()
+    sch["*"].kernel(forbid="flash")  # known, though a CPU has none
+    assert set(taken(sch).values()) == {free}
+    sch.undo()
+    sch["*"].kernel(forbid="flsh")
+    with pytest.raises(BadOption, match=r"no implementation has that name. did you mean flash\?"):
+        taken(sch)
 
 
 def test_fused_modules_are_regions_of_their_own() -> None:
@@ -232,6 +239,31 @@ def test_fused_modules_are_regions_of_their_own() -> None:
 def _is_work(node: Any) -> bool:
     """Views of other regions' values are recomputed inside."""
     return node.op == "call_function" and not is_cheap_view(node)
+
+
+def test_values_of_which_ranks_have_parts_are_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer, batch = made(2)
+    sch = wholestep.schedule(model)
+    sch["layers.0.mlp.fc1"].print_values("stdout")
+    compiled(model, optimizer, batch, sch)(batch)
+    model, optimizer, batch = made(2)
+    sch = wholestep.schedule(model)
+    sch["layers.*.mlp.fc1"].shard("weight", 0)
+    sch["layers.*.mlp.fc1"].shard("bias", 0)
+    sch["layers.*.mlp.fc2"].shard("weight", 1)
+    sch["layers.0.mlp.fc1"].print_values("stdout")
+    compiled(model, optimizer, batch, sch, mesh=wholestep.Mesh(tp=4))(batch)
+    whole, *parts = capsys.readouterr().out.splitlines()
+    assert parts and set(parts) == {whole}
+
+
+def test_a_function_that_fails_in_the_place_of_a_module_is_named() -> None:
+    model, optimizer, batch = made(2)
+    sch = wholestep.schedule(model)
+    sch["layers.0.mlp.fc1"].replace(lambda module, input: input)  # of the wrong width
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        compiled(model, optimizer, batch, sch)(batch)
+    assert "line 1 of the schedule (replace layers.0.mlp.fc1" in caught.value.__notes__[0]
 
 
 def test_values_are_printed_step_by_step(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import random
 from collections.abc import Callable
 from typing import Any
@@ -82,6 +83,23 @@ def test_writes_in_between_are_seen() -> None:
     pattern = lambda x, w: F.gelu(F.linear(x, w))  # noqa: E731
     assert found(written, pattern) == []
     assert found(written_before, pattern) == [{"linear", "gelu"}]
+
+
+def test_every_operator_of_python_that_writes_is_seen() -> None:
+    """`x &= y` writes to x as `x += y` does."""
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    found = [name for name in dir(operator) if name[0] == "i" and hasattr(torch.Tensor, f"__{name.rstrip('_')}__")]
+    written = [name for name in found if name not in ("invert", "index", "inv")]
+    assert {"iadd", "iand", "ior", "ixor", "imod", "ifloordiv", "ilshift", "irshift"} <= set(written)
+    for name in written:
+        calls = [graph.call_function(getattr(operator, name), (x, y)), graph.call_method(f"__{name}__", (x, y))]
+        assert all(call is not None and call.writes for call in map(call_of, calls)), name
+
+
+@pytest.mark.parametrize("written", [lambda m, x: ~m, lambda m, x: m.bitwise_not(), lambda m, x: torch.bitwise_not(m)])
+def test_an_inverted_mask_is_one_however_it_is_written(written: Callable[..., Any]) -> None:
+    assert len(found(written, lambda m: ~m)) == 1
 
 
 def test_a_write_through_a_view_is_seen() -> None:

@@ -104,6 +104,14 @@ def test_a_part_of_a_request_is_asked_for_again(folder: Path, monkeypatch: pytes
     assert torch.equal(round_trip(FileStore([folder]), [value])[0], value)
 
 
+def test_a_value_of_another_type_than_its_trace_comes_back_unrounded(folder: Path) -> None:
+    """On a CPU; then again one of the traced type."""
+    trip = FileTrips(FileStore([folder]), CPU).trip(torch.empty(3, 5, dtype=torch.float16))
+    for value in (torch.randn(3, 5), torch.randn(3, 5).half(), torch.randn(3, 5)):
+        back = trip.fetched(trip.fetch(trip.sent(value, trip.send(value)), CPU))
+        assert back.dtype == value.dtype and torch.equal(back, value)
+
+
 def test_a_disk_that_hangs_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FileStore([folder], wait_seconds=0.05)
     failing(monkeypatch, "os.pwrite", lambda handle, memory, offset: time.sleep(0.3) or len(memory))

@@ -6,8 +6,7 @@ import errno
 import json
 import os
 import random
-import subprocess
-import sys
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.forked import run_in_fork
 from torch import nn
 
 import wholestep
@@ -155,7 +155,7 @@ def test_resuming_in_another_process_is_bit_for_bit(tmp_path: Path) -> None:
     names = ("model", "optimizer", "scheduler", "step")
     wholestep.save(tmp_path, **dict(zip(names, first)))
     run("dropout", first, 5, 10)
-    subprocess.run([sys.executable, "-c", RESUME, str(Path(__file__).parent), str(tmp_path)], check=True)
+    assert run_in_fork(RESUME, str(Path(__file__).parent), str(tmp_path)) == ""
     there = build("dropout", 9)
     assert wholestep.load(tmp_path, **dict(zip(names, there))).number == 10
     assert equal(everything(there), everything(first))
@@ -381,11 +381,10 @@ print("unfinished", unfinished)
 
 def kill_while_saving(folder: Path, times: int) -> None:
     """Children save in a loop and are killed at random moments; what is loaded is the last they told of, or the next."""
-    command = [sys.executable, "-c", KILL_WHILE_SAVING, str(folder), str(times)]
-    found = subprocess.run(command, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
+    found = re.fullmatch(r"unfinished (\d+)\n", said := run_in_fork(KILL_WHILE_SAVING, str(folder), str(times)))
+    assert found, said
     if times >= 30:  # enough that some were killed amid a save: the test does test something
-        assert int(found.stdout.split()[-1]) > 0
+        assert int(found[1]) > 0
 
 
 def test_killed_at_any_moment(tmp_path: Path) -> None:
@@ -577,8 +576,8 @@ except wholestep.WholestepError as error:
 def test_a_disk_that_refuses_the_tensors_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     """A true refusal, inside safetensors' own writer, which reports it by another exception than OSError."""
     save_small(tmp_path, 1)
-    found = subprocess.run([sys.executable, "-c", SAVE_TOO_MUCH, str(tmp_path)], capture_output=True, text=True)
-    assert "could not be written" in found.stdout and "File too large" in found.stdout, found
+    said = run_in_fork(SAVE_TOO_MUCH, str(tmp_path))
+    assert "could not be written" in said and "File too large" in said, said
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.cli.calls import SETUP, Call, caller
+from tests.forked import run_in_fork
 
 from wholestep.errors import BadOption
 from wholestep.train import request
@@ -40,11 +39,10 @@ def losses(folder: str) -> list[float]:
 
 def trains_the_same_again(folder: Path, threads: str, *words: str) -> None:
     """Trains twice, each time in a process of its own: as told, and from the run.toml of the first."""
-    environment = os.environ | {"OMP_NUM_THREADS": threads}
+    program = f"import torch, wholestep.cli; torch.set_num_threads({threads}); wholestep.cli.main()"
     for told, out in ((words, "first"), (("--config", "first/run.toml"), "second")):
-        command = [sys.executable, "-m", "wholestep", "train", *told, "--out", out, "--quiet"]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        said = run_in_fork(program, "train", *told, "--out", out, "--quiet", folder=folder)
+        assert said.startswith("trained ") and len(said.splitlines()) == 1, said
     assert losses(str(folder / "first")) == losses(str(folder / "second"))
     first, second = ((folder / name / CONFIG).read_text().splitlines() for name in ("first", "second"))
     assert [line for line in first if not line.startswith("#")] == [line for line in second if not line.startswith("#")]

@@ -14,6 +14,8 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import fx
 
+from wholestep.errors import WholestepError
+
 Rewrite: TypeAlias = Callable[[fx.GraphModule, Mapping[int, str]], object]
 """Changes Dynamo's graph of a loss in place; the second argument is id of a module -> its path."""
 
@@ -37,6 +39,8 @@ class Edits:
 
     changes: Sequence[Change] = ()
     rewrites: Sequence[Rewrite] = ()
+    lines: Sequence[str] = ()
+    """Of the recipe: those by which code of the user's takes the place of modules."""
     held: bool = False
 
     def apply(self) -> None:
@@ -66,6 +70,10 @@ class Edits:
         self.apply()
         try:
             yield
+        except Exception as error:
+            if self.lines and not isinstance(error, WholestepError):
+                error.add_note(f"the model runs by a recipe: {'; '.join(self.lines)}")
+            raise
         finally:
             self.undo()
         for change in self.changes:

@@ -86,12 +86,14 @@ Run = Annotated[
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 
 
-def checked_job(model: str | None, *, reads_data: bool = True, on_gpu: bool = False, **asked: Any) -> Found | None:
+def checked_job(
+    model: str | None, *, reads_data: bool = True, on_gpu: bool = False, keeps_all: bool = False, **asked: Any
+) -> Found | None:
     """MODEL, --set, sizes and data, as far as they can be told to be wrong before torch is loaded; what was found, if anything."""
     from wholestep.train.look_ahead import look_ahead
 
     sets, seed = tuple(asked.pop("sets", None) or ()), asked.pop("seed", None) or 0
-    return look_ahead(model, sets=sets, seed=seed, on_gpu=on_gpu, reads_data=reads_data, **asked)
+    return look_ahead(model, sets=sets, seed=seed, on_gpu=on_gpu, reads_data=reads_data, keeps_all=keeps_all, **asked)
 
 
 def checked_run(run: str, **asked: Any) -> str | None:

@@ -78,7 +78,7 @@ def command(
         "sets": sets or [], "data": data, "glob": glob, "field": field, "tokenizer": tokenizer, "batch": batch, "seq": seq,
         "precision": precision,
     }  # fmt: skip
-    options.checked_job(model, seed=seed, **asked)
+    options.checked_job(model, seed=seed, keeps_all=memory is None and plan is None, **asked)
     from wholestep.profile.profile import profile_job
     from wholestep.train.job import make_job
 

@@ -58,7 +58,7 @@ def command(
         "sets": sets or (), "data": data, "glob": glob, "field": field, "tokenizer": tokenizer, "batch": batch, "seq": seq,
         "precision": precision, "seed": seed or 0,
     }  # fmt: skip
-    options.checked_job(model, **asked)
+    options.checked_job(model, keeps_all=(memory, plan, recipe, mesh) == (None,) * 4, **asked)
     chosen, passes, folder = options.checked_recipe(recipe), options.pipeline(disable), options.checked_dump(dump)
     backend = backend or ("inductor" if ranks is None or ranks.num_ranks == 1 else "interpret")
     from wholestep.api import verify

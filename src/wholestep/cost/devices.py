@@ -34,9 +34,6 @@ class Device:
     """Bytes per second between memory and chip, reads and writes together."""
     memory_bytes: int
     """All of it, as the driver reports it; the CUDA context and the allocator's slack are not taken off."""
-    l2_bytes: int
-    num_processors: int
-    """Streaming multiprocessors, or cores."""
     link_bandwidth: float
     """Bytes per second from the host to the device, one direction; 0 where they are the same."""
     sources: Mapping[str, str]
@@ -83,18 +80,16 @@ Peaks = tuple[float, float, float | None, float | None, float, float | None]
 
 
 def _device(
-    name: str, title: str, source: str, peaks: Peaks, *, bandwidth: float, mib: int, l2: int, sms: int, pcie: int, paper: str = "",
-    nvlink: int = 0,
+    name: str, title: str, source: str, peaks: Peaks, *, bandwidth: float, mib: int, pcie: int, nvlink: int = 0
 ) -> Device:  # fmt: skip
-    """A row of the table: peaks in TFLOP/s in the order of FORMATS, bandwidth in GB/s, memory and L2 in MiB, the generation
-    of 16 PCIe lanes, GB/s of NVLink in both directions together; `paper` is where L2 and processors stand when not in `source`."""
+    """A row of the table: peaks in TFLOP/s in the order of FORMATS, bandwidth in GB/s, memory in MiB, the generation of
+    16 PCIe lanes, GB/s of NVLink in both directions together."""
     rates = {key: value * TERA for key, value in zip(FORMATS, peaks) if value is not None}
     link = f"PCIe {pcie}.0 x16, one direction"
     sources = {"all": source, "memory_bytes": f"{mib} MiB, what the driver reports", "link_bandwidth": link}
-    sources |= {"l2_bytes": paper, "num_processors": paper} if paper else {}
     return Device(
         name=name, title=title, peaks=MappingProxyType(rates), vector_peak=peaks[1] * TERA, bandwidth=bandwidth * GIGA,
-        memory_bytes=mib * MEBI, l2_bytes=l2 * MEBI, num_processors=sms, link_bandwidth=PCIE[pcie] * GIGA,
+        memory_bytes=mib * MEBI, link_bandwidth=PCIE[pcie] * GIGA,
         sources=MappingProxyType(sources), nvlink_bandwidth=nvlink * GIGA / 2,
     )  # fmt: skip
 
@@ -112,43 +107,39 @@ _4090: Peaks = (1.29, 82.6, 82.6, 165.2, 165.2, 330.3)
 _3090: Peaks = (0.556, 35.6, 35.6, 71.0, 71.0, NO)
 
 _HALVED = "sparse figures halved"
-_H100 = "NVIDIA H100 Tensor Core GPU Architecture (white paper)"
-_A100 = "NVIDIA A100 Tensor Core GPU Architecture (white paper)"
 _ADA = "NVIDIA Ada GPU Architecture (white paper)"
 _GA102 = "NVIDIA Ampere GA102 GPU Architecture (white paper)"
-_TURING = "NVIDIA Turing GPU Architecture (white paper)"
 
 # fmt: off
 _ROWS = (
     _device("b200", "NVIDIA B200 (SXM)", f"NVIDIA HGX B200 data sheet, per GPU, {_HALVED}", _B200,
-            bandwidth=7700, mib=183359, l2=126, sms=148, pcie=5, nvlink=1800,
-            paper="NVIDIA Blackwell tuning guide and device properties"),
+            bandwidth=7700, mib=183359, pcie=5, nvlink=1800),
     _device("h200", "NVIDIA H200 (SXM)", f"NVIDIA H200 data sheet, column SXM, {_HALVED}", _HOPPER,
-            bandwidth=4800, mib=143771, l2=50, sms=132, pcie=5, nvlink=900, paper=_H100),
+            bandwidth=4800, mib=143771, pcie=5, nvlink=900),
     _device("h200-nvl", "NVIDIA H200 NVL (PCIe)", f"NVIDIA H200 data sheet, column NVL, {_HALVED}", _HOPPER_NVL,
-            bandwidth=4800, mib=143771, l2=50, sms=132, pcie=5, nvlink=900, paper=_H100),
+            bandwidth=4800, mib=143771, pcie=5, nvlink=900),
     _device("h100", "NVIDIA H100 (SXM)", f"NVIDIA H100 data sheet, column SXM, {_HALVED}", _HOPPER,
-            bandwidth=3350, mib=81559, l2=50, sms=132, pcie=5, nvlink=900, paper=_H100),
+            bandwidth=3350, mib=81559, pcie=5, nvlink=900),
     _device("h100-pcie", "NVIDIA H100 (PCIe)", f"NVIDIA H100 data sheet, column PCIe, {_HALVED}", _HOPPER_PCIE,
-            bandwidth=2000, mib=81559, l2=50, sms=114, pcie=5, paper=_H100),
+            bandwidth=2000, mib=81559, pcie=5),
     _device("h100-nvl", "NVIDIA H100 NVL (PCIe)", f"NVIDIA H100 data sheet, column NVL, {_HALVED}", _HOPPER_NVL,
-            bandwidth=3900, mib=95830, l2=50, sms=132, pcie=5, nvlink=600, paper=_H100),
+            bandwidth=3900, mib=95830, pcie=5, nvlink=600),
     _device("a100-80gb", "NVIDIA A100 80GB (SXM)", "NVIDIA A100 data sheet, column 80GB SXM", _AMPERE,
-            bandwidth=2039, mib=81920, l2=40, sms=108, pcie=4, nvlink=600, paper=_A100),
+            bandwidth=2039, mib=81920, pcie=4, nvlink=600),
     _device("a100-80gb-pcie", "NVIDIA A100 80GB (PCIe)", "NVIDIA A100 data sheet, column 80GB PCIe", _AMPERE,
-            bandwidth=1935, mib=81920, l2=40, sms=108, pcie=4, paper=_A100),
+            bandwidth=1935, mib=81920, pcie=4),
     _device("a100-40gb", "NVIDIA A100 40GB", "NVIDIA A100 data sheet, columns 40GB (SXM and PCIe: the same figures)", _AMPERE,
-            bandwidth=1555, mib=40960, l2=40, sms=108, pcie=4, paper=_A100),
+            bandwidth=1555, mib=40960, pcie=4),
     _device("l4", "NVIDIA L4", f"NVIDIA L4 data sheet, {_HALVED}", _L4,
-            bandwidth=300, mib=23034, l2=48, sms=58, pcie=4, paper=_ADA),
+            bandwidth=300, mib=23034, pcie=4),
     _device("a10", "NVIDIA A10", f"NVIDIA A10 data sheet, {_HALVED}", _A10,
-            bandwidth=600, mib=23028, l2=6, sms=72, pcie=4, paper=_GA102),
+            bandwidth=600, mib=23028, pcie=4),
     _device("t4", "NVIDIA T4", "NVIDIA T4 data sheet", _T4,
-            bandwidth=320, mib=15360, l2=4, sms=40, pcie=3, paper=_TURING),
+            bandwidth=320, mib=15360, pcie=3),
     _device("rtx4090", "NVIDIA GeForce RTX 4090", f"{_ADA}, dense, fp32 accumulation", _4090,
-            bandwidth=1008, mib=24564, l2=72, sms=128, pcie=4),
+            bandwidth=1008, mib=24564, pcie=4),
     _device("rtx3090", "NVIDIA GeForce RTX 3090", f"{_GA102}, dense, fp32 accumulation", _3090,
-            bandwidth=936, mib=24576, l2=6, sms=82, pcie=4),
+            bandwidth=936, mib=24576, pcie=4),
 )
 # fmt: on
 DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device in _ROWS})

@@ -84,9 +84,7 @@ def _better(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any
     return now | {"peaks": peaks, "bandwidth": max(before["bandwidth"], now["bandwidth"])}
 
 
-_FIELDS = {
-    "name", "title", "peaks", "bandwidth", "memory_bytes", "l2_bytes", "num_processors", "link_bandwidth", "source"
-}  # fmt: skip
+_FIELDS = {"name", "title", "peaks", "bandwidth", "memory_bytes", "link_bandwidth", "source"}
 
 
 def _from_facts(facts: dict[str, Any]) -> Device:
@@ -102,12 +100,11 @@ def _measure(kind: str) -> dict[str, Any]:
     if kind == "cpu":
         threads = torch.get_num_threads()
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        facts = {"name": "cpu", "title": f"{_processor()}, {counted(threads, 'thread')}", "memory_bytes": memory, "l2_bytes": 0,
-                 "num_processors": threads, "link_bandwidth": 0.0}  # fmt: skip
+        facts = {"name": "cpu", "title": f"{_processor()}, {counted(threads, 'thread')}", "memory_bytes": memory,
+                 "link_bandwidth": 0.0}  # fmt: skip
     else:
         card = torch.cuda.get_device_properties(torch.cuda.current_device())
         facts = {"name": "this", "title": card.name, "memory_bytes": card.total_memory,
-                 "l2_bytes": getattr(card, "L2_cache_size", 0), "num_processors": card.multi_processor_count,
                  "link_bandwidth": _link_bandwidth()}  # fmt: skip
     return facts | {"peaks": _peaks(kind), "bandwidth": _bandwidth(kind), "source": source}
 

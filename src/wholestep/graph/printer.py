@@ -81,8 +81,9 @@ def fingerprint(graph: TrainingGraph) -> str:
 
 
 def hash_source(source: str) -> str:
-    """Of what is computed: comments, empty lines and imports do not count."""
+    """Of what is computed: empty lines, imports and lines of comments do not count, nor where the model's own lines stand."""
     lines = [line for line in source.splitlines() if line.strip() and not line.lstrip().startswith(("#", "import "))]
+    lines = [re.sub(r"  \S+\.py:\d+$", "", line) for line in lines]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.errors import WholestepError
 from wholestep.graph.training_graph import tensors_in
 from wholestep.lower.driver import Statement
-from wholestep.lower.file_trips import FileTrip, FileTrips
+from wholestep.lower.file_trips import FileTrip, FileTrips, kept_beside
 from wholestep.lower.statements import statement_of
 from wholestep.ops.offload import copy_out_into, laid_like
 from wholestep.ops.record import record_of
@@ -155,18 +154,11 @@ class Send:
     like: torch.Tensor
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype != self.like.dtype:  # torch's trace of LayerNorm's statistics in bf16 is wrong about CPUs
-            return self._beside(x)
+        if x.dtype != self.like.dtype:
+            return kept_beside(x, self.like.dtype)
         h = self.arena.tensor(self.slot, self.like)
         h.copy_(x, non_blocking=True)
         return h
-
-    def _beside(self, x: torch.Tensor) -> torch.Tensor:
-        """A stand-in of the true dtype, which has no slot; on a GPU that would be memory that nobody planned."""
-        if x.device.type != "cpu":
-            what = f"a value that moves is {x.dtype} and was traced as {self.like.dtype}"
-            raise WholestepError(what, hint="keep it: leave it out of the plan")
-        return laid_like(x, x.device).copy_(x)
 
 
 def device_of(graph: fx.Graph) -> torch.device:

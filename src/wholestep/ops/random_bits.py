@@ -157,12 +157,6 @@ def site_keys(seed: int, step: int, micro: int, num_sites: int) -> Tensor:
     return torch.from_numpy(x.view(np.int64))
 
 
-def site_key(seed: int, step: int, micro: int, site: int) -> int:
-    """The signed key of one site; equals site_keys(...)[site]."""
-    value = mix64((base_key(seed, step, micro) + (site + 1) * GOLDEN64) & MASK64)
-    return value - 2**64 if value >= 2**63 else value
-
-
 # ---- operators -----------------------------------------------------------------------------------------------
 
 LIBRARY = torch.library.Library("ws", "FRAGMENT")

@@ -31,7 +31,7 @@ from wholestep.graph.training_graph import Role, TrainingGraph
 from wholestep.lower import give_back, tune_calls
 from wholestep.lower.footprint.predict import predict_profile
 from wholestep.lower.footprint.regions import predict_compiled
-from wholestep.lower.footprint.scratch import measure_scratch
+from wholestep.lower.footprint.scratch import Scratch, measure_scratch
 from wholestep.passes.pipeline import Pipeline
 from wholestep.plan.frontier import CONTEXT_BYTES, SLACK, Point, fastest, frontier, round_up, too_small
 from wholestep.plan.moves import Room
@@ -157,6 +157,8 @@ class Fitting:
         self.prepared: TrainingGraph | None = None
         self.points: list[Point] = []
         self.state_bytes = 0
+        self.scratch: dict[str, Scratch] = {}
+        """What calls of the plans so far were measured to take."""
         self.tries = 0
         """Plans that were compiled to know what they really take."""
         self.told: list[Note] = []
@@ -259,7 +261,7 @@ class Fitting:
         if self.backend == "inductor":
             with contextlib.suppress(CompilerMissing):
                 return predict_compiled(graph, code=self.code, strict=True).peak_bytes
-        return predict_profile(graph, scratch=measure_scratch(graph)).peak_bytes
+        return predict_profile(graph, scratch=measure_scratch(graph, self.scratch)).peak_bytes
 
     def _too_small(self, measured: dict[int, int]) -> BudgetTooSmall:
         least = len(self.points) - 1

@@ -8,6 +8,8 @@ last bit.
 - Parameters, buffers and inputs of the model stay: they are there anyway.
 - A storage that is written in place while its copy is on the way makes the backward pass raise, as PyTorch itself would.
 - When the memory is used up, or a tensor is small, it is kept where it is.
+- Several threads may save and ask at once (on a GPU the backward pass has a thread of its own): one lock orders them, and whoever
+  asks on a stream of its own waits there for the copy.
 
 No module is changed, and nothing is global but torch's own stack of hooks. Compiled steps have their own way (`passes/offload.py`).
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -68,42 +71,48 @@ class Offloaded:
         self.order: list[weakref.ref[Stored]] = []
         self.leaving: deque[Stored] = deque()
         self.moved_bytes = self.kept_bytes = 0
+        self.lock = threading.Lock()
+        """Held while anything here changes."""
 
     def leave_out(self, tensors: list[torch.Tensor]) -> None:
-        self.stays |= {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
+        new = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if tensor.layout == torch.strided}
+        with self.lock:
+            self.stays = {storage for storage in self.stays if not storage.expired()} | new
 
     def note_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.leave_out([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The tensor itself where it stays; else what it takes to have it again."""
-        self._look()
         here = (
             tensor.layout == torch.strided and tensor.device == self.device
         )  # the link's streams know no other device
         storage = tensor.untyped_storage() if here else None
         if storage is None or storage.nbytes() < self.least or StorageWeakRef(storage) in self.stays or _is_odd(tensor):
             return tensor
-        stored = self._stored(tensor, storage)
-        if stored is None:
-            self.kept_bytes += storage.nbytes()
-            return tensor
-        stored.views += 1
+        with self.lock:
+            self._look()
+            stored = self._stored(tensor, storage)
+            if stored is None:
+                self.kept_bytes += storage.nbytes()
+                return tensor
+            stored.views += 1
         return View(stored, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
-        self._look()
         stored: Stored = packed.stored
-        if stored.was_overwritten():
-            raise RuntimeError(
-                "a tensor that the backward pass needs was modified by an inplace operation while it left the card: "
-                "use the operation that is not in place"
-            )
-        base = stored.fetched()
-        for entry in self._next(stored):
-            entry.fetch()
+        with self.lock:
+            self._look()
+            if stored.was_overwritten():
+                raise RuntimeError(
+                    "a tensor that the backward pass needs was modified by an inplace operation while it left the card: "
+                    "use the operation that is not in place"
+                )
+            base = stored.fetched()
+            for entry in self._next(stored):
+                entry.fetch()
         empty = torch.empty(0, dtype=packed.dtype, device=base.device)
         return empty.set_(base.untyped_storage(), packed.offset, packed.shape, packed.stride)
 
@@ -160,9 +169,8 @@ class Stored:
     gone: Any = None
     held: torch.Tensor | None = None
     overwritten: bool = False
-    coming: tuple[torch.Tensor, Any] | None = None
+    back: tuple[torch.Tensor, Any] | None = None
     """Memory of the device, and the event that says it is filled."""
-    back: torch.Tensor | None = None
     views: int = 0
     """How many tensors were saved that look at it."""
     asked: int = 0
@@ -183,28 +191,24 @@ class Stored:
 
     def fetch(self) -> None:
         """Begin to bring it back."""
-        if self.coming is None and self.back is None:
+        if self.back is None:
             memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
-            self.coming = memory, self.link.bring(memory, self.buffer[: self.num_bytes], self.gone)
+            self.back = memory, self.link.bring(memory, self.buffer[: self.num_bytes], self.gone)
 
     def fetched(self) -> torch.Tensor:
         """The bytes on the device, which all views share."""
-        if self.back is None:
-            self.fetch()
-            assert self.coming is not None
-            self.back, here = self.coming
-            self.coming = None
-            self.link.wait(here)
-        base, self.asked = self.back, self.asked + 1
+        self.fetch()
+        assert self.back is not None
+        base, here = self.back
+        self.link.wait(base, here)
+        self.asked += 1
         if self.asked % self.views == 0:
             self.back = None
         return base
 
     def __del__(self) -> None:
-        if (
-            self.coming is not None
-        ):  # fetched ahead and never asked for: the copy must be over before its memory is used anew
-            self.link.wait(self.coming[1])
+        if self.back is not None:  # fetched ahead and never asked for: its memory is used anew when the copy is over
+            self.link.drop(self.back[0])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -227,7 +231,10 @@ class _NoLink:
     def bring(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> Any:
         target.copy_(source)
 
-    def wait(self, event: Any) -> None:
+    def wait(self, memory: torch.Tensor, event: Any) -> None:
+        return None
+
+    def drop(self, memory: torch.Tensor) -> None:
         return None
 
     def is_over(self, event: Any) -> bool:
@@ -235,7 +242,8 @@ class _NoLink:
 
 
 class _CudaLink:
-    """A stream each way. Memory is taken and freed on the main stream only, after a wait."""
+    """A stream each way. Memory is taken on the stream that asks for it, and freed there after a wait; a thread that reads it on
+    another stream says so to the allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -243,6 +251,7 @@ class _CudaLink:
 
     def send(self, target: torch.Tensor, source: torch.Tensor) -> Any:
         self.out.wait_stream(torch.cuda.current_stream(self.device))
+        self.out.wait_stream(self.back)  # which may still read what this buffer held before
         with torch.cuda.stream(self.out):
             target.copy_(source, non_blocking=True)
             return self.out.record_event()
@@ -254,8 +263,13 @@ class _CudaLink:
             target.copy_(source, non_blocking=True)
             return self.back.record_event()
 
-    def wait(self, event: Any) -> None:
-        torch.cuda.current_stream(self.device).wait_event(event)
+    def wait(self, memory: torch.Tensor, event: Any) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(event)
+        memory.record_stream(stream)  # nothing where it was taken on this one
+
+    def drop(self, memory: torch.Tensor) -> None:
+        memory.record_stream(self.back)
 
     def is_over(self, event: Any) -> bool:
         return bool(event.query())

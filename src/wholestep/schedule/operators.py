@@ -21,7 +21,10 @@ COMMUTES = frozenset(
 """Calls of two operands whose order does not matter, bit for bit."""
 _OPERATORS = {
     "truediv": "div", "iadd": "add_", "isub": "sub_", "imul": "mul_", "itruediv": "div_", "ipow": "pow_", "and_": "bitwise_and",
-    "or_": "bitwise_or", "xor": "bitwise_xor", "imatmul": "matmul_",
+    "or_": "bitwise_or", "xor": "bitwise_xor", "imatmul": "matmul_", "invert": "bitwise_not", "iand": "bitwise_and_",
+    "ior": "bitwise_or_", "ixor": "bitwise_xor_", "mod": "remainder", "imod": "remainder_", "floordiv": "floor_divide",
+    "ifloordiv": "floor_divide_", "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift", "pos": "positive",
+    "ilshift": "bitwise_left_shift_", "irshift": "bitwise_right_shift_",
 }  # fmt: skip
 _SAME = {
     "multiply": "mul", "divide": "div", "true_divide": "div", "subtract": "sub", "__matmul__": "matmul", "__add__": "add",
@@ -81,7 +84,9 @@ def call_of(node: fx.Node) -> Call | None:
 def call_to(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """A call of a function, or of a method by its name."""
     if isinstance(target, str):
-        name: str = _SAME.get(target, target)
+        plain = target.removeprefix("__").removesuffix("__")
+        written = _OPERATORS.get(plain, _OPERATORS.get(f"{plain}_", target)) if plain != target else target
+        name: str = _SAME.get(target, written)
         return Call(name, _bound(name, None, args, kwargs))
     name, opaque = _named(target)
     return Call(name, _bound(name, target if inspect.isfunction(target) else None, args, kwargs), opaque)

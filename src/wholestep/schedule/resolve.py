@@ -31,7 +31,7 @@ from wholestep.ops.record import may_recompute
 from wholestep.ops.tuned import calls_that_ask
 from wholestep.ops.tuner import TUNER
 from wholestep.schedule.cuts import cuts_of, localised, shard_table, syncs_of
-from wholestep.schedule.modules import Modules, inside
+from wholestep.schedule.modules import Modules, inside, nearest
 from wholestep.schedule.moves import moved_by_lines
 from wholestep.schedule.recipe import Recipe
 from wholestep.schedule.verb import AUTO, NoEngineYet, Verb, shown
@@ -158,10 +158,12 @@ class Scheduled:
         forbidding = [line for line in lines if line.forbid is not None]
         if not forbidding:
             return found
-        met: set[int] = set()
+        met: dict[int, set[str]] = {id(line): set() for line in forbidding}
+        """Line -> the implementations that the calls have which it is about."""
         for call in calls_that_ask(graph):
             about = [line for line in forbidding if self._is_about(line, call)]
-            met |= set(map(id, about))
+            for line in about:
+                met[id(line)] |= {candidate.name for candidate in call.question.candidates}
             never = {line.forbid for line in about}
             if not about or call.key in found:
                 continue
@@ -174,9 +176,13 @@ class Scheduled:
             question = dataclasses.replace(call.question, candidates=left, call=asked, reference=reference)
             found[call.key] = TUNER.choose(question).name
         for line in forbidding:
-            if id(line) not in met:
+            known = sorted(met[id(line)])
+            if not known:
                 hint = "attentions and chunked losses have several implementations"
                 raise BadOption(f"{self.recipe.place(line)}: the step has no choice there", hint=hint)
+            if line.forbid not in known:  # one that the machine lacks is known all the same
+                hint = nearest(line.forbid, known, f"they are {', '.join(known)}")
+                raise BadOption(f"{self.recipe.place(line)}: no implementation has that name", hint=hint)
         return found
 
     def _is_about(self, line: Any, call: Any) -> bool:
@@ -273,9 +279,10 @@ def resolve(recipe: Recipe, root: nn.Module, mesh: Mesh | None = None) -> Schedu
     ranks = Ranks(mesh or Mesh(), cuts_of(recipe, modules, mesh))
     if ranks.several:  # after all others: it gives every value of the graph its place
         rewrites.append(functools.partial(localised, ranks, syncs_of(recipe, modules), root))
+    own = [recipe.place(line) for line in recipe if isinstance(line, replace | replace_all) and line.places(modules)]
     functions = any(isinstance(line, replace | replace_all) and line.rewrite() is not None for line in recipe)
     return Scheduled(
-        recipe, modules, Edits(changes, rewrites), whole, by_module,
+        recipe, modules, Edits(changes, rewrites, own), whole, by_module,
         bool(recorded[-1]) if recorded else None, ranks, functions,
     )  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 
 import torch
 
@@ -18,30 +18,44 @@ class Pool:
 
     def __init__(self, limit_bytes: int, *, pinned: bool) -> None:
         self.limit, self.pinned = limit_bytes, pinned
-        self.taken = 0
-        """Bytes in use."""
         self.held = 0
         """Bytes allocated, used or not."""
         self.free: dict[int, list[torch.Tensor]] = defaultdict(list)
-        self.lock = threading.Lock()  # buffers come back from whichever thread drops the last value
+        self.lock = threading.Lock()
+        self._taken = 0
+        self._returned: deque[torch.Tensor] = deque()
+
+    @property
+    def taken(self) -> int:
+        """Bytes in use."""
+        with self.lock:
+            self._settle()
+            return self._taken
 
     def take(self, num_bytes: int) -> torch.Tensor | None:
         """A buffer of at least so many bytes; None when the pool is full."""
         size = -(-max(num_bytes, 1) // ROUNDING) * ROUNDING
         with self.lock:
-            if self.taken + size > self.limit:
+            self._settle()
+            if self._taken + size > self.limit:
                 return None
             if not self.free[size] and self.held + size > self.limit:
                 self._give_up(size)
-            self.taken += size
+            self._taken += size
             if self.free[size]:
                 return self.free[size].pop()
             self.held += size
         return host_memory(size, pinned=self.pinned)
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        with self.lock:
-            self.taken -= buffer.numel()
+        """Without the lock: it is called when the last value is dropped, which a garbage collection does in any thread, in the
+        middle of `take` too."""
+        self._returned.append(buffer)
+
+    def _settle(self) -> None:
+        while self._returned:
+            buffer = self._returned.popleft()
+            self._taken -= buffer.numel()
             self.free[buffer.numel()].append(buffer)
 
     def _give_up(self, wanted: int) -> None:

@@ -11,17 +11,20 @@ import ast
 import dataclasses
 import functools
 import importlib.util
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from wholestep.disk import read_json
-from wholestep.errors import WholestepError
+from wholestep.errors import BadOption, WholestepError
 from wholestep.train import hf_models, wishes
 
 _AUTO = "models/auto"
 _BASE = "PreTrainedConfig"
 _KINDS: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
+_REFUSES_HEADS = re.compile(r"raise ValueError\(.{0,120}?(?:multiple of|divisible by).{0,60}?heads", re.DOTALL)
+"""A model whose width has to divide into its heads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +39,17 @@ class StandIn:
     """Other names of fields."""
 
     def __getattr__(self, name: str) -> Any:
-        return self.values.get(self.attribute_map.get(name, name))
+        return self.values.get(self.named(name))
+
+    def named(self, name: str) -> str:
+        """What this class calls a field."""
+        return self.attribute_map.get(name, name)
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.values)
 
     def changed(self, changes: Mapping[str, Any]) -> StandIn:
-        named = {self.attribute_map.get(name, name): value for name, value in changes.items()}
+        named = {self.named(name): value for name, value in changes.items()}
         return dataclasses.replace(self, values={**self.values, **named})
 
 
@@ -81,7 +88,24 @@ def configure(found: hf_models.HFModel, changes: Mapping[str, Any]) -> StandIn:
             if wanted and not isinstance(value, (*wanted, *((int,) if float in wanted else ()))):
                 raise wishes.wrong_kind(name, value, *wanted)
     made: StandIn = found.config.changed(changes)
+    if changes:
+        _refuse_heads(found.model_type, made)
     return made
+
+
+def _refuse_heads(model_type: str, made: StandIn) -> None:
+    """What most models find out when they are built, and say in these words."""
+    width, heads, root = made.hidden_size, made.num_attention_heads, _package()
+    called = made.named("num_attention_heads")
+    if not (isinstance(width, int) and isinstance(heads, int) and root) or made.head_dim:
+        return
+    if heads < 1:
+        raise BadOption(f"{called}={heads}", hint="use 1 or more")
+    if "embedding_size" in made.values or called.startswith("encoder"):  # checked otherwise, or of a part not built
+        return
+    if width % heads and any(_REFUSES_HEADS.search(_text(path)) for path in _sources(root, model_type, "modeling")):
+        what = f"{made.named('hidden_size')}={width} does not divide into {called}={heads}"
+        raise BadOption(what, hint="use a multiple")
 
 
 @functools.cache
@@ -90,9 +114,18 @@ def _package() -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
 @functools.cache
 def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+    return ast.parse(_text(path))
+
+
+def _sources(root: Path, model_type: str, kind: str) -> list[Path]:
+    """The files of one kind, `configuration` or `modeling`, of a model type."""
+    return sorted((root / "models" / model_type.replace("-", "_")).glob(f"{kind}_*.py"))
 
 
 @functools.cache
@@ -137,8 +170,7 @@ def _pairs(tree: ast.Module, name: str) -> dict[str, str]:
 
 def _config(root: Path, classes: Mapping[str, str], stored: Mapping[str, Any]) -> StandIn | None:
     model_type, title = stored["model_type"], classes[stored["model_type"]]
-    folder = root / "models" / model_type.replace("-", "_")
-    for path in sorted(folder.glob("configuration_*.py")):
+    for path in _sources(root, model_type, "configuration"):
         if any(isinstance(node, ast.ClassDef) and node.name == title for node in _tree(path).body):
             return StandIn(title, *_members(root, path, title)).changed(stored)
     return None

@@ -77,54 +77,10 @@ class Job:
     """The files it trains on: name -> hash."""
 
 
-def make_job(
-    model: str | None,
-    *,
-    sets: Sequence[str] = (),
-    data: str | None = None,
-    glob: str | None = None,
-    field: str | None = None,
-    tokenizer: str | None = None,
-    batch: int | None = None,
-    seq: int | None = None,
-    precision: str | None = None,
-    steps: int | None = None,
-    seed: int = 0,
-    device: str | None = None,
-    init: str | None = None,
-) -> Job:
-    """What to train, as asked: every argument that is None takes the model's own value.
-
-    Args:
-        model: a preset, `hf:<model_type>`, a folder with a config.json, a run or checkpoint, or `package.module:callable`;
-            None is that of `init`, or a small GPT, larger on a GPU.
-        sets: `key=value` texts: training values and fields of the model's configuration.
-        data: `shakespeare`, `stdlib`, `digits`, `pygraph`, a path (docs/data.md), or `package.module:callable`.
-        glob, field: which files of a folder, which field of a row.
-        tokenizer: `bytes`, `bpe`, or a folder with a tokenizer.json.
-        batch, seq: rows per batch, tokens per row.
-        precision: fp32, bf16 or fp16; None is the model's own on a GPU, fp32 on a CPU.
-        steps: how long the run is meant to be.
-        seed: of weights, data and dropout.
-        device: None is the GPU where there is one.
-        init: a run, a checkpoint or a folder of transformers whose weights to start from, rather than drawing new ones.
-    """
+def make_job(model: str | None, *, device: str | None = None, **asked: Any) -> Job:
+    """What to train: `model` and what was asked, as for `resolve_settings`; without a device the GPU where there is one."""
     where = device_named(device)
-    settings, family = resolve_settings(
-        model,
-        sets=sets,
-        data=data,
-        glob=glob,
-        field=field,
-        tokenizer=tokenizer,
-        batch=batch,
-        seq=seq,
-        precision=precision,
-        steps=steps,
-        seed=seed,
-        on_gpu=where.type == "cuda",
-        init=init,
-    )
+    settings, family = resolve_settings(model, on_gpu=where.type == "cuda", **asked)
     return own_job(settings, where) if family is None else _job(settings, family, where)
 
 

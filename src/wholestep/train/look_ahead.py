@@ -17,11 +17,12 @@ from wholestep.data import look
 from wholestep.data.sources import refuse_given
 from wholestep.data.texts import OTHER_DATA, TEXTS
 from wholestep.data.tokens import read_tokens
-from wholestep.errors import BadOption, WholestepError, WholestepWarning
+from wholestep.errors import BadOption, NotEnoughMemory, WholestepError, WholestepWarning
 from wholestep.graph.bytes import show_bytes
 from wholestep.train import resolve
 from wholestep.train.checkpoint_files import checkpoints, open_stored
 from wholestep.train.families import Family, find_by_sources, image_shape
+from wholestep.train.models.configs import LAYERS, GPTConfig, ResNetConfig
 from wholestep.train.presets import DEFAULT_ON_CPU, DEFAULT_ON_GPU, refuse_missing
 from wholestep.train.run_folder import FACTS, RunFolder
 from wholestep.train.saved import find_saved, given_tokenizer, is_model_folder, no_run
@@ -43,13 +44,20 @@ class _LeftToThePackage(Exception):
 
 
 def look_ahead(
-    model: str | None, *, init: str | None = None, on_gpu: bool = False, reads_data: bool = True, **asked: Any
+    model: str | None,
+    *,
+    init: str | None = None,
+    on_gpu: bool = False,
+    reads_data: bool = True,
+    keeps_all: bool = False,
+    **asked: Any,
 ) -> Found | None:
     """An error where `make_job` would find one, as far as that can be seen from here; else the settings and the family, or None.
 
     Args:
         on_gpu: whether the defaults of a GPU are taken.
         reads_data: whether data is read at all.
+        keeps_all: whether a step is run, and neither a budget, a plan nor a recipe lets it recompute what it needs again.
         asked: as for `resolve_settings`.
     """
     names = [model or init] if model or init else [DEFAULT_ON_CPU]
@@ -65,7 +73,7 @@ def look_ahead(
     else:
         raise errors[-1]
     if found is not None and reads_data:
-        _refuse_impossible(*found)
+        _refuse_impossible(*found, keeps_all=keeps_all)
         look_at_data(*found)
     return found
 
@@ -94,22 +102,48 @@ def _by_sources(name: str, *, said: str) -> Family:
     return family
 
 
-def _refuse_impossible(settings: Mapping[str, Any], family: Family) -> None:
-    """Sizes that no memory here could hold, even as plain numbers."""
+def _refuse_impossible(settings: Mapping[str, Any], family: Family, *, keeps_all: bool) -> None:
+    """Sizes that no memory here could hold: a batch or weights as plain numbers, or what a step at least keeps of them."""
     import psutil
 
-    has, config = psutil.virtual_memory().total, settings["config"]
-    size, channels = image_shape(family.configure(config)) if family.reads_images else (1, 1)
-    batch = 4 * settings["batch"] * settings.get("seq", 1) * size * size * channels
+    has, rows = psutil.virtual_memory().total + psutil.swap_memory().total, settings["batch"]
+    made = family.configure({"vocab_size": 256, **settings["config"]} if family.task == "next" else settings["config"])
+    size, channels = image_shape(made) if family.reads_images else (1, 1)
+    batch = 4 * rows * settings.get("seq", 1) * size * size * channels
     if batch > has:
-        what = f"--batch {settings['batch']}: one batch takes {show_bytes(batch)}, this machine has {show_bytes(has)}"
+        what = f"--batch {rows}: one batch takes {show_bytes(batch)}, this machine has {show_bytes(has)}"
         raise BadOption(what, hint="use a smaller batch")
+    most = MOST_TIMES * has if any(map(os.path.exists, _DEVICES)) else has
     if family.task == "next":
-        made = family.configure({"vocab_size": 256, **config})
         weights = 4 * (12 * made.layers * made.width**2 + made.width * (made.vocab_size + made.context))
         if weights > MOST_TIMES * has:
             what = f"a model of {show_bytes(weights)}: this machine has {show_bytes(has)}"
             raise BadOption(what, hint="use fewer layers, or a smaller width, context or vocab_size")
+    kept = rows // settings["accumulate"] * settings.get("seq", 1) * _least_kept(made)
+    kept *= 4 if settings["precision"] == "fp32" else 2
+    if keeps_all and kept > most:
+        raise NotEnoughMemory(
+            f"--batch {rows}: a step keeps more than {show_bytes(kept)} for its backward pass, this machine has {show_bytes(has)}",
+            hint="use a smaller batch, or a budget (--memory), which recomputes values in the backward pass",
+        )
+
+
+def _least_kept(made: Any) -> int:
+    """Fewer values than a step keeps for its backward pass where nothing is recomputed: per token, or per image of a ResNet.
+
+    What goes into products and convolutions has to be there again: in a layer of a GPT ten times its width (eight are counted),
+    in a block of a ResNet its result. Of a layer of transformers, which may be of any kind, its input.
+    """
+    if isinstance(made, GPTConfig):
+        return 8 * made.layers * made.width
+    if isinstance(made, ResNetConfig):
+        side, growth = made.image_size // (1 if made.stem == "small" else 4), 1 if made.depth == 18 else 4
+        return sum(
+            count * growth * made.width * 2**stage * (side // 2**stage) ** 2
+            for stage, count in enumerate(LAYERS[made.depth])
+        )
+    layers, width = (getattr(made, name, None) for name in ("num_hidden_layers", "hidden_size"))
+    return layers * width if isinstance(layers, int) and isinstance(width, int) else 0
 
 
 def look_at_data(settings: Mapping[str, Any], family: Family) -> None:

@@ -165,7 +165,8 @@ def _look(request: Mapping[str, Any], given: Mapping[str, Any], folder: RunFolde
     if request["recipe"] is not None:
         read_table(Path(request["recipe"]))
     if folder is None or _changed(given):
-        look_ahead(request["model"], **_asked_for(request))
+        keeps_all = all(request[name] is None for name in ("memory", "plan", "recipe"))
+        look_ahead(request["model"], keeps_all=keeps_all, **_asked_for(request))
     if folder is not None:
         look_at_run(folder, out if out is not None and out.parent == folder.checkpoints else None)
 

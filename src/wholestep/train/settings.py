@@ -57,15 +57,25 @@ def resolve_settings(
     init: str | None = None,
     find: Callable[..., Family] = find_family,
 ) -> tuple[dict[str, Any], Family | None]:
-    """The first half of `make_job`: (settings, the family; None for the user's own function). Reads no data, builds no model."""
+    """(settings, the family; None for the user's own function). Every argument that is None takes the model's own value.
+
+    Args:
+        model: a preset, `hf:<model_type>`, a folder with a config.json, a run or checkpoint, or `package.module:callable`;
+            None is that of `init`, or a small GPT, larger on a GPU.
+        sets: `key=value` texts: training values and fields of the model's configuration.
+        data: `shakespeare`, `stdlib`, `digits`, `pygraph`, a path (docs/data.md), or `package.module:callable`.
+        glob, field: which files of a folder, which field of a row.
+        tokenizer: `bytes`, `bpe`, or a folder with a tokenizer.json.
+        batch, seq: rows per batch, tokens per row.
+        precision: fp32, bf16 or fp16; None is the model's own on a GPU, fp32 on a CPU.
+        steps: how long the run is meant to be.
+        seed: of weights, data and dropout.
+        on_gpu: whether the defaults of a GPU are taken.
+        init: a run, a checkpoint or a folder of transformers whose weights to start from, rather than drawing new ones.
+        find: how the family of a model is found by its name.
+    """
     name = model or init or (DEFAULT_ON_GPU if on_gpu else DEFAULT_ON_CPU)
-    for option, value in (("batch", batch), ("seq", seq), ("steps", steps)):
-        if value is not None and value < 1:
-            raise BadOption(f"--{option} {value}", hint="use 1 or more")
-    if precision is not None and precision not in PRECISIONS:
-        close = difflib.get_close_matches(precision, PRECISIONS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"use {', '.join(PRECISIONS)}"
-        raise BadOption(f"--precision {precision}", hint=hint)
+    _refuse_values(precision, batch=batch, seq=seq, steps=steps)
     if init is not None and not (model and is_function(model)):  # a function is refused whatever the weights are
         weights_at(init)
     family_name, defaults, saved = _located(name)
@@ -89,6 +99,16 @@ def resolve_settings(
     sizes["beside"] = beside
     settings = _settings(name, family_name, family, defaults, asked, sizes, on_gpu)
     return settings | {"seed": seed, "init": False if weights is None else str(weights)}, family
+
+
+def _refuse_values(precision: str | None, **counts: int | None) -> None:
+    for option, value in counts.items():
+        if value is not None and value < 1:
+            raise BadOption(f"--{option} {value}", hint="use 1 or more")
+    if precision is not None and precision not in PRECISIONS:
+        close = difflib.get_close_matches(precision, PRECISIONS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"use {', '.join(PRECISIONS)}"
+        raise BadOption(f"--precision {precision}", hint=hint)
 
 
 def _located(name: str) -> tuple[str | None, Preset | None, Saved | None]:

@@ -286,6 +286,23 @@ def test_how_a_guard_is_named() -> None:
     )
 
 
+def test_a_reason_has_the_words_of_what_the_code_raises() -> None:
+    class Refuses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if torch.compiler.is_dynamo_compiling():
+                raise ValueError("this layer is not for tracing")
+            return self.linear(x)
+
+    model, batch = Refuses(), torch.randn(2, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = wholestep.compile(model, lambda model, x: model(x).sum(), optimizer, batch, backend="interpret")
+    assert any("it raises ValueError('this layer is not for tracing')" in str(note) for note in step.notes), step.notes
+
+
 def test_a_reason_names_the_line_of_the_user_not_of_the_library_that_it_calls() -> None:
     side = sgd(small_mlp())
     side.loss_fn = lambda m, b: classify(m, b) * heapq.nsmallest(1, [1.0, 2.0])[0]

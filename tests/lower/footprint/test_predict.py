@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import wholestep
 from wholestep.lower import compile_region, lower_inductor
+from wholestep.lower.footprint import scratch as scratch_module
 from wholestep.lower.footprint.predict import predict_profile
 from wholestep.lower.footprint.regions import predict_compiled
 from wholestep.lower.footprint.scratch import measure_scratch
@@ -107,6 +108,15 @@ def test_dropout_and_attention_take_scratch() -> None:
     assert measured.step_peak_bytes - predicted.peak_bytes == counters(job)
     assert scratch["attention"].running > 0
     assert predicted.at_peak["workspace"] > 0 and predicted.peak_bytes > predict_profile(step.graph).peak_bytes
+
+
+def test_calls_that_were_measured_are_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of one graph have most calls in common."""
+    step, known = compiled(mlp()), {}
+    assert step.graph is not None
+    first, asked = measure_scratch(step.graph, known), []
+    monkeypatch.setattr(scratch_module, "measure_calls", lambda prepare, device: asked.extend(prepare) or [])
+    assert measure_scratch(step.graph, known) == first and asked == []
 
 
 class Layer(nn.Module):

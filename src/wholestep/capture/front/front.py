@@ -317,6 +317,9 @@ def refusal(error: Exception) -> CaptureRefused:
     what = lines[0] if lines else type(error).__name__
     if private.SKIPPED_AT_RANDOM in str(error):
         what, lines = private.SKIPPED_AT_RANDOM, []
+    raised = re.search(r"raised exception (\w+\(.*\))", str(error))
+    if raised:
+        what, lines = f"it raises {raised[1]} while it is traced", []
     explained = next(
         (line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Explanation:")), ""
     )

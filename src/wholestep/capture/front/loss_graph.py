@@ -228,18 +228,12 @@ def _arguments(placeholders: Sequence[fx.Node]) -> list[Argument]:
             raise CaptureRefused(f"{name}, a {type(value).__name__}, is an input of the graph")
         in_module = "_parameters[" in name or "_buffers[" in name
         kind = f"{value.dtype} {value.device} {value.dim()} {value.requires_grad}"
-        found.append(Argument("tensor", name, _root(source) == "L['batch']", in_module, of=kind))
+        found.append(Argument("tensor", name, in_module, of=kind))
     return found
 
 
 def _name(source: Any) -> str:
     return source.name() if callable(source.name) else source.name  # a method in older versions
-
-
-def _root(source: Any) -> str:
-    while getattr(source, "base", None) is not None:
-        source = source.base
-    return _name(source)
 
 
 def _take_out(module: fx.GraphModule, results: Iterable[int]) -> None:

@@ -24,7 +24,6 @@ class Argument:
     """`tensor`; `size`, the size of a tensor; or `number`."""
     source: str
     """Where the value was read, as Dynamo writes it: `L['batch']['x']`."""
-    in_batch: bool = False
     in_module: bool = False
     """A parameter or buffer of some module."""
     size_of: tuple[int, str, int] | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -59,23 +60,25 @@ _FAILURES = (_Unknown, RuntimeError, IndexError, ValueError, TypeError, Arithmet
 """What an operator may say to arguments without meaning; it is then taken to need nothing for itself."""
 
 
-def measure_scratch(graph: TrainingGraph) -> dict[str, Scratch]:
-    """Name of a node (of the lowered graph) -> what it takes; calls that cannot be made on stand-ins are left out."""
-    nodes: dict[str, list[str]] = {}
-    distinct: list[fx.Node] = []
-    for node in write_state_in_place(graph).graph.nodes:
-        if node.op != "call_function" or is_cheap_view_or_entry(node):
-            continue
-        key = describe_call(node)
-        if key not in nodes:
-            distinct.append(node)
-        nodes.setdefault(key, []).append(node.name)
+def measure_scratch(graph: TrainingGraph, known: dict[str, Scratch] | None = None) -> dict[str, Scratch]:
+    """Name of a node (of the lowered graph) -> what it takes; calls that cannot be made on stand-ins are left out.
+
+    `known`: calls that were measured before, of other graphs on the same device; those of this graph are added.
+    """
+    known = {} if known is None else known
+    calls = {
+        node: describe_call(node) for node in write_state_in_place(graph).graph.nodes
+        if node.op == "call_function" and not is_cheap_view_or_entry(node)
+    }  # fmt: skip
+    new: dict[str, fx.Node] = {}
+    for node, call in calls.items():
+        if call not in known:
+            new.setdefault(call, node)
     devices = [tensor.device for node in graph.placeholders for tensor in tensors_in(node.meta.get("val"))]
     device = devices[0] if devices else torch.device("cpu")
-    measured = measure_calls([lambda node=node: prepare_node(node) for node in distinct], device)  # type: ignore[misc]
-    return {
-        name: found for names, found in zip(nodes.values(), measured, strict=True) if found is not None for name in names
-    }  # fmt: skip
+    measured = measure_calls([functools.partial(prepare_node, node) for node in new.values()], device)
+    known.update({call: found for call, found in zip(new, measured, strict=True) if found is not None})
+    return {node.name: known[call] for node, call in calls.items() if call in known}
 
 
 def measure_calls(

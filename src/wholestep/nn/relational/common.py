@@ -44,6 +44,8 @@ def graph_of(edges: Any, edge_type: Any, nodes: int, relations: int) -> RelGraph
 
 def remembered(tensors: tuple[Tensor, ...], said: Any, make: Callable[[], RelGraph]) -> RelGraph:
     """The graph last made of these very tensors and of what else was said, or a new one."""
+    if torch.compiler.is_dynamo_compiling():  # sizes of tables are data: the host reads them, once for all steps
+        raise RuntimeError("edges are tensors; make a relational.RelGraph of them, once, and give the layer that")
     if not tensors or any(t.is_inference() or compat.is_fake(t) for t in tensors):
         return make()
     said = said, tuple(t._version for t in tensors)

@@ -11,12 +11,10 @@ import sys
 from dataclasses import asdict
 
 import torch
-from torch import Tensor
 
 from wholestep.ops.attention import trial
 from wholestep.ops.attention.implementations import IMPLEMENTATIONS, MATH
-from wholestep.ops.attention.interface import Implementation, Signature
-from wholestep.ops.attention.trial import Trial
+from wholestep.ops.attention.interface import Asked, Implementation, Signature
 from wholestep.ops.call import Call
 from wholestep.ops.tuner import TUNER, Candidate, Question, refuse_unusable, source_of
 
@@ -30,7 +28,8 @@ def _device_name(device: torch.device) -> str:
     return "cpu" if device.type == "cpu" else str(torch.cuda.get_device_name(device))
 
 
-def signature_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout_p: float) -> Signature:
+def signature_of(given: Asked) -> Signature:
+    q, k, v, mask = given[:4]
     return Signature(
         device=_device_name(q.device),
         dtype=q.dtype,
@@ -39,31 +38,27 @@ def signature_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: b
         v_shape=tuple(v.shape),
         mask_dtype=None if mask is None else mask.dtype,
         mask_shape=None if mask is None else tuple(mask.shape),
-        causal=causal,
-        dropout=dropout_p > 0.0,
+        causal=given.causal,
+        dropout=given.dropout_p > 0.0,
     )
 
 
-def choose(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout_p: float, kernel: str = ""
-) -> Implementation:
+def choose(given: Asked, kernel: str = "") -> Implementation:
     """The implementation for this call, or the one that a plan names; the same for its backward: only the signature counts."""
-    signature = signature_of(q, k, v, mask, causal, dropout_p)
+    signature = signature_of(given)
     if kernel:
         return _named(kernel, signature)
-    known = TUNER.choices.get((WHAT, signature)) or TUNER.choose(
-        question(signature, Trial(q, k, v, mask, causal, dropout_p))
-    )
+    known = TUNER.choices.get((WHAT, signature)) or TUNER.choose(question(signature, given))
     return IMPLEMENTATIONS[known.name]
 
 
-def question(signature: Signature, given: Trial) -> Question:
+def question(signature: Signature, given: Asked) -> Question:
     return Question(
         what=WHAT,
         call=signature,
         candidates=[_candidate(implementation, signature) for implementation in IMPLEMENTATIONS.values()],
         reference=MATH.name,
-        stand_ins=given.random,
+        stand_ins=functools.partial(trial.stand_in, given),
         device=given.q.device,
         source=source_of(sys.modules[__package__]),
         float64=given.q.dtype == torch.float64,
@@ -75,8 +70,8 @@ def asked(call: Call) -> Question | None:
     """The question that a node of a graph asks, forward or backward; None where its sizes are symbols."""
     if not all(isinstance(size, int) for t in call.inputs for size in (*t.shape, *t.stride())):
         return None
-    given = Trial(call["q"], call["k"], call["v"], call["mask"], call["causal"], call["dropout_p"])
-    return question(signature_of(given.q, given.k, given.v, given.mask, given.causal, given.dropout_p), given)
+    given = Asked(*(call[name] for name in Asked._fields))
+    return question(signature_of(given), given)
 
 
 def measured_choices() -> list[dict[str, object]]:
@@ -103,9 +98,8 @@ def _named(kernel: str, signature: Signature) -> Implementation:
 
 
 def _candidate(implementation: Implementation, signature: Signature) -> Candidate:
-    def wrong(given: Trial) -> str | None:
-        too_large = _too_large(implementation, signature)
-        return too_large or trial.disagreement(implementation, given.q, given.k, given.v, given.mask, given.causal)
+    def wrong(given: Asked) -> str | None:
+        return _too_large(implementation, signature) or trial.disagreement(implementation, given)
 
     return Candidate(
         name=implementation.name,

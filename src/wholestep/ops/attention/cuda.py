@@ -12,8 +12,10 @@ from torch import Tensor
 
 from wholestep.ops.attention import reference
 from wholestep.ops.attention.interface import (
+    Asked,
     Forward,
     Grads,
+    Kept,
     Signature,
     expand_groups,
     last_contiguous,
@@ -107,16 +109,8 @@ def cudnn_supports(signature: Signature) -> str | None:
     return _common_reason(signature, LOW_PRECISION)
 
 
-def cudnn_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    key: Tensor | None,
-) -> Forward:
+def cudnn_forward(asked: Asked) -> Forward:
+    q, k, v, mask, causal, scale, dropout_p, _ = asked
     q, k, v = last_contiguous(q, k, v)
     bias = _bias(mask, causal, q, k.shape[2], 8)
     results = aten._scaled_dot_product_cudnn_attention(
@@ -130,21 +124,9 @@ def cudnn_forward(
     return _zero_rows_of_result(out, bias.rows), logsumexp, _scalar_on(seed, q.device), _scalar_on(offset, q.device)
 
 
-def cudnn_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    logsumexp: Tensor,
-    seed: Tensor,
-    offset: Tensor,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    key: Tensor | None,
-) -> Grads:
+def cudnn_backward(grad_out: Tensor, asked: Asked, kept: Kept) -> Grads:
+    q, k, v, mask, causal, scale, dropout_p, _ = asked
+    out, logsumexp, seed, offset = kept
     q, k, v, out = last_contiguous(q, k, v, out)
     bias = _bias(mask, causal, q, k.shape[2], 8)
     grad_out = _like_out(_zero_rows(grad_out, bias.rows), out)
@@ -171,16 +153,8 @@ def flash_supports(signature: Signature) -> str | None:
     return _common_reason(signature, LOW_PRECISION)
 
 
-def flash_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    key: Tensor | None,
-) -> Forward:
+def flash_forward(asked: Asked) -> Forward:
+    q, k, v, _, causal, scale, dropout_p, _ = asked
     q, k, v = last_contiguous(q, k, v)
     results = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, causal, False, scale=scale)
     out, logsumexp, state = results[0], results[1][..., : q.shape[2]], results[6]
@@ -192,21 +166,9 @@ def flash_forward(
     return out, logsumexp, _scalar_on(state, q.device), _scalar_on(results[7], q.device)
 
 
-def flash_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    logsumexp: Tensor,
-    seed: Tensor,
-    offset: Tensor,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    key: Tensor | None,
-) -> Grads:
+def flash_backward(grad_out: Tensor, asked: Asked, kept: Kept) -> Grads:
+    q, k, v, _, causal, scale, dropout_p, _ = asked
+    out, logsumexp, seed, offset = kept
     q, k, v, out = last_contiguous(q, k, v, out)
     state = torch.stack((seed, offset)).view(torch.uint64)
     return aten._scaled_dot_product_flash_attention_backward(
@@ -226,16 +188,8 @@ def efficient_supports(signature: Signature) -> str | None:
     return _common_reason(signature, (*LOW_PRECISION, torch.float32))
 
 
-def efficient_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    key: Tensor | None,
-) -> Forward:
+def efficient_forward(asked: Asked) -> Forward:
+    q, k, v, mask, causal, scale, dropout_p, _ = asked
     q, k, v = last_contiguous(q, k, v)
     k, v = expand_groups(q, k, v)
     bias = _bias(mask, causal, q, k.shape[2], 16)
@@ -248,21 +202,9 @@ def efficient_forward(
     return _zero_rows_of_result(out, bias.rows), logsumexp, _scalar_on(seed, q.device), _scalar_on(offset, q.device)
 
 
-def efficient_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    logsumexp: Tensor,
-    seed: Tensor,
-    offset: Tensor,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    key: Tensor | None,
-) -> Grads:
+def efficient_backward(grad_out: Tensor, asked: Asked, kept: Kept) -> Grads:
+    q, k, v, mask, causal, scale, dropout_p, _ = asked
+    out, logsumexp, seed, offset = kept
     groups = k.shape[1]
     q, k, v, out = last_contiguous(q, k, v, out)
     k, v = expand_groups(q, k, v)

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from wholestep.ops.attention import cuda, reference
 from wholestep.ops.attention.interface import (
+    Asked,
     Forward,
     Grads,
     Implementation,
+    Kept,
     Signature,
     expand_groups,
     last_contiguous,
@@ -28,35 +30,12 @@ def math_supports(signature: Signature) -> str | None:
     return None
 
 
-def math_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    key: Tensor | None,
-) -> Forward:
-    return *reference.forward(q, k, v, mask, causal, scale, dropout_p, key), None, None
+def math_forward(asked: Asked) -> Forward:
+    return *reference.forward(*asked), None, None
 
 
-def math_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    logsumexp: Tensor,
-    seed: Tensor,
-    offset: Tensor,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    key: Tensor | None,
-) -> Grads:
-    return reference.backward(grad_out, q, k, v, mask, out, logsumexp, causal, scale, dropout_p, key)
+def math_backward(grad_out: Tensor, asked: Asked, kept: Kept) -> Grads:
+    return reference.backward(grad_out, *asked[:4], kept.out, kept.logsumexp, *asked[4:])
 
 
 # ---- CPU flash -----------------------------------------------------------------------------------------------
@@ -72,42 +51,21 @@ def cpu_flash_supports(signature: Signature) -> str | None:
     return None
 
 
-def cpu_flash_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    key: Tensor | None,
-) -> Forward:
+def cpu_flash_forward(asked: Asked) -> Forward:
+    q, k, v, mask, causal, scale, _, _ = asked
     q, k, v, bias = *last_contiguous(q, k, v), _cpu_bias(mask, q)
     k, v = expand_groups(q, k, v)
     out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     return out, logsumexp, None, None
 
 
-def cpu_flash_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    logsumexp: Tensor,
-    seed: Tensor,
-    offset: Tensor,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    key: Tensor | None,
-) -> Grads:
+def cpu_flash_backward(grad_out: Tensor, asked: Asked, kept: Kept) -> Grads:
+    q, k, v, mask, causal, scale, _, _ = asked
     groups, bias = k.shape[1], _cpu_bias(mask, q)
-    q, k, v, grad_out, out = last_contiguous(q, k, v, grad_out, out)  # `out` has the layout of q, which may be any
+    q, k, v, grad_out, out = last_contiguous(q, k, v, grad_out, kept.out)  # `out` has the layout of q, which may be any
     k, v = expand_groups(q, k, v)
     # The kernel walks logsumexp in its own (B, T, H) order.
-    logsumexp = logsumexp.transpose(1, 2).contiguous().transpose(1, 2)
+    logsumexp = kept.logsumexp.transpose(1, 2).contiguous().transpose(1, 2)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad_out, q, k, v, out, logsumexp, 0.0, causal, attn_mask=bias, scale=scale
     )

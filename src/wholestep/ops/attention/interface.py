@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,7 +10,30 @@ from torch import Tensor
 from wholestep.ops.attention.reference import compute_dtype
 
 Forward = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""out, logsumexp, and the state of random numbers where some were drawn."""
 Grads = tuple[Tensor, Tensor, Tensor]
+
+
+class Asked(NamedTuple):
+    """The arguments of a call, as in reference.py."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None = None
+    causal: bool = False
+    scale: float = 1.0
+    dropout_p: float = 0.0
+    key: Tensor | None = None
+
+
+class Kept(NamedTuple):
+    """What the backward reads of the forward."""
+
+    out: Tensor
+    logsumexp: Tensor
+    seed: Tensor
+    offset: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +66,8 @@ class Implementation:
     name: str
     device_type: str  # "cpu", "cuda" or "any"
     supports: Callable[[Signature], str | None]
-    forward: Callable[..., Forward]
-    backward: Callable[..., Grads]
+    forward: Callable[[Asked], Forward]
+    backward: Callable[[Tensor, Asked, Kept], Grads]
 
 
 def last_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:

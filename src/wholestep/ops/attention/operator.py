@@ -16,6 +16,7 @@ from torch import Tensor
 from wholestep.ops.aten import attention as costs
 from wholestep.ops.attention import decomposition, reference
 from wholestep.ops.attention.choice import choose
+from wholestep.ops.attention.interface import Asked, Kept
 from wholestep.ops.attention.reference import compute_dtype, empty_out
 from wholestep.ops.call import Call
 from wholestep.ops.record import Precision, record
@@ -72,8 +73,8 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the chosen implementation and give its results the announced strides."""
     check(q, k, v, dropout_p, key)
-    chosen = choose(q, k, v, mask, causal, dropout_p, implementation)
-    out, logsumexp, seed, offset = chosen.forward(q, k, v, mask, causal, scale, dropout_p, key)
+    asked = Asked(q, k, v, mask, causal, scale, dropout_p, key)
+    out, logsumexp, seed, offset = choose(asked, implementation).forward(asked)
     if seed is None or offset is None:
         # Without dropout nobody reads them: on CUDA leave them unwritten and save two launches.
         make = torch.empty if q.is_cuda else torch.zeros
@@ -99,8 +100,8 @@ def attention_backward(
     implementation: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward of the same implementation: `choose` reads nothing that differs between the two calls."""
-    chosen = choose(q, k, v, mask, causal, dropout_p, implementation)
-    grads = chosen.backward(grad_out, q, k, v, mask, out, logsumexp, seed, offset, causal, scale, dropout_p, key)
+    asked = Asked(q, k, v, mask, causal, scale, dropout_p, key)
+    grads = choose(asked, implementation).backward(grad_out, asked, Kept(out, logsumexp, seed, offset))
     dq, dk, dv = (
         in_layout(g, t, functools.partial(torch.empty_like, t)) for g, t in zip(grads, (q, k, v), strict=True)
     )
@@ -181,25 +182,13 @@ def _gradient_in_float32(call: Call) -> int:
     return 4 * queries.numel() if queries.dtype in (torch.bfloat16, torch.float16) else 0
 
 
-def _plain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    key: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _plain(*asked: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     nothing = torch.zeros((), dtype=torch.int64)
-    return *reference.forward(q, k, v, mask, causal, scale, dropout_p, key), nothing, nothing
+    return *reference.forward(*asked), nothing, nothing
 
 
-def _plain_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, logsumexp: Tensor, seed: Tensor,
-    offset: Tensor, causal: bool, scale: float, dropout_p: float, key: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return reference.backward(grad_out, q, k, v, mask, out, logsumexp, causal, scale, dropout_p, key)
+def _plain_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return reference.backward(*arguments[:7], *arguments[9:])  # it draws by key: no seed and offset
 
 
 def _cases() -> Iterator[tuple[Any, ...]]:

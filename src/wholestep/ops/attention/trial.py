@@ -5,37 +5,24 @@ implementation disagrees with the reference; forward and backward as one call.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from wholestep.ops.attention import reference
-from wholestep.ops.attention.interface import Implementation
+from wholestep.ops.attention.interface import Asked, Implementation, Kept
 
 # Relative error of the norm that tells a wrong kernel from a low-precision one (bf16 rounds to 4e-3).
 TOLERANCE = 5e-2
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """The arguments of a call of attention."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-    causal: bool
-    dropout_p: float
-
-    def random(self, parts: int) -> "Trial | None":
-        """A random one of the same layout, of a `parts`-th of the batch; None where that is nothing."""
-        rows = self.q.shape[0] // parts
-        if rows == 0 < self.q.shape[0]:
-            return None
-        q, k, v = (random_like(t, rows) for t in (self.q, self.k, self.v))
-        mask = None if self.mask is None else random_mask(self.mask, rows)
-        return Trial(q, k, v, mask, self.causal, self.dropout_p)
+def stand_in(asked: Asked, parts: int) -> Asked | None:
+    """Random tensors of the same layout, of a `parts`-th of the batch; None where that is nothing."""
+    rows = asked.q.shape[0] // parts
+    if rows == 0 < asked.q.shape[0]:
+        return None
+    q, k, v = (random_like(t, rows) for t in asked[:3])
+    return asked._replace(q=q, k=k, v=v, mask=None if asked.mask is None else random_mask(asked.mask, rows))
 
 
 def random_like(t: Tensor, rows: int | None = None) -> Tensor:
@@ -67,40 +54,37 @@ def _laid_out_like(t: Tensor, rows: int | None, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(sizes, t.stride(), dtype=dtype, device=t.device)
 
 
-def disagreement(
-    implementation: Implementation, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
-) -> str | None:
+def disagreement(implementation: Implementation, asked: Asked) -> str | None:
     """Why the implementation is wrong on this machine: it is compared with the reference on one batch row and one head
-    group."""
-    v = v * 0.5 + 0.25
+    group, without dropout."""
+    q, k, mask, v = asked.q, asked.k, asked.mask, asked.v * 0.5 + 0.25
+    plain = Asked(q, k, v, mask, asked.causal, q.shape[-1] ** -0.5)
     grad = random_like(reference.empty_out(q, v))
-    scale = q.shape[-1] ** -0.5
     zero = torch.zeros((), dtype=torch.int64, device=q.device)
-    out, logsumexp, _, _ = implementation.forward(q, k, v, mask, causal, scale, 0.0, None)
-    grads = implementation.backward(grad, q, k, v, mask, out, logsumexp, zero, zero, causal, scale, 0.0, None)
+    out, logsumexp, _, _ = implementation.forward(plain)
+    grads = implementation.backward(grad, plain, Kept(out, logsumexp, zero, zero))
     rows = q.shape[1] // k.shape[1]
     if mask is not None:
         mask = mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])[:1, :rows]
-    q, k, v, grad = q[:1, :rows].float(), k[:1, :1].float(), v[:1, :1].float(), grad[:1, :rows].float()
-    want_out, want_logsumexp = reference.forward(q, k, v, mask, causal, scale, 0.0, None)
-    want = reference.backward(grad, q, k, v, mask, want_out, want_logsumexp, causal, scale, 0.0, None)
-    for name, got, expected in zip(("out", "dq", "dk", "dv"), (out, *grads), (want_out, *want), strict=True):
-        part = got[:1, : expected.shape[1]].float()
-        error = (part - expected).norm() / expected.norm().clamp(min=1e-6)
+    part = plain._replace(q=q[:1, :rows].float(), k=k[:1, :1].float(), v=v[:1, :1].float(), mask=mask)
+    want, logsumexp = reference.forward(*part)
+    want_grads = reference.backward(grad[:1, :rows].float(), *part[:4], want, logsumexp, *part[4:])
+    for name, got, expected in zip(("out", "dq", "dk", "dv"), (out, *grads), (want, *want_grads), strict=True):
+        error = (got[:1, : expected.shape[1]].float() - expected).norm() / expected.norm().clamp(min=1e-6)
         if not bool(error <= TOLERANCE):
             return f"{name} differs from the reference by {float(error):.1e}"
     return None
 
 
-def forward_and_backward(implementation: Implementation, trial: Trial) -> Callable[[], object]:
+def forward_and_backward(implementation: Implementation, asked: Asked) -> Callable[[], object]:
     """The call that is timed."""
-    q, k, v, mask, causal, dropout_p = trial.q, trial.k, trial.v, trial.mask, trial.causal, trial.dropout_p
-    grad = random_like(reference.empty_out(q, v))
-    key = torch.zeros((), dtype=torch.int64, device=q.device)
+    grad = random_like(reference.empty_out(asked.q, asked.v))
+    key = torch.zeros((), dtype=torch.int64, device=asked.q.device)
+    keyed = asked._replace(scale=0.125, key=key)
 
     def call() -> object:
-        out, logsumexp, seed, offset = implementation.forward(q, k, v, mask, causal, 0.125, dropout_p, key)
-        seed, offset = key if seed is None else seed, key if offset is None else offset
-        return implementation.backward(grad, q, k, v, mask, out, logsumexp, seed, offset, causal, 0.125, dropout_p, key)
+        out, logsumexp, seed, offset = implementation.forward(keyed)
+        kept = Kept(out, logsumexp, key if seed is None else seed, key if offset is None else offset)
+        return implementation.backward(grad, keyed, kept)
 
     return call

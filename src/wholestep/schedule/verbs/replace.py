@@ -91,10 +91,7 @@ def replaced(
     found = []
     for path, module in places.items():
         if maker is not None:
-            made = maker(path, module)
-            if not isinstance(made, nn.Module):
-                raise BadOption(f"{path}: make returned a {type(made).__name__}", hint="return a torch.nn.Module")
-            found.append(module_change(path, module, made, params))
+            found.append(module_change(path, module, _made(maker, path, module), params))
         elif isinstance(new, nn.Module):
             found.append(module_change(path, module, copied(new, path), params))
         elif isinstance(new, type):
@@ -105,6 +102,20 @@ def replaced(
         else:
             raise BadOption(f"by={new!r}", hint='give a Module, a function (module, *args), a subclass, or "lean"')
     return found
+
+
+def _made(maker: Callable[[str, nn.Module], Any], path: str, module: nn.Module) -> nn.Module:
+    """What the user's function makes for one place."""
+    try:
+        made = maker(path, module)
+    except Exception as error:
+        hint = "it is called with the path and the module"
+        raise BadOption(f"{path}: make fails: {type(error).__name__}: {error}", hint=hint) from error
+    if not isinstance(made, nn.Module):
+        raise BadOption(f"{path}: make returned a {type(made).__name__}", hint="return a torch.nn.Module")
+    if any(part is module for part in made.modules()):
+        raise BadOption(f"{path}: what make returned holds the module that it replaces", hint="build a new module")
+    return made
 
 
 def _without_module(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ _LINEAR = ("neg", "positive", "clone")
 
 
 @rule(
-    ELEMENTWISE, "floordiv", "where", "masked_fill", "logsigmoid", "log_sigmoid", "tanhshrink", "softsign", "hardswish", "copy",
+    ELEMENTWISE, "floor_divide", "where", "masked_fill", "logsigmoid", "log_sigmoid", "tanhshrink", "softsign", "hardswish", "copy",
     "lerp", "isclose", "float_power",
 )  # fmt: skip
 def elementwise(p: Program, call: Called) -> Any:

@@ -72,6 +72,8 @@ def reduction(p: Program, call: Called) -> Any:
         return found if keep else p.call(torch.squeeze, found, x.cut.dim)
     if call.name == "amax" and not x.learns:
         return p.largest(p.emit(torch.amax, x, dims, keep, layout=WHOLE))
+    if call.name == "amin" and not x.learns:
+        return p.call(torch.neg, p.largest(p.emit(torch.amax, p.call(torch.neg, x), dims, keep, layout=WHOLE)))
     if call.name == "argmax" and dims == [x.cut.dim] and x.cut.plain:
         return _first_largest(p, x, x.cut, keep)
     return p.refuse_cut(f"{call.name} over it", x)
