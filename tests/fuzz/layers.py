@@ -284,7 +284,7 @@ def unread(room: Room) -> bool:
 
 
 TABLE: dict[Maker, float] = {
-    special: 1.2, unread: 0.5, linear: 3, normed: 2.5, attended: 2.5, convolved: 2, pooled: 1, activated: 2, gated: 1.5,
+    special: 1.2, unread: 0.5, linear: 3, normed: 2.5, attended: 5, convolved: 4, pooled: 1, activated: 2, gated: 1.5,
     stacked: 0.7, tied: 1, recurrent: 0.3,
     sequence: 0.3,
 }  # fmt: skip

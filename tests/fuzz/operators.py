@@ -496,7 +496,7 @@ def solved(room: Room) -> bool:
 TABLE: dict[Maker, float] = {
     noise: 0.5, counter: 1.0, solved: 0.4, reshape: 3, turn: 3, ones_dimension: 3, part: 2.5, strided: 0.5, pieces: 1, joined: 1,
     copied: 1, unary: 3, binary: 3.5,
-    cast: 2, constant: 1.2, chosen: 2, compared: 0.8, equal_again: 0.7, reduced: 1.5, product: 1.5, attention: 0.7, write: 1.3,
+    cast: 2, constant: 1.2, chosen: 2, compared: 0.8, equal_again: 0.7, reduced: 1.5, product: 1.5, attention: 1.5, write: 1.3,
     buffer: 0.5,
 }  # fmt: skip
 """How likely each is."""
