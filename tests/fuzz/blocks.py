@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from wholestep import ops as ops  # registers ws::biased_attention
 
@@ -125,3 +126,62 @@ class Head(nn.Module):
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.out(x.reshape(-1, x.shape[-1])), target)
+
+
+class Averaged(nn.Module):
+    """A moving average of a weight, which nothing reads, or which is a teacher that is not trained."""
+
+    def __init__(self, width: int, read: bool = False) -> None:
+        super().__init__()
+        self.layer, self.read = nn.Linear(width, width), read
+        self.mean = nn.Buffer(torch.zeros(width, width))
+        self.steps = nn.Buffer(torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.layer(x)
+        with torch.no_grad():
+            self.steps += 1
+            self.mean.lerp_(self.layer.weight, 0.1)
+            teacher = F.linear(x, self.mean)
+        return (made - teacher).tanh() if self.read else made
+
+
+class Twice(torch.autograd.Function):
+    """A derivative of its own: a gradient that is clipped on its way."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        (x,) = ctx.saved_tensors
+        return (gradient * 2).clamp(-0.5, 0.5) * (x > -1)
+
+
+class Checkpointed(nn.Module):
+    """A layer whose inside is computed again in the backward, as torch does it."""
+
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(Feedforward(width), nn.Dropout(dropout))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class Quantised(nn.Module):
+    """The nearest of some learned rows, straight through: a codebook as in VQ-VAE."""
+
+    def __init__(self, width: int, rows: int = 5) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randn(rows, width) * 0.5)
+        self.uses = nn.Buffer(torch.zeros(rows))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        nearest = torch.cdist(flat.detach(), self.codes.detach()).argmin(-1)
+        self.uses.index_add_(0, nearest, torch.ones(len(nearest)))
+        chosen = self.codes[nearest].reshape(x.shape)
+        return x + (chosen - x).detach() + 0.25 * (chosen - x.detach())

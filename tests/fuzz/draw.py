@@ -13,13 +13,12 @@ import warnings
 from typing import Any
 
 import torch
-from tests.fuzz import indexed, layers, operators
+from tests.fuzz import indexed, layers, losses, operators, training
 from tests.fuzz.program import HEADER, Line, Program
 
 MOST_ELEMENTS = 600
 MOST_DIMENSIONS = 5
 LARGEST = 1e4
-VOCABULARY = 7
 
 
 class Room:
@@ -135,7 +134,7 @@ def _drawn(source: random.Random, *, wide: bool) -> Program | None:
     """`wide`: with the operators of `indexed.py` too, among which faults that need two of a kind are met less often."""
     room = Room(source)
     is_net = source.random() < 0.45
-    options = _options(source)
+    options = training.options(source)
     if is_net:
         layers.begin(room)
     else:
@@ -147,7 +146,7 @@ def _drawn(source: random.Random, *, wide: bool) -> Program | None:
         for _ in range(4):
             if source.choices(makers, weights)[0](room):
                 break
-    if not _end(room, chunked=bool(options["step"].get("chunked_loss"))):
+    if not losses.end(room, chunked=bool(options["step"].get("chunked_loss"))):
         return None
     if source.random() < 0.15:  # a result that is a view of a parameter or of the batch, or that is one
         _return_a_view(room)
@@ -167,82 +166,6 @@ def _return_a_view(room: Room) -> None:
         room.add(form, source.choice(room.inputs)[0])
 
 
-def _end(room: Room, chunked: bool) -> bool:
-    """The loss: a few values, each reduced in one of several ways, added up."""
-    source = room.source
-    floats = [name for name, value in room.values.items() if value.is_floating_point() and value.requires_grad]
-    if not floats:
-        return False
-    chosen = list(dict.fromkeys([floats[-1], *source.sample(floats, min(len(floats), source.randint(0, 2)))]))
-    parts = []
-    for name in chosen:
-        value = room.values[name]
-        if not value.numel():
-            code = "{0}.float().sum()"
-        elif value.dim() >= 2 and (chunked or source.random() < 0.25):
-            parts.append(_classified(room, name, value))
-            continue
-        else:
-            code = source.choice(
-                ("{0}.float().square().mean()", "{0}.float().sum() * 0.1", "({0}.float() * 0.5).tanh().mean()",
-                 "{0}.float().mean()",
-                 "F.mse_loss({0}.float(), torch.zeros_like({0}, dtype=torch.float32))", "{0}.float().abs().sum() / 3")
-            )  # fmt: skip
-        if not room.add(code, name):
-            return False
-        parts.append(room.lines[-1].results[0])
-    if any(part is None for part in parts):
-        return False
-    room.lines.append(Line(("loss",), " + ".join(f"{{{i}}}" for i in range(len(parts))), tuple(parts)))  # type: ignore[arg-type]
-    return True
-
-
-def _classified(room: Room, name: str, value: torch.Tensor) -> str | None:
-    """Cross-entropy over a linear layer, some of whose targets count nothing."""
-    rows, width = value.numel() // value.shape[-1], value.shape[-1]
-    if not rows or not width:
-        return None
-    ignored = room.source.random() < 0.5
-    target = room.add_input(
-        f"torch.randint(0, {VOCABULARY}, ({rows},))"
-        + (f".index_fill(0, torch.tensor([{rows - 1}]), -100)" if ignored else "")
-    )
-    if ignored and rows == 1:
-        return None
-    head = room.add_member(f"Head({width}, {VOCABULARY}, bias={room.source.random() < 0.5})")
-    return room.lines[-1].results[0] if room.add(f"{head}({{0}}.float(), {{1}})", name, target) else None
-
-
-def _options(source: random.Random) -> dict[str, Any]:
-    """How the program is trained."""
-    step: dict[str, Any] = {}
-    if source.random() < 0.15:
-        step["precision"] = "bf16"
-    if source.random() < 0.15:
-        step["clip_norm"] = source.choice((0.1, 1.0, 100.0))
-    if source.random() < 0.15:
-        step["chunked_loss"] = True
-    if source.random() < 0.08:
-        step["accumulate"] = 2
-    elif source.random() < 0.05:
-        step["nonfinite"] = "skip"
-    if source.random() < 0.5:
-        flags: dict[str, Any] = {
-            "lr": 0.05,
-            "momentum": source.choice((0.0, 0.9)),
-            "weight_decay": source.choice((0.0, 0.1)),
-        }
-        flags["nesterov"] = flags["momentum"] > 0 and source.random() < 0.3
-        optimizer = "SGD"
-    else:
-        optimizer, flags = (
-            "AdamW",
-            {"lr": 0.01, "amsgrad": source.random() < 0.2, "weight_decay": source.choice((0.0, 0.1))},
-        )
-    guards = source.random() < 0.1
-    return {"optimizer": optimizer, "flags": flags, "step": step, "guards": guards, "plan_seed": source.randrange(1000)}
-
-
 def _without_dead_lines(program: Program) -> Program:
     """Most lines that lead nowhere go: Dynamo drops them anyway. Writes stay, and so does what they write to."""
     wanted = {"loss", *program.aux}
@@ -259,13 +182,24 @@ def trains(program: Program) -> bool:
     """Whether one eager step runs, with finite gradients; what does not is no case."""
     case = program.case()
     try:
-        model, _ = case.build()
-        result = model(*case.batches(1)[0])
+        model, optimizer = case.build()
+        with case.autocast():
+            result = model(*case.batches(1)[0])
         loss = result[0] if isinstance(result, tuple) else result
         if loss.dim() or not loss.requires_grad or not bool(loss.isfinite()):
             return False
         loss.backward()
-    except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError, NameError, AttributeError):
+        optimizer.step()
+    except (
+        RuntimeError,
+        ValueError,
+        IndexError,
+        TypeError,
+        NotImplementedError,
+        NameError,
+        AttributeError,
+        ArithmeticError,
+    ):
         return False
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     return bool(gradients) and all(bool(g.isfinite().all()) for g in gradients)

@@ -38,6 +38,12 @@ def scattered(room: Room) -> bool:
         "{0}.masked_scatter({0} > 0, {0}.flatten() * 2)", f"F.embedding({index}, {{0}}.reshape({rows}, -1))",
         f"{{0}}.index_copy(0, torch.tensor([{places[0]}]), {{0}}[:1] * 2)", f"{{0}}.take(torch.tensor({places}))",
         f"{{0}}.scatter(0, {spread}[:1], 0.25)",
+        "{0}[{0} > 0].sum() + {0}", "{0}.masked_select({0} < 0.5).square().sum() + {0}",
+        f"{{0}} * torch.zeros({rows}).scatter_(0, {index}, 1.0).sum()",
+        f"torch.segment_reduce({{0}}.float(), 'sum', lengths=torch.tensor([1, {rows - 1}]))",
+        f"{{0}}.scatter_reduce(0, {spread}, {{0}}, 'amin')",
+        f"{{0}}.index_reduce(0, {index}, {{0}} * 0.5, 'amax')", f"{{0}}.repeat_interleave({source.choice((1, 2))}, 0)",
+        "{0}[{0}.detach().flatten().argmax() % {0}.shape[0]]",
         f"torch.zeros({rows}).index_add_(0, {index}, {{0}}.reshape({rows}, -1).sum(1).float())",
     ]  # fmt: skip
     return room.add(source.choice(forms), name)
@@ -109,8 +115,13 @@ def turned_complex(room: Room) -> bool:
     last = value.shape[-1]
     forms = [
         f"torch.fft.irfft(torch.fft.rfft({{0}}), n={last})", "torch.fft.fft({0}).real", "torch.fft.rfft({0}).abs()",
+        "torch.fft.fft2({0}).abs()" if value.dim() > 1 else "torch.fft.fft({0}).imag", "torch.fft.ifft({0} + 1j * {0}).real",
+        "torch.stft({0}.flatten(), 4, hop_length=2, window=torch.ones(4), return_complex=True).abs()",
         "torch.view_as_real(torch.complex({0}, {0} * 0.5)).sum(-1)", "(torch.polar({0}.abs() + 0.1, {0}) * 1j).imag",
     ]  # fmt: skip
+    if room.source.random() < 0.15:
+        weight = room.add_member(f"nn.Parameter(torch.randn({last}, dtype=torch.complex64))", "p")
+        return room.add(f"torch.view_as_real(torch.fft.fft({{0}}) * {weight}).sum(-1)", name)
     return room.add(room.source.choice(forms), name)
 
 

@@ -23,7 +23,11 @@ def begin(room: Room) -> None:
     rows, tokens, width = room.size(), room.size(), source.choice((1, 2, 4, 4, 6, 8))
     if kind < 0.3:
         ids = room.add_input(f"torch.randint(0, {VOCABULARY}, ({rows}, {tokens}))")
-        room.add(room.add_member(f"nn.Embedding({VOCABULARY}, {width})") + "({0})", ids)
+        if source.random() < 0.15:
+            bag = f"nn.EmbeddingBag({VOCABULARY}, {width}, mode={source.choice(('sum', 'mean', 'max'))!r})"
+            room.add(room.add_member(bag) + "({0})", ids)
+        more = source.choice(("", "", "", ", padding_idx=0", ", scale_grad_by_freq=True", ", max_norm=1.0"))
+        room.add(room.add_member(f"nn.Embedding({VOCABULARY}, {width}{more})") + "({0})", ids)
     elif kind < 0.55:
         x = room.add_input(f"torch.randn({rows}, {tokens}, {width})")
         room.add(room.add_member(f"nn.Linear({width}, {width})") + "({0})", x)
@@ -31,6 +35,13 @@ def begin(room: Room) -> None:
         x = room.add_input(f"torch.randn({rows}, {width})")
         room.add(
             room.add_member(f"nn.Linear({width}, {source.choice((width, 4))}, bias={source.random() < 0.7})") + "({0})",
+            x,
+        )
+    elif kind < 0.78:
+        x = room.add_input(f"torch.randn({rows}, {source.choice((1, 2))}, 2, {source.choice((1, 3))}, 3)")
+        room.add(
+            room.add_member(f"nn.Conv3d({room.values[x].shape[1]}, {source.choice((1, 2))}, {source.choice((1, 2))})")
+            + "({0})",
             x,
         )
     else:
@@ -78,10 +89,11 @@ def normed(room: Room) -> bool:
             f"nn.BatchNorm2d({channels})", f"nn.GroupNorm(1, {channels})", f"nn.InstanceNorm2d({channels}, affine=True)",
             f"nn.BatchNorm2d({channels}, track_running_stats=False)", f"nn.InstanceNorm2d({channels})",
             f"nn.BatchNorm2d({channels}, affine=False, momentum=0.3)", f"nn.InstanceNorm2d({channels}, track_running_stats=True)",
+            f"nn.BatchNorm2d({channels}, momentum=None)", f"nn.BatchNorm2d({channels}).eval()", "nn.LocalResponseNorm(2)",
         ]  # fmt: skip
     elif value.dim() <= 3:
         codes += [
-            f"nn.BatchNorm1d({channels})", f"nn.GroupNorm({channels}, {channels})",
+            f"nn.BatchNorm1d({channels})", f"nn.BatchNorm1d({channels}, momentum=0.5)", f"nn.GroupNorm({channels}, {channels})",
             f"nn.BatchNorm1d({channels}, track_running_stats=False, affine=False)",
         ]  # fmt: skip
     return _call(room, room.source.choice(codes), name)
@@ -100,7 +112,14 @@ def attended(room: Room) -> bool:
         module = room.add_member(
             f"nn.MultiheadAttention({width}, {heads}, batch_first={first}, bias={source.random() < 0.7})"
         )
-        return room.add(f"{module}({{0}}, {{0}}, {{0}}, need_weights={source.random() < 0.4})[0]", name)
+        tokens = value.shape[1] if first else value.shape[0]
+        hidden = (
+            f", attn_mask=torch.ones({tokens}, {tokens}, dtype=torch.bool).triu(1)" if source.random() < 0.3 else ""
+        )
+        return room.add(f"{module}({{0}}, {{0}}, {{0}}, need_weights={source.random() < 0.4}{hidden})[0]", name)
+    if source.random() < 0.15:
+        more = f"dropout={source.choice((0.0, 0.0, 0.3))}, batch_first=True, norm_first={source.random() < 0.5}"
+        return _call(room, f"nn.TransformerEncoderLayer({width}, {heads}, 6, {more})", name)
     form = source.choice(("sdpa", "sdpa", "windows", "windows", "matmul", "einsum"))
     mask = source.choice(("none", "causal", "whole", "band", "band", "ahead"))
     return _call(room, f"SelfAttention({width}, {heads}, {form!r}, {mask!r})", name)
@@ -131,7 +150,11 @@ def pooled(room: Room) -> bool:
     if value is None:
         return False
     codes = ("nn.MaxPool2d(2, 1, 1)", "nn.AvgPool2d(2, 1, 1)", "nn.AdaptiveAvgPool2d(1)", "nn.Upsample(scale_factor=2)",
-             "nn.MaxPool2d(1)", "nn.Flatten(2)", "nn.PixelShuffle(1)")  # fmt: skip
+             "nn.MaxPool2d(1)", "nn.Flatten(2)", "nn.PixelShuffle(1)", "nn.PixelUnshuffle(2)", "nn.PixelShuffle(2)",
+             "nn.MaxPool2d(2, 2, ceil_mode=True)", "nn.MaxPool2d(2, 1, dilation=2)", "nn.LPPool2d(2, 2, 1)",
+             "nn.AdaptiveMaxPool2d(2)",
+             "nn.AvgPool2d(2, 2, 1, count_include_pad=False)", "nn.UpsamplingBilinear2d(scale_factor=2)", "nn.ReflectionPad2d(1)",
+             "nn.ZeroPad2d((1, 0, 0, 2))", f"nn.ChannelShuffle({value.shape[1]})", "nn.Unfold(2, padding=1, stride=2)")  # fmt: skip
     return _call(room, room.source.choice(codes), name)
 
 
@@ -149,8 +172,19 @@ def activated(room: Room) -> bool:
         "nn.Hardswish()",
         "nn.Identity()",
     )
-    if room.source.random() < 0.25:
-        codes = ("nn.Dropout(0.3)", "nn.Dropout(0.5)", "nn.Dropout(0.0)")
+    other = room.source.random()
+    if other < 0.25:
+        codes = ("nn.Dropout(0.3)", "nn.Dropout(0.5)", "nn.Dropout(0.0)", "nn.Dropout1d(0.4)", "nn.Dropout2d(0.4)",
+        "nn.AlphaDropout(0.2)",
+                 "nn.RReLU()")  # fmt: skip
+    elif other < 0.45:
+        codes = (
+            "nn.SELU()", "nn.CELU(0.7)", "nn.Mish()", "nn.Softsign()", "nn.LogSigmoid()", "nn.Threshold(0.1, 0.2)",
+            "nn.Softmin(-1)",
+            "nn.LogSoftmax(-1)", "nn.Softshrink(0.2)", "nn.Tanhshrink()", "nn.ReLU6()", "nn.Hardsigmoid()",
+            "nn.GELU(approximate='tanh')",
+            "nn.ReLU(inplace=True)", "nn.ELU(inplace=True)", "nn.Softplus(2.0)",
+        )  # fmt: skip
     return _call(room, room.source.choice(codes), name)
 
 
@@ -204,7 +238,9 @@ def recurrent(room: Room) -> bool:
     if value is None:
         return False
     width = value.shape[-1]
-    cell = room.add_member(f"nn.GRUCell({width}, {width})")
+    if room.source.random() < 0.3:
+        return room.add(room.add_member(f"nn.LSTMCell({width}, 3)") + "({0})[0]", name)
+    cell = room.add_member(f"nn.{room.source.choice(('GRUCell', 'RNNCell'))}({width}, {width})")
     return room.add(f"{cell}({{0}}, {cell}({{0}}))", name)
 
 
@@ -219,8 +255,37 @@ def sequence(room: Room) -> bool:
     return room.add(room.add_member(f"nn.{kind}({value.shape[-1]}, {out}{more})") + "({0})[0]", name)
 
 
+def special(room: Room) -> bool:
+    """Layers with state or a derivative of their own, or that are made of others."""
+    source = room.source
+    name, value = room.pick(lambda v: _plain(v) and v.dim() >= 2) or (None, None)
+    if value is None:
+        return False
+    width = value.shape[-1]
+    if source.random() < 0.15:
+        return room.add("Twice.apply({0})", name)
+    if source.random() < 0.1:
+        return room.add(room.add_member(f"nn.Bilinear({width}, {width}, 2)") + "({0}, {0})", name)
+    codes = [
+        f"Averaged({width}, read={source.random() < 0.5})", f"Averaged({width})", f"Quantised({width})",
+        f"Checkpointed({width}, {source.choice((0.0, 0.3))})", f"nn.utils.parametrizations.weight_norm(nn.Linear({width}, 3))",
+        f"nn.utils.parametrizations.spectral_norm(nn.Linear({width}, 3))", f"nn.Linear({width}, 3).requires_grad_(False)",
+        f"nn.Sequential(nn.Linear({width}, 4), nn.ReLU(inplace=True), nn.Linear(4, {width}))",
+    ]  # fmt: skip
+    return _call(room, source.choice(codes), name)
+
+
+def unread(room: Room) -> bool:
+    """A layer that is called for its statistics alone."""
+    name, value = room.pick(lambda v: _plain(v) and v.dim() in (2, 3)) or (None, None)
+    if value is None:
+        return False
+    return room.add(room.add_member(f"nn.BatchNorm1d({value.shape[1]})") + "({0}.detach())", name, results=0)
+
+
 TABLE: dict[Maker, float] = {
-    linear: 3, normed: 2.5, attended: 2.5, convolved: 2, pooled: 1, activated: 2, gated: 1.5, stacked: 0.7, tied: 1, recurrent: 0.3,
+    special: 1.2, unread: 0.5, linear: 3, normed: 2.5, attended: 5, convolved: 4, pooled: 1, activated: 2, gated: 1.5,
+    stacked: 0.7, tied: 1, recurrent: 0.3,
     sequence: 0.3,
 }  # fmt: skip
 """How likely each is."""

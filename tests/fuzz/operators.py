@@ -226,7 +226,7 @@ def _broadcasts(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def cast(room: Room) -> bool:
-    """To another dtype, and often on to a third."""
+    """To another dtype, and often on to a third, or twice and together."""
     name, value = room.pick() or (None, None)
     if value is None:
         return False
@@ -236,8 +236,11 @@ def cast(room: Room) -> bool:
         wanted = source.choice(("torch.int64", "torch.int32", "torch.bool"))
     if not room.add(f"{{0}}.to({wanted})", name):
         return False
+    first = room.lines[-1].results[0]
     if source.random() < 0.5:
-        room.add(f"{{0}}.to({source.choice(FLOATS)})", room.lines[-1].results[0])
+        room.add(f"{{0}}.to({source.choice(FLOATS)})", first)
+    elif room.add(f"{{0}}.to({source.choice((*FLOATS, 'torch.float16'))})", name):
+        room.add("{0} * {1}", first, room.lines[-1].results[0])
     return True
 
 
@@ -411,6 +414,10 @@ def write(room: Room) -> bool:
                   "{0}.view(-1)[:1].zero_()", "{0}[..., :1].copy_({0}[..., -1:].clone())"]  # fmt: skip
         if value.dim() >= 2:
             forms.append("{0}.masked_fill_({0}[..., :1] > 0, 0.1)")
+    if source.random() < 0.25 and value.dim():  # as Python writes it
+        statements = ["{0}[..., 0] = 0.5", "{0}[{0} > 0.2] = 0.1", "{0}[..., -1:] *= 2", "{0} += 1", "{0}[0] -= {0}[-1].detach()",
+                      "{0}[torch.tensor([0, 0])] += 0.3", "{0}[:, 0] = {0}[:, -1].clone()"]  # fmt: skip
+        return room.add(source.choice(statements), name, results=0)
     form = source.choice(forms)
     return room.add(form, name, results=source.choice((0, 1)))
 
@@ -436,9 +443,60 @@ def buffer(room: Room) -> bool:
     return True
 
 
+def noise(room: Room) -> bool:
+    """Random numbers, some of which nobody reads."""
+    source = room.source
+    name, value = room.pick(lambda v: v.dtype == torch.float32 and v.numel()) or (None, None)
+    if value is None:
+        return False
+    forms = ["{0} + torch.randn_like({0}) * 0.1", "F.dropout({0}, 0.4)", "{0} * torch.rand({0}.shape)",
+    "{0} * torch.bernoulli({0}.detach().sigmoid())",
+             "{0} * (torch.rand_like({0}) > 0.3)", "{0} + torch.empty_like({0}).uniform_(-0.1, 0.1)",
+             "{0} + torch.normal(0.0, 0.1, {0}.shape)"]  # fmt: skip
+    return room.add(source.choice(forms), name)
+
+
+def counter(room: Room) -> bool:
+    """A buffer that is written and that nothing reads: numbers of steps, averages."""
+    source = room.source
+    name, value = room.pick(lambda v: v.dtype == torch.float32 and v.numel()) or (None, None)
+    if value is None:
+        return False
+    if source.random() < 0.5:
+        held = room.add_member("nn.Buffer(torch.zeros((), dtype=torch.int64))", "b")
+        return room.add(source.choice((f"{held}.add_(1)", f"{held}.add_(({{0}} > 0).sum())")), name, results=0)
+    held = room.add_member("nn.Buffer(torch.zeros(()))", "b")
+    forms = (
+        f"{held}.lerp_({{0}}.detach().mean(), 0.2)",
+        f"{held}.copy_({{0}}.detach().abs().max())",
+        f"{held}.mul_(0.9).add_({{0}}.detach().sum())",
+    )
+    return room.add(source.choice(forms), name, results=0)
+
+
+def solved(room: Room) -> bool:
+    """Small systems of equations, distances and norms."""
+    source = room.source
+    name, value = room.pick(
+        lambda v: v.dtype in (torch.float32, torch.float64) and v.numel() and v.dim() in (2, 3)
+    ) or (None, None)
+    if value is None:
+        return False
+    size, dtype = value.shape[-2], value.dtype
+    positive = f"({{0}} @ {{0}}.mT + 2 * torch.eye({size}, dtype={dtype}))"
+    forms = [
+        f"torch.linalg.inv({positive})", f"torch.linalg.solve({positive}, {{0}})", f"torch.linalg.slogdet({positive})[1]",
+        f"torch.linalg.cholesky({positive})", "torch.cdist({0}, {0} + 1)", "torch.linalg.vector_norm({0} + 0.1, dim=-1)",
+        "torch.linalg.matrix_norm({0} + 0.1)", f"torch.matrix_exp({positive} * 0.1)",
+        "torch.pdist({0} + 0)" if value.dim() == 2 else "{0}.mT @ {0}",
+    ]  # fmt: skip
+    return room.add(source.choice(forms), name)
+
+
 TABLE: dict[Maker, float] = {
-    reshape: 3, turn: 3, ones_dimension: 3, part: 2.5, strided: 0.5, pieces: 1, joined: 1, copied: 1, unary: 3, binary: 3.5,
-    cast: 2, constant: 1.2, chosen: 2, compared: 0.8, equal_again: 0.7, reduced: 1.5, product: 1.5, attention: 0.7, write: 1.3,
+    noise: 0.5, counter: 1.0, solved: 0.4, reshape: 3, turn: 3, ones_dimension: 3, part: 2.5, strided: 0.5, pieces: 1, joined: 1,
+    copied: 1, unary: 3, binary: 3.5,
+    cast: 2, constant: 1.2, chosen: 2, compared: 0.8, equal_again: 0.7, reduced: 1.5, product: 1.5, attention: 1.5, write: 1.3,
     buffer: 0.5,
 }  # fmt: skip
 """How likely each is."""

@@ -125,14 +125,30 @@ class Case:
     """Captured through Dynamo, or traced as plain Python."""
     plan_seed: int = 0
     """What is recomputed, where a plan is carried out, is drawn from it."""
+    groups: bool = False
+    """Whether what is no matrix is a group of its own, with another learning rate and without decay."""
+    frozen: int = 0
+    """Every so manyth parameter is not trained; 0: none."""
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The same net each time."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(1)
             model = self.make()
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        return model, getattr(torch.optim, self.optimizer)(parameters, **self.flags)
+        for number, parameter in enumerate(model.parameters(), 1):
+            if (self.frozen and number % self.frozen == 0) or (self.optimizer == "Muon" and parameter.dim() != 2):
+                parameter.requires_grad_(False)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        given: list[Any] = trained
+        others = [p for p in trained if p.dim() != 2]
+        if self.groups and 0 < len(others) < len(trained):
+            matrices = {"params": [p for p in trained if p.dim() == 2]}
+            given = [matrices, {"params": others, "lr": self.flags["lr"] * 2, "weight_decay": 0.0}]
+        return model, getattr(torch.optim, self.optimizer)(given, **self.flags)
+
+    def autocast(self) -> torch.autocast:
+        """As it is trained."""
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.step.get("precision") == "bf16")
 
     def batches(self, count: int = 3) -> list[tuple]:
         made = []

@@ -16,7 +16,7 @@ from tests.fuzz.check import Wrong, examine
 from tests.fuzz.draw import trains
 from tests.fuzz.program import Line, Program
 
-PLAIN = {"optimizer": "SGD", "flags": {"lr": 0.1}, "step": {}, "guards": False, "plan_seed": 0}
+PLAIN = {"flags": {"lr": 0.1}, "step": {}, "guards": False, "plan_seed": 0, "groups": False, "frozen": 0}
 
 
 def shrunk(program: Program, stage: str, seconds: float = 60.0) -> Program:
@@ -68,10 +68,14 @@ def _shorter(program: Program) -> Iterator[Program]:
     for line in reversed(program.lines):
         if line.results != ("loss",):
             yield from _without_lines(program, [line])
-    for name, value in program.options:
-        if value != PLAIN[name]:
-            plain = tuple((n, PLAIN[n] if n == name else v) for n, v in program.options)
-            yield dataclasses.replace(program, options=plain)
+    held = dict(program.options)
+    if held["optimizer"] != "SGD":
+        yield dataclasses.replace(
+            program, options=tuple((held | {"optimizer": "SGD", "flags": PLAIN["flags"]}).items())
+        )
+    for name, value in PLAIN.items():
+        if held[name] != value:
+            yield dataclasses.replace(program, options=tuple((held | {name: value}).items()))
     yield from _smaller(program)
 
 

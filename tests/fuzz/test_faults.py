@@ -8,7 +8,7 @@ from tests.fuzz.faults import FAULTS, Fault, found_after
 
 MOST = 400
 """Graphs: 0.04 of what `make fuzz` looks at."""
-QUICK = ("fold_constants", "lean_gradients", "order_for_peak", "fuse_loss")
+QUICK = ("fold_constants", "lean_gradients", "order_for_peak", "fuse_loss", "remove_dead")
 """Found within a few graphs."""
 
 

@@ -11,6 +11,7 @@ from tests.fuzz.draw import draw, trains
 from tests.fuzz.faults import FAULTS, planted
 from tests.fuzz.run import Asked, look, stages_for
 from tests.fuzz.shrink import is_wrong, shrunk
+from tests.fuzz.training import OPTIMIZERS
 
 GROUP = 20
 
@@ -40,10 +41,13 @@ def test_a_seed_is_the_same_program_each_time() -> None:
 
 
 def test_what_is_looked_for_is_drawn() -> None:
-    """Of 150 programs: sizes of 1 and 0, writes, views, narrow dtypes, attention, tied weights, several outputs."""
-    texts = [draw(seed).source() for seed in range(150)]
+    """Of 300 programs: sizes of 1 and 0, writes, views, narrow dtypes, attention, tied weights, several outputs, all optimizers."""
+    programs = [draw(seed) for seed in range(300)]
+    texts = [program.source() for program in programs]
+    assert {dict(program.options)["optimizer"] for program in programs} == set(OPTIMIZERS)
     for wanted in ("1, ", "_(", ".view(", ".expand(", "bfloat16", "float64", "ttention", "Conv", "Norm", "nn.Buffer", "Head(",
-                   "Dropout", "einsum", ".chunk(", "cat(", "stack(", ".permute(", ", {'"):  # fmt: skip
+                   "F.binary_cross_entropy", "F.kl_div", "BatchNorm", ".add_(", "Dropout", "einsum", ".chunk(", "cat(", "stack(",
+                   ".permute(", ", {'"):  # fmt: skip
         assert any(wanted in text for text in texts), f"no program with {wanted}"
 
 

@@ -304,6 +304,31 @@ def test_another_backend_is_a_changed_setting(tmp_path: Path) -> None:
         run(tmp_path / "a", steps=4, resume=True, backend="inductor")
 
 
+@pytest.mark.parametrize("name", ["plan", "recipe"])
+def test_a_run_goes_on_with_the_numbers_that_its_plan_or_recipe_decided(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    text = 'format = 1\nverbs = [{ precision = "0", to = "bf16" }]\n[end]\n'
+    file.write_text(text)
+    given = {"plan": wholestep.Plan(precision={"0": "bf16"}), "recipe": str(file)}[name]
+    run(tmp_path / "a", steps=2, options={"compile_options": {name: given}})
+    with pytest.raises(BadOption, match=rf"trained with {name}_digest='\w+', asked for now is {name}_digest=.not set"):
+        run(tmp_path / "a", steps=4, resume=True)
+    facts = tmp_path / "a" / "run.json"  # which has lost it
+    kept = facts.read_text()
+    settings = json.loads(kept)["settings"]
+    edit(facts, settings={key: value for key, value in settings.items() if not key.endswith("_digest")})
+    with pytest.raises(BadCheckpoint, match=rf"is of another run: it was trained with {name}_digest="):
+        run(tmp_path / "a", steps=4, resume=True)
+    facts.write_text(kept)
+    file.write_text(text.replace('"0"', '"4"'))  # edited since
+    other = wholestep.Plan(precision={"4": "bf16"}) if name == "plan" else given
+    with pytest.raises(BadOption, match=f"{name}_digest"):
+        run(tmp_path / "a", steps=4, resume=True, options={"compile_options": {name: other}})
+    file.write_text(text)
+    again = run(tmp_path / "a", steps=4, resume=True, options={"compile_options": {name: given}})
+    assert again.steps == 4
+
+
 def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 

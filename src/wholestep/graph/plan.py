@@ -84,6 +84,13 @@ class Plan:
                 seen[base] = place
 
     @property
+    def decides_numbers(self) -> bool:
+        """Whether it makes another training of a step."""
+        return any(
+            getattr(self, f.name) not in (None, {}) for f in dataclasses.fields(self) if f.metadata.get("numbers")
+        )
+
+    @property
     def moves(self) -> bool:
         """Whether anything waits outside of the card."""
         return bool(self.host or self.file or "host" in self.state.values())

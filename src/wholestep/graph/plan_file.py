@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
@@ -19,6 +18,7 @@ from typing import Any, get_args, get_type_hints
 
 from wholestep.errors import BadOption, WholestepError
 from wholestep.graph.bytes import show_bytes
+from wholestep.graph.file_end import checksum, is_end
 from wholestep.graph.plan import FORMAT, Plan
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -50,7 +50,7 @@ def plan_text(plan: Plan) -> str:
             shown = f"{show_bytes(value)} " if field.name.endswith("_bytes") else ""
             lines.append(f"{field.name} = {toml_value(value)}  # {shown}{says}")
     lines += tables
-    lines += ["", f"[end.{_check(plan)}]"]
+    lines += ["", f"[end.{numbers_check(plan)}]"]
     lines += ["# The file is whole. The number is of chunked_loss and precision: write [end] when you edit them."]
     return "\n".join(lines) + "\n"
 
@@ -130,21 +130,21 @@ def _kinds(hint: Any) -> tuple[type, ...]:
 
 def _whole(plan: Plan, end: Any) -> Plan:
     """The plan, unless its file was cut off or decisions about numbers were lost."""
-    if not isinstance(end, dict) or len(end) > 1 or any(value != {} for value in end.values()):
+    if not is_end(end):
         hint = "write it again; one written by hand ends in a line [end]"
         raise BadOption("the plan is not whole, or its lines are out of order", hint=hint)
-    if end and _check(plan) not in end:
+    if end and numbers_check(plan) not in end:
         hint = "write it again, or end it in a line [end] if you changed them"
         names = [field.name for field in dataclasses.fields(plan) if field.metadata.get("numbers")]
         raise BadOption(f"{' or '.join(names)} are not what the plan was written with", hint=hint)
     return plan
 
 
-def _check(plan: Plan) -> str:
+def numbers_check(plan: Plan) -> str:
     """A checksum of the decisions that change numbers; what is recomputed, and when parameters are updated, does not."""
     values = [getattr(plan, field.name) for field in dataclasses.fields(plan) if field.metadata.get("numbers")]
     listed = [list(value.items()) if isinstance(value, Mapping) else value for value in values]
-    return f"{zlib.crc32(json.dumps(listed).encode()):08x}"
+    return checksum(listed)
 
 
 def toml_value(value: Any) -> str:

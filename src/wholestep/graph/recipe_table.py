@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wholestep.errors import BadOption, WholestepError
+from wholestep.graph.file_end import is_end
 
 FORMAT = 1
 END = "end"
@@ -49,7 +50,7 @@ def _check(table: dict[str, Any], known: Sequence[str]) -> None:
             raise BadOption(f"a recipe with an unknown field {name!r}", hint=hint or f"fields are {', '.join(known)}")
     if table.get("format") != FORMAT:
         raise BadOption(f"a recipe of format {table.get('format')!r}", hint=f"this version reads format {FORMAT}")
-    if table.get(END) != {}:
+    if not is_end(table.get(END)):
         raise BadOption("the recipe is not whole", hint=f"a recipe ends in a line [{END}]")
     rows, expects = table.get("verbs", []), table.get("expects", {})
     if not isinstance(rows, list) or not all(isinstance(row, dict) and row for row in rows):

@@ -24,7 +24,7 @@ from wholestep.runtime.binding import StateMoved
 from wholestep.runtime.compiled import LowerRung
 from wholestep.runtime.eager import Result, clear_gradients, combine, update_in_torch
 from wholestep.runtime.kept import Kept
-from wholestep.runtime.variant import AssumptionFailed, Variant
+from wholestep.runtime.variant import Variant, assumption_failed
 
 if TYPE_CHECKING:
     from wholestep.runtime.step import Step
@@ -130,14 +130,8 @@ class OneStep:
         for variant in self.variants:
             variant.before.put_back()
         unasked = (WholestepError, CaptureRefused, StateMoved, MemoryError, torch.OutOfMemoryError)
-        if isinstance(error, unasked):
-            return error
-        captures = [variant.capture for variant in self.variants]
-        places = dict.fromkeys(place for capture in captures for place in (*capture.facts, *capture.assumed))
-        if places:  # what does not hold may also end the step
-            where = ", ".join([*filter(None, places)][:3])
-            return AssumptionFailed(f"{type(error).__name__}: {error}", where=where or None)
-        if self.subject.device.type != "cpu":
+        error = assumption_failed(error, *(variant.capture for variant in self.variants))
+        if isinstance(error, unasked) or self.subject.device.type != "cpu":
             return error
         randomness, buffers = RandomStates(), Kept()
         buffers.keep([tensor for tensor in self.subject.buffers.values() if not tensor.is_inference()])

@@ -13,10 +13,10 @@ from wholestep.capture.reading import Reading
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT, HOLDS
-from wholestep.errors import CaptureRefused
+from wholestep.errors import CaptureRefused, WholestepError
 from wholestep.graph.strides import laid_out, memory_order
 from wholestep.graph.training_graph import OutputKind, Role, TrainingGraph
-from wholestep.runtime.binding import Binding
+from wholestep.runtime.binding import Binding, StateMoved
 from wholestep.runtime.eager import update_in_torch
 from wholestep.runtime.kept import Kept
 from wholestep.runtime.random import keys_for, seeded_generator
@@ -34,6 +34,17 @@ Lowering = Callable[[TrainingGraph], Any]
 
 class AssumptionFailed(CaptureRefused):
     """Something about data that the graph takes for granted does not hold: nothing was changed, and eager takes this step."""
+
+
+def assumption_failed(error: Exception, *captures: Capture) -> Exception:
+    """What does not hold may also end the step: an error of a graph that takes something for granted says so; else the error."""
+    if isinstance(error, CaptureRefused | StateMoved | WholestepError | MemoryError | torch.OutOfMemoryError):
+        return error
+    places = dict.fromkeys(place for capture in captures for place in (*capture.facts, *capture.assumed))
+    if not places:
+        return error
+    where = ", ".join([*filter(None, places)][:3])
+    return AssumptionFailed(f"{type(error).__name__}: {error}", where=where or None)
 
 
 class Variant:

@@ -14,12 +14,13 @@ from typing import Any
 from torch import nn
 
 from wholestep.errors import BadOption, WholestepWarning
+from wholestep.graph.file_end import checksum
 from wholestep.graph.plan_file import toml_value
 from wholestep.graph.recipe_table import END, FORMAT, read_table
 from wholestep.schedule import verbs  # noqa: F401 - registers them
 from wholestep.schedule.modules import Modules
 from wholestep.schedule.recipe import Recipe
-from wholestep.schedule.verb import VERBS, make
+from wholestep.schedule.verb import AUTO, VERBS, make
 
 HEAD = """\
 # A recipe of Wholestep: how a model runs, one verb a line. Use it with: wholestep train MODEL --recipe FILE
@@ -38,7 +39,20 @@ def recipe_text(recipe: Recipe) -> str:
     lines += [f"  # {_one_line(f'{at}: {why}')}" for at, why in recipe.reasons.items() if at not in written]
     lines += ["]", "", "[expects]"]
     lines += [f"{toml_value(at)} = {toml_value(found)}" for at, found in recipe.expects.items()]
-    return "\n".join([*lines, "", f"[{END}]"]) + "\n"
+    lines += ["", f"[{END}.{check}]" if (check := numbers_check(recipe)) else f"[{END}]"]
+    if check:
+        lines.append(f"# The number is of the lines {', '.join(_checked())}: write [{END}] when you edit them.")
+    return "\n".join(lines) + "\n"
+
+
+def _checked() -> list[str]:
+    return [name for name, kind in VERBS.items() if kind.numbers]
+
+
+def numbers_check(recipe: Recipe) -> str:
+    """A checksum of the lines that make another training of it; nothing where all of that is left to measurement."""
+    tables = [line.to_table() for line in recipe if line.numbers and AUTO not in line.arguments().values()]
+    return checksum(tables) if tables else ""
 
 
 def _one_line(text: str) -> str:
@@ -60,7 +74,11 @@ def read_recipe(path: Path) -> Recipe:
         lines = tuple(_line(i, row) for i, row in enumerate(table.get("verbs", []), start=1))
     except BadOption as error:
         raise BadOption(f"{path}: {error.what}", hint=error.hint) from None
-    return Recipe(lines, table.get("expects", {}), path.name)
+    recipe = Recipe(lines, table.get("expects", {}), path.name)
+    if table[END] and numbers_check(recipe) not in table[END]:
+        hint = f"write it again, or end it in a line [{END}] if you changed them"
+        raise BadOption(f"{path}: lines {' or '.join(_checked())} are not what the recipe was written with", hint=hint)
+    return recipe
 
 
 def _line(number: int, row: dict[str, Any]) -> Any:

@@ -40,6 +40,8 @@ class Verb:
     """The place: a module path or glob."""
 
     name: ClassVar[str] = ""
+    numbers: ClassVar[bool] = False
+    """Whether such a line makes another training of it; a file has a checksum of those."""
 
     def check(self, modules: Modules) -> None:
         """Raise where the model has no such place, or the arguments do not fit it."""

@@ -7,6 +7,7 @@ numbers and the position in the data are all in it.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import time
@@ -18,12 +19,15 @@ from wholestep import api
 from wholestep.errors import BadCheckpoint, BadOption
 from wholestep.graph.bytes import show_bytes
 from wholestep.graph.counted import counted
+from wholestep.graph.plan_file import numbers_check
 from wholestep.runtime.step import Step
+from wholestep.schedule import recipe_file, recipe_of
 from wholestep.train.checkpoint_files import Stored, open_stored
 from wholestep.train.config_file import CONFIG, config_text, resolved
 from wholestep.train.job import Job
 from wholestep.train.loggers import Logger, Loggers
 from wholestep.train.run_folder import (
+    DECISIONS,
     RunFolder,
     first_change,
     new_run,
@@ -75,6 +79,7 @@ def train(
     shown = display or Silent()
     with Interrupts() as interrupts:
         options = {**job.compile_options, "backend": backend, **(compile_options or {})}
+        job = _with_decisions(job, options)
         folder, stored = _folder(job, out, resume, total, request, options)
         folder.take()
         run, logs = None, Loggers(loggers)
@@ -101,6 +106,17 @@ def _checked(job: Job, steps: int | None, save_every: int | None, nonfinite: str
         raise BadOption(f"nonfinite={nonfinite!r}", hint="use 'stop' or 'skip'")
     assert total is not None
     return total
+
+
+def _with_decisions(job: Job, options: Mapping[str, Any]) -> Job:
+    """With checksums of what a plan and a recipe decide about the numbers: a run goes on with the same, or not at all."""
+    plan, recipe = options.get("plan"), options.get("recipe")
+    found = {
+        "plan_digest": numbers_check(plan) if plan is not None and plan.decides_numbers else None,
+        "recipe_digest": recipe_file.numbers_check(recipe_of(recipe)) if recipe is not None else None,
+    }
+    settings = {name: value for name, value in job.settings.items() if name not in DECISIONS}
+    return dataclasses.replace(job, settings=settings | {name: value for name, value in found.items() if value})
 
 
 def _folder(

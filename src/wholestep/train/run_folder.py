@@ -260,6 +260,8 @@ FOLLOW = (
     "images.classes",
 )
 """Decided by data and tokenizer, which are named rather than these."""
+DECISIONS = ("plan_digest", "recipe_digest")
+"""Runs that are older than these do not have them."""
 
 
 def refuse_changed(stored: Any, now: Any, where: Path) -> None:
@@ -277,6 +279,7 @@ def first_change(stored: Any, now: Any) -> tuple[str, str, str, str] | None:
     """The first setting that differs, both values, and how many more do; None when none does."""
     before, after = flat(stored), flat(now)
     changed = [name for name in {**before, **after} if before.get(name) != after.get(name) and name not in NOT_COMPARED]
+    changed = [name for name in changed if name not in DECISIONS or before.get(name) is not None]
     for name in [name for name in changed if name in MAY_GROW]:
         old, new = before.get(name), after.get(name)
         if isinstance(old, int) and isinstance(new, int) and new > old:

@@ -35,13 +35,13 @@ from wholestep.lower import lower_interpret
 from wholestep.runtime.eager import Result
 from wholestep.runtime.one_step import OneStep
 from wholestep.runtime.random import seeded_generator
-from wholestep.runtime.variant import Variant
+from wholestep.runtime.variant import Variant, assumption_failed
 from wholestep.verify.blame import module_of_tensor, nearest_to_loss
 from wholestep.verify.compare import distance, gradient_rms, norm
 from wholestep.verify.host import copied_to_host, zeros_set_aside
 from wholestep.verify.limits import LIMITS, precision_of
-from wholestep.verify.reference import Reference, live_reference, reference_gradients
-from wholestep.verify.updates import look, places_read, rules_of
+from wholestep.verify.reference import Reference, live_reference, reference_gradients, written_parameters
+from wholestep.verify.updates import look, place_of, places_read, rules_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,11 +87,11 @@ class FirstStep:
         self.numbers = self.variant.numbers
         targets = [entry.target for entry in self.graph.outputs if entry.target is not None]
         live = self.variant.inputs(self.args)
-        written = [live[t] for t in targets if self.graph.inputs[t].role in (Role.CONSTANT, Role.BATCH)]
+        touched = [live[t] for t in targets if self.graph.inputs[t].role in (Role.CONSTANT, Role.BATCH)]
         with self._state_set_aside():
             self.eager = live_reference(
                 self.subject, self.batch, self.step.seed, self.step.count, self.micro,
-                num_sites=self.variant.capture.num_sites, written=written, room=self.room,
+                num_sites=self.variant.capture.num_sites, touched=touched, written=written_parameters(self.graph), room=self.room,
             )  # fmt: skip
         self.rms = gradient_rms(self.eager.gradients)
         sites = self.variant.capture.num_sites
@@ -147,14 +147,17 @@ class FirstStep:
         capture = self.variant.capture
         return reference_gradients(
             self.subject, self.batch, self.step.seed, self.step.count, self.micro,
-            num_sites=capture.num_sites, constants=capture.constants, room=self.room, **options,
+            num_sites=capture.num_sites, constants=capture.constants, written=tuple(self.eager.written), room=self.room, **options,
         )  # fmt: skip
 
     def _run(self, runner: Any) -> list[Any]:
         """The first micro-batch through `runner`, with the keys of this step."""
         self.variant.feed(self.step.seed, self.step.count, self.micro, self.given)
         with seeded_generator(self.subject.device, self.step.seed, self.step.count, self.micro):
-            return runner(self.variant.inputs(self.args))
+            try:
+                return runner(self.variant.inputs(self.args))
+            except Exception as error:
+                raise assumption_failed(error, self.variant.capture) from None
 
     def _loss_differs(self, loss: torch.Tensor) -> bool:
         ours, eager = float(loss), float(self.eager.loss)
@@ -368,10 +371,15 @@ class FirstStep:
         gradient = self._gradient(name)
         if gradient is None or not bool(gradient.isfinite().all()):
             return None
+        kept, place = self.kept, place_of(None, name)
+        if name in self.eager.written and place in kept:  # the update starts from what the loss has written
+            if self.accumulates:  # micro by micro, of which eager has run one
+                return None
+            kept = {**kept, place: (kept[place][0], self.eager.written[name])}
         floor = self.limits.floor * self.rms * scale * math.sqrt(gradient.numel())
         off = self.limits.lowered * scale * norm(gradient) + floor + scale * slack
         for rule in rules_of(plan, self.numbers[plan.hyper_name]):
-            seen = look(rule, name, self.kept, gradient, scale)
+            seen = look(rule, name, kept, gradient, scale)
             if seen is not None and seen.tells:
                 return seen.error, seen.allowed(off)
         return None

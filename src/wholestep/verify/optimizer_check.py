@@ -22,11 +22,17 @@ UPDATE_TOLERANCE = 1e-5
 
 
 def optimizer_rows(
-    subject: Subject, before: StateCopy, gradients: Mapping[str, torch.Tensor], step: str, *, exact: bool
+    subject: Subject,
+    before: StateCopy,
+    starts: Mapping[str, torch.Tensor],
+    gradients: Mapping[str, torch.Tensor],
+    step: str,
+    *,
+    exact: bool,
 ) -> Iterator[TensorRow]:
-    """One row per parameter and per state tensor; `exact` asks for equal bits."""
+    """One row per parameter, of which an update `starts`, and per state tensor; `exact` asks for equal bits."""
     assert subject.optimizer is not None and before.optimizer is not None
-    stand_ins = {p: before.values[n].detach().clone() for n, p in subject.parameters.items()}
+    stand_ins = {p: starts[n].detach().clone() for n, p in subject.parameters.items()}
     for name, gradient in gradients.items():
         stand_ins[subject.parameters[name]].grad = gradient.detach().clone()
     twin = before.optimizer.twin(stand_ins)
@@ -41,7 +47,7 @@ def optimizer_rows(
     for group in subject.optimizer.param_groups:
         for parameter in group["params"]:
             name, stand_in = names[parameter], stand_ins[parameter]
-            found = _compare(parameter, stand_in, before.values[name], exact)
+            found = _compare(parameter, stand_in, starts[name], exact)
             yield TensorRow(step, "parameter", name, found.error, found.tolerance, found.bitwise)
             ours, theirs = subject.optimizer.state.get(parameter, {}), twin.state.get(stand_in, {})
             for key in dict.fromkeys([*theirs, *ours]):

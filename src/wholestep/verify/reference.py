@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from wholestep.capture.sites import Sites
 from wholestep.capture.subject import Subject
 from wholestep.capture.undo import Undo
 from wholestep.errors import BadBatch, BadLoss, WholestepError
+from wholestep.graph.training_graph import Role, TrainingGraph
+from wholestep.ops import IN_PLACE
 from wholestep.runtime.random import keys_for, seeded_generator
 from wholestep.verify.compare import parts
 from wholestep.verify.host import Saved, gradients_to_host
@@ -52,6 +55,21 @@ class Reference:
     """Median over modules of the root mean square of their outputs: the scale of what losses are made of."""
     moved_bytes: int = 0
     """Saved tensors that waited on the host."""
+    written: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """The parameters that the loss itself writes to, after the forward."""
+
+
+def written_parameters(graph: TrainingGraph) -> tuple[str, ...]:
+    """Those that the loss itself writes to, as `nn.Embedding(max_norm=...)` does: what their update starts from is no input."""
+    found = []
+    for entry, value in zip(graph.outputs, graph.output_values, strict=True):
+        if entry.target is not None and graph.inputs[entry.target].role is Role.PARAMETER:
+            start = value
+            if value.target is operator.getitem and value.args[0].target in IN_PLACE:
+                start = value.args[0].args[0][value.args[1]]
+            if start is not graph.placeholders[entry.target]:
+                found.append(graph.inputs[entry.target].name)
+    return tuple(found)
 
 
 def reference_gradients(
@@ -65,19 +83,21 @@ def reference_gradients(
     tensors: Mapping[str, torch.Tensor] | None = None,
     dtype: torch.dtype | None = None,
     constants: Sequence[torch.Tensor] = (),
+    written: Sequence[str] = (),
     keep_outputs: bool = False,
     room: int | None = None,
 ) -> Reference:
     """Loss and gradients in eager PyTorch.
 
     `tensors` replaces live parameters and buffers by name (buffers after the previous micro-batch, for example);
-    `constants` are closure tensors to put back, should the forward write to them. With `room`, saved tensors beyond so many
+    `constants` are closure tensors to put back, should the forward write to them; `written` names parameters that it does write
+    to. With `room`, saved tensors beyond so many
     bytes and all gradients wait on the host.
     """
     given = dict(tensors or {})
     if dtype is not None:
         subject = dataclasses.replace(subject, precision="fp32")
-    leaves = _leaves(subject, given, dtype)
+    leaves = _leaves(subject, given, dtype, written)
     buffers = {n: _copied(given.get(n, b).to(b.device), dtype) for n, b in subject.buffers.items()}
     copied = own_batch(batch, dtype)
     sites = Sites(list(keys_for(seed, step, micro, num_sites + SPARE_KEYS).to(subject.device).unbind()))
@@ -108,14 +128,15 @@ def reference_gradients(
         sites.used,
         rms,
         0 if saved is None else saved.moved_bytes,
+        {n: leaves[n].detach() for n in written},
     )
 
 
 def live_reference(
-    subject: Subject, batch: Any, seed: int, step: int, micro: int, *, num_sites: int, written: Sequence[torch.Tensor] = (),
-    room: int | None = None,
+    subject: Subject, batch: Any, seed: int, step: int, micro: int, *, num_sites: int, touched: Sequence[torch.Tensor] = (),
+    written: Sequence[str] = (), room: int | None = None,
 ) -> Reference:  # fmt: skip
-    """Loss and gradients of the live model; `written` are tensors, beside buffers, that the step writes.
+    """Loss and gradients of the live model; `touched` are tensors, beside buffers, that the step writes, `written` parameters.
 
     Those, and the buffers, are as before when it returns; Python state is as the user's code leaves it. Where that raises,
     they are as it leaves them, as in eager PyTorch. `room` as above.
@@ -123,7 +144,8 @@ def live_reference(
     put_back = True
     sites = Sites(list(keys_for(seed, step, micro, num_sites + SPARE_KEYS).to(subject.device).unbind()))
     held: dict[str, torch.Tensor] = dict(subject.buffers)
-    kept = [(t, t.detach().clone()) for t in (*held.values(), *written)]
+    own = {n: subject.parameters[n] for n in written}
+    kept = [(t, t.detach().clone()) for t in (*held.values(), *touched, *own.values())]
     trained = subject.trained
     saved = None if room is None else Saved(room, {**subject.parameters, **held})
     generator = seeded_generator(subject.device, seed, step, micro)
@@ -137,6 +159,7 @@ def live_reference(
         # one that was replaced is Python's to hold, not the step's to write
         now: dict[str, torch.Tensor] = dict(subject.root.named_buffers())
         buffers = {n: b.detach().clone() for n, b in held.items() if n in now and now[n] is b}
+        after = {n: p.detach().clone() for n, p in own.items()}
     except Exception as error:
         ours = isinstance(error, torch.OutOfMemoryError | NotImplementedError | WholestepError)
         put_back = ours or room is not None  # which is tried again
@@ -147,7 +170,7 @@ def live_reference(
                 tensor.detach().copy_(value)
     aux = {n: v.detach() for n, v in run.aux.items()}
     moved = 0 if saved is None else saved.moved_bytes
-    return Reference(run.loss.detach(), aux, gradients, buffers, {}, sites.used, rms, moved)
+    return Reference(run.loss.detach(), aux, gradients, buffers, {}, sites.used, rms, moved, after)
 
 
 def own_batch(batch: Any, dtype: torch.dtype | None = None) -> Any:
@@ -178,14 +201,18 @@ def float64_reference(subject: Subject, batch: Any, *args: Any, **options: Any) 
     return reason
 
 
-def _leaves(subject: Subject, given: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Parameters as fresh leaves, sharing storage where the dtype stays, with the user's tensor hooks."""
+def _leaves(
+    subject: Subject, given: Mapping[str, torch.Tensor], dtype: torch.dtype | None, written: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """Parameters as fresh leaves, sharing storage where the dtype stays and nothing writes, with the user's tensor hooks."""
     trained = subject.trained
     leaves = {}
     for name, parameter in subject.parameters.items():
         value = given.get(name, parameter).detach().to(parameter.device)
         if dtype is not None and value.is_floating_point():
             value = value.to(dtype)
+        if name in written:
+            value = value.clone()
         leaf = value.detach().requires_grad_(name in trained)
         if name in trained:
             for hook in (parameter._backward_hooks or {}).values():

@@ -37,7 +37,13 @@ from wholestep.runtime.variant import Variant
 from wholestep.verify.blame import departing_boundary, departure, guilty_pass
 from wholestep.verify.compare import Yardstick, compute_dtype, yardstick
 from wholestep.verify.optimizer_check import optimizer_rows
-from wholestep.verify.reference import Reference, float64_reference, own_batch, reference_gradients
+from wholestep.verify.reference import (
+    Reference,
+    float64_reference,
+    own_batch,
+    reference_gradients,
+    written_parameters,
+)
 from wholestep.verify.report import Departure, Report, TensorRow
 from wholestep.verify.state import StateCopy
 
@@ -213,7 +219,7 @@ class SideBySide:
     def truth(self, made: Made, batch: Batch, *, keep_outputs: bool = False) -> Truth:
         """Eager and float64 from the live state, which must be the one the step starts from."""
         graph, capture = made.variant.capture.graph, made.captured
-        options = dict(num_sites=capture.num_sites, constants=capture.constants, keep_outputs=keep_outputs)
+        options = _reference_options(capture) | dict(keep_outputs=keep_outputs)
         eager = self._reference(batch, reference_gradients, options)
         assert isinstance(eager, Reference)
         dtype = compute_dtype(graph)
@@ -237,7 +243,7 @@ class SideBySide:
         """Over all micro-batches, as accumulation does it: buffers move on, gradients add up."""
         parts: list[Reference] = []
         for index, micro in enumerate(batch.micro):
-            before = parts[-1].buffers if parts else None
+            before = parts[-1].buffers | parts[-1].written if parts else None
             one = run(self.subject, micro, self.seed, batch.count, index, tensors=before, **options)
             if isinstance(one, str):
                 return one
@@ -251,7 +257,7 @@ class SideBySide:
             return
         numbers = scale.on(self.subject.device)
         start = numbers[0].clone()
-        options = dict(num_sites=made.captured.num_sites, constants=made.captured.constants)
+        options = _reference_options(made.captured)
         while not _finite(self._reference(batch, reference_gradients, options)):
             if float(numbers[0]) <= LEAST:  # it is not the scale: both sides are compared as they are
                 numbers[0] = start
@@ -286,7 +292,8 @@ class SideBySide:
         elif variant.capture.plans:
             # a norm of parts, and torch's fused kernel at the end of a part, round differently
             strict = backend == "interpret" and subject.device.type == "cpu" and not subject.ranks.several
-            rows += optimizer_rows(subject, before, gradients, batch.label, exact=strict)
+            starts = before.values | truth.eager.written
+            rows += optimizer_rows(subject, before, starts, gradients, batch.label, exact=strict)
         return rows
 
     def _run(self, made: Made, batch: Batch) -> tuple[Any, Made]:
@@ -399,6 +406,11 @@ class SideBySide:
         return departing_boundary(runner.values, truth.eager, truth.exact, truth.rule, BOUNDARY_SLACK[self.backend])
 
 
+def _reference_options(capture: Capture) -> dict[str, Any]:
+    written = written_parameters(capture.graph)
+    return dict(num_sites=capture.num_sites, constants=capture.constants, written=written)
+
+
 def _accumulated(parts: list[Reference]) -> Reference:
     """Losses and aux as a Step reports them; gradients summed, and divided by the summed weight if there is one."""
     loss, aux = combine([(part.loss, part.aux) for part in parts])
@@ -410,7 +422,17 @@ def _accumulated(parts: list[Reference]) -> Reference:
         total = torch.stack([part.aux["weight"].reshape(()).to(wide) for part in parts]).sum()
         gradients = {n: (g / total).to(g.dtype) for n, g in gradients.items()}
     first = parts[0]
-    return Reference(loss, aux, gradients, parts[-1].buffers, first.module_outputs, first.draws, first.activation_rms)
+    return Reference(
+        loss,
+        aux,
+        gradients,
+        parts[-1].buffers,
+        first.module_outputs,
+        first.draws,
+        first.activation_rms,
+        0,
+        parts[-1].written,
+    )
 
 
 def _finite(reference: Reference | str) -> bool:

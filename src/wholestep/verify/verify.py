@@ -23,6 +23,7 @@ from wholestep.errors import BadBatch, BadOption, UnsupportedModel
 from wholestep.graph.mesh import Mesh
 from wholestep.lower.lockstep import RanksDiffer
 from wholestep.options import options_of
+from wholestep.runtime.variant import AssumptionFailed, assumption_failed
 from wholestep.schedule import Recipe, recipe_of
 from wholestep.verify.blame import module_of_tensor
 from wholestep.verify.by_verb import verify_by_verb
@@ -169,6 +170,13 @@ def _run_one(beside: SideBySide, batch: Batch, touched: list[StateCopy]) -> bool
             module_of_tensor(error.name), "ranks", error.name, batch.label, math.inf, 0.0
         )
         return False
+    except Exception as error:
+        refused = assumption_failed(error, found.captured)
+        if not isinstance(refused, AssumptionFailed):
+            raise
+        before.restore()
+        report.note(f"step {batch.label} runs in eager PyTorch: {refused}")
+        return True
     report.rows += rows
     if not found.captured.plans and subject.optimizer is not None:
         report.note("the optimizer's update is its own eager code: only gradients are compared")

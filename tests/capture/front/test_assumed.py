@@ -186,3 +186,32 @@ def test_nothing_of_it_is_left_on_for_others() -> None:
     assert compiled(torch.ones(3)).sum() == 3
     with pytest.raises(ValueError, match="negative"), contextlib.suppress(RuntimeError):
         compiled(-torch.ones(3))
+
+
+class Counted(nn.Module):
+    """Counts are broadcast where there is one of them: torch's tracing takes a size that data tells for any but 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.weight = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))
+
+    def forward(self, places: torch.Tensor) -> torch.Tensor:
+        return (self.weight * (self.scale * torch.bincount(places))).sum()
+
+
+ONE, TWO = torch.tensor([0, 0]), torch.tensor([0, 1])
+
+
+@pytest.mark.parametrize("batches", [[ONE, ONE, TWO], [TWO, ONE, TWO]], ids=["first", "later"])
+def test_a_size_of_one_that_is_broadcast_is_trained_by_eager(batches: list[torch.Tensor]) -> None:
+    twins = Twins(lambda: adam(Counted(), lambda model, batch: model(batch)), batches[0])
+    twins.train(batches)
+    assert twins.step.rung == "whole step"
+    assert any("ran in eager PyTorch" in note for note in twins.step.notes)
+
+
+def test_verify_says_which_step_eager_takes() -> None:
+    made = adam(Counted(), lambda model, batch: model(batch))
+    report = wholestep.verify(made.model, made.loss_fn, made.optimizer, [TWO, ONE], steps=2, backend="interpret")
+    assert report.ok and {row.step for row in report.rows} == {"0", "eval"}
+    assert any("step 1 runs in eager PyTorch" in note for note in report.notes)

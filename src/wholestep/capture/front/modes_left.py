@@ -16,28 +16,17 @@ _LEAVE = {
 }
 
 
-def _autocasts() -> int:
-    """How many are entered here."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
-
-
 @contextlib.contextmanager
 def modes_put_back() -> Iterator[None]:
-    """Grad mode, autocast, levels of torch.func and cuDNN afterwards as before."""
-    grad, cudnn = torch.is_grad_enabled(), torch._C._get_cudnn_enabled()
-    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-    cached, entered, depth = torch.is_autocast_cache_enabled(), _autocasts(), levels.get_dynamic_layer_stack_depth()
+    """Grad mode, levels of torch.func and cuDNN afterwards as before."""
+    grad, cudnn, depth = (
+        torch.is_grad_enabled(),
+        torch._C._get_cudnn_enabled(),
+        levels.get_dynamic_layer_stack_depth(),
+    )
     try:
         yield
     finally:
-        while levels.get_dynamic_layer_stack_depth() > depth:
-            _LEAVE[levels.peek_interpreter_stack().key()]()
-        for _ in range(_autocasts() - entered):
-            torch.autocast_decrement_nesting()
-        for kind, enabled, dtype in autocast:
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        torch.set_autocast_cache_enabled(cached)
+        levels.pop_dynamic_layer_stack_and_undo_to_depth(depth)
         torch._C._set_cudnn_enabled(cudnn)
         torch.set_grad_enabled(grad)

@@ -74,6 +74,8 @@ class Replay(fx.Interpreter):
         self.assumed: list[Assumed] = []
         self.cudnn: list[bool] = []
         """Whether it was used, outside of each block of torch.backends.cudnn.flags."""
+        self.entered: list[Any] = []
+        """Autocasts and inference modes that are not left yet."""
         self.sources: dict[str, str | None] = {}
         self.calls: dict[str, fx.Node] = {}
         self.numbers: dict[int, torch.Tensor] = {}
@@ -206,6 +208,11 @@ class Replay(fx.Interpreter):
             return None
         elif target is torch._check_is_size:
             return None
+        elif target in _ENTERS:
+            self.entered.append(target(*args, **kwargs))
+            return self.entered[-1]
+        elif target in _EXITS and args[0] in self.entered:
+            self.entered.remove(args[0])
         elif str(target).startswith("transformers.grouped_mm_fallback"):
             return torch.ops.ws.grouped_mm(*args, *kwargs.values())
         elif target_name(target) == "tag_activation_checkpoint":
@@ -227,7 +234,11 @@ class Replay(fx.Interpreter):
 
     def run(self, *args: Any, **options: Any) -> Any:
         with modes_put_back():
-            return super().run(*args, **options)
+            try:
+                return super().run(*args, **options)
+            finally:
+                while self.entered:
+                    self.entered.pop().__exit__(None, None, None)
 
     def _note_fact(self, condition: Any, message: Any = "", *_: Any) -> None:
         if isinstance(condition, torch.Tensor):  # about a number that was read from a tensor
@@ -270,6 +281,10 @@ class Replay(fx.Interpreter):
 def _of_type(value: Any, known: Any) -> Any:
     both = isinstance(value, torch.Tensor) and isinstance(known, torch.Tensor)
     return value.to(known.dtype) if both and value.dtype != known.dtype else value
+
+
+_ENTERS = (torch.amp.autocast_mode._enter_autocast, torch.autograd.grad_mode._enter_inference_mode)
+_EXITS = (torch.amp.autocast_mode._exit_autocast, torch.autograd.grad_mode._exit_inference_mode)
 
 
 def _makes_numpy_number(target: Any) -> bool:

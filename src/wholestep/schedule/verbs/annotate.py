@@ -21,6 +21,8 @@ class annotate(Verb):
     Example: sch["embed"].annotate("lr_scale", 0.1, param="weight")
     """
 
+    numbers = True
+
     key: str = ""
     value: Any = None
     param: str | None = None

@@ -23,6 +23,8 @@ class fork_rng(Verb):
     draws for such values is an error. Example: sch["layers.*.attn"].fork_rng()
     """
 
+    numbers = True
+
     over: str = "tp"
 
     def check(self, modules: Modules) -> None:

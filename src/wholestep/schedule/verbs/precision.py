@@ -24,6 +24,8 @@ class precision(Verb):
     Example: sch["lm_head"].precision("fp32")
     """
 
+    numbers = True
+
     to: str
 
     def check(self, modules: Modules) -> None:

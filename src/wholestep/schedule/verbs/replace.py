@@ -44,6 +44,8 @@ class replace(Verb):
     Example: sch["layers.*.mlp"].replace(FastMLP(64), params={"up.weight": "fc1.weight", "down.weight": "fc2.weight"})
     """
 
+    numbers = True
+
     by: Any = objects()
     params: Mapping[str, str] | None = None
     make: Any = objects()

@@ -24,6 +24,8 @@ class replace_all(Verb):
     At least one has to be found, at or below the place. Example: sch.replace_all(nn.LayerNorm, "lean")
     """
 
+    numbers = True
+
     what: Any = objects()
     by: Any = objects()
     params: Mapping[str, str] | None = None
