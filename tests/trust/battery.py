@@ -110,7 +110,7 @@ LOUD: dict[str, str] = {
             "activation_hook_records", "activation_retains_its_gradient", "hook_on_several_gradients",
             "saved_tensors_packed", "saved_on_the_cpu", "iterator_exhausted", "error_in_the_backward",
             "interrupted_in_the_backward", "counter_of_the_module_level", "counter_on_a_function",
-            "class_based_context_manager", "logs_in_a_trainer", "best_loss_kept", "printed_to_a_buffer",
+            "class_based_context_manager", "best_loss_kept", "printed_to_a_buffer",
             "warned_in_the_forward", "numpy_history", "numpy_confusion_matrix", "critic_frozen_for_the_generator",
             "zero_grad_patched", "context_variable", "lru_cached_and_never_cleared", "lru_cached_and_cleared",
             "iterator_of_weights", "generator_of_weights", "cycle_of_weights", "count_of_steps", "file_read",
