@@ -88,7 +88,8 @@ def older_objects_are_not_looked_at() -> None:
 
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> Iterator[None]:
-    """Every test draws the same numbers, whichever tests ran before it; it puts the default dtype back and leaves autocast off."""
+    """Every test draws the same numbers, whichever tests ran before it; it puts the default dtype back, and leaves no
+    mode on or off."""
     random.seed(0)
     np.random.seed(0)
     torch.default_generator.manual_seed(0)
@@ -100,6 +101,9 @@ def fixed_seeds() -> Iterator[None]:
     yield
     torch.set_default_dtype(dtype)
     assert not torch.is_autocast_enabled("cpu"), "a test left autocast on"
+    assert torch.is_grad_enabled() and torch._C._is_torch_function_enabled(), (
+        "a test left gradients or function modes off"
+    )
 
 
 @pytest.fixture

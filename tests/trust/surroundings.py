@@ -80,8 +80,10 @@ def process_wide() -> dict[str, Any]:
             torch.get_autocast_dtype("cpu"),
         ],
         "modes": [
+            torch._C._get_torch_function_state(),
             torch._C._len_torch_function_stack(),
             torch._C._len_torch_dispatch_stack(),
+            torch._C._functorch.get_dynamic_layer_stack_depth(),
             torch.is_anomaly_enabled(),
         ],
         "deterministic": [torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory],

@@ -147,7 +147,8 @@ class FirstStep:
         capture = self.variant.capture
         return reference_gradients(
             self.subject, self.batch, self.step.seed, self.step.count, self.micro,
-            num_sites=capture.num_sites, constants=capture.constants, written=written_parameters(self.graph), room=self.room, **options,
+            num_sites=capture.num_sites, constants=capture.constants, written=written_parameters(self.graph), room=self.room,
+            **options,
         )  # fmt: skip
 
     def _run(self, runner: Any) -> list[Any]:

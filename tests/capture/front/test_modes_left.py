@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
 import torch
+from torch import nn
 from torch._C import _functorch as levels
 
+import wholestep
 from wholestep.capture.front.modes_left import modes_put_back
 
 
@@ -17,3 +20,22 @@ def test_modes_are_put_back() -> None:
         raise ValueError
     assert torch.is_grad_enabled()
     assert levels.get_dynamic_layer_stack_depth() == 0
+
+
+@pytest.mark.filterwarnings("ignore::wholestep.errors.WholestepWarning")
+def test_so_are_function_modes_after_a_guard_that_cannot_be_asked() -> None:
+    model = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = wholestep.compile(
+        model,
+        lambda m, x: m(x).square().mean(),
+        optimizer,
+        torch.ones(2, 4),
+        backend="interpret",
+        cache=False,
+        verbose=False,
+    )
+    step(torch.ones(2, 4))
+    setattr(model, "1", nn.Linear(4, 1, bias=False))
+    step(torch.ones(2, 4))
+    assert torch._C._is_torch_function_enabled()

@@ -96,10 +96,14 @@ class Frame:
     def holds(self, arguments: Mapping[str, Any]) -> bool:
         if self.sparse:
             self._attach_parts(arguments)
+        functions = torch._C._get_torch_function_state()
         try:
             return not self.dead and self.guards.check(arguments)
-        except TypeError:  # of a guard that Dynamo cannot ask: a parameter that is None now
-            self.dead = True
+        except BaseException as error:  # of a guard that Dynamo cannot ask: a parameter that is None now
+            torch._C._set_torch_function_state(functions)  # switched off while guards are asked
+            self.dead = isinstance(error, Exception)
+            if not self.dead:
+                raise
             return False
 
     def _attach_parts(self, arguments: Mapping[str, Any]) -> None:
