@@ -120,7 +120,8 @@ class Shaken:
 
     def most(self, name: str) -> float:
         """How far one of the others is from it."""
-        return max(distance(other[name], self.plain[name]) for other in self.others) if name in self.plain else 0.0
+        others = [other[name] for other in self.others if name in other]
+        return max((distance(other, self.plain[name]) for other in others), default=0.0) if name in self.plain else 0.0
 
 
 def shaken(recording: Recording, place: int) -> Shaken:
@@ -147,8 +148,13 @@ class _Shaking(fx.Interpreter):
 
     def values(self, inputs: list[torch.Tensor]) -> Values:
         graph = self.training
-        results = self.run(*inputs)
         found: Values = {}
+        try:
+            results = self.run(*inputs)
+        except RuntimeError:  # of a loss that takes nothing above one
+            if self.source is None:
+                raise
+            return found
         for entry, value in zip(graph.outputs, results, strict=True):
             if isinstance(value, torch.Tensor):
                 name = f"{entry.kind.value} {entry.name}" if entry.target is None else str(graph.inputs[entry.target])
@@ -171,10 +177,12 @@ class _Shaking(fx.Interpreter):
 
 
 def _rounds(node: fx.Node) -> bool:
-    """Whether it computes; what only moves values does not, and casts do."""
+    """Whether it computes; what only moves values does not, and casts of numbers that have roundings do."""
     if shares_memory(node.target) or phase_of(node) == "update":
         return False
-    return node.target is torch.ops.aten._to_copy.default or flops(node).kind != "movement"
+    if node.target is torch.ops.aten._to_copy.default:
+        return node.args[0].meta["val"].is_floating_point()
+    return flops(node).kind != "movement"
 
 
 def _update_apart(
