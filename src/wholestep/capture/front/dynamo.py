@@ -39,6 +39,7 @@ from wholestep.capture.front import (  # noqa: F401 - tell Dynamo what to do oth
 )
 from wholestep.capture.front.assumed import assuming
 from wholestep.capture.front.growing import growing
+from wholestep.capture.front.modes_left import functions_put_back
 from wholestep.capture.front.sparse import attach_parts, is_matrix
 
 SAFE = {
@@ -96,14 +97,11 @@ class Frame:
     def holds(self, arguments: Mapping[str, Any]) -> bool:
         if self.sparse:
             self._attach_parts(arguments)
-        functions = torch._C._get_torch_function_state()
         try:
-            return not self.dead and self.guards.check(arguments)
-        except BaseException as error:  # of a guard that Dynamo cannot ask: a parameter that is None now
-            torch._C._set_torch_function_state(functions)  # switched off while guards are asked
-            self.dead = isinstance(error, Exception)
-            if not self.dead:
-                raise
+            with functions_put_back():
+                return not self.dead and self.guards.check(arguments)
+        except Exception:  # of a guard that Dynamo cannot ask: a parameter that is None now
+            self.dead = True
             return False
 
     def _attach_parts(self, arguments: Mapping[str, Any]) -> None:
@@ -130,9 +128,10 @@ class Frame:
     def missed(self, arguments: Mapping[str, Any]) -> str:
         """The first guard that does not hold, in Dynamo's words; empty where all do."""
         try:
-            found = self.guards.check_verbose(arguments)
-        except TypeError:
-            return "a parameter is None now"
+            with functions_put_back():
+                found = self.guards.check_verbose(arguments)
+        except Exception:
+            return "something that a guard cannot be asked about: a parameter that is None now"
         return "" if found.result else " ".join(map(str, found.verbose_code_parts[:1]))
 
 

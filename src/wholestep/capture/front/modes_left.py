@@ -19,14 +19,23 @@ _LEAVE = {
 @contextlib.contextmanager
 def modes_put_back() -> Iterator[None]:
     """Grad mode, levels of torch.func and cuDNN afterwards as before."""
-    grad, cudnn, depth = (
-        torch.is_grad_enabled(),
-        torch._C._get_cudnn_enabled(),
-        levels.get_dynamic_layer_stack_depth(),
-    )
+    grad, cudnn = torch.is_grad_enabled(), torch._C._get_cudnn_enabled()
+    depth = levels.get_dynamic_layer_stack_depth()
     try:
         yield
     finally:
-        levels.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        while levels.get_dynamic_layer_stack_depth() > depth:
+            _LEAVE[levels.peek_interpreter_stack().key()]()
         torch._C._set_cudnn_enabled(cudnn)
         torch.set_grad_enabled(grad)
+
+
+@contextlib.contextmanager
+def functions_put_back() -> Iterator[None]:
+    """Dynamo switches function modes off while it asks guards, and leaves them off where one raises."""
+    before = torch._C._get_torch_function_state()
+    try:
+        yield
+    except BaseException:
+        torch._C._set_torch_function_state(before)
+        raise
