@@ -80,6 +80,22 @@ def test_masks(dtype: torch.dtype, shape: tuple[int, ...], kind: str) -> None:
     assert_same(ours, F.scaled_dot_product_attention(*tensors, mask), tensors, TOLERANCE[dtype])
 
 
+def test_large_scores_lose_no_more_than_softmax_does() -> None:
+    """A logsumexp of 1000 is rounded by 6e-5 in float32; the probabilities must not be. All scores are of whole numbers, so
+    that only what follows them rounds."""
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randint(-3, 4, (2, 2, 9, 8)).float() for _ in range(4))
+    mask = torch.randint(990, 1010, (9, 9)).float()
+
+    def steps(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        given = [t.to(dtype) for t in (q, k, v, mask)]
+        out, logsumexp = reference.forward(*given, False, 0.25, 0.0, None)
+        return out, *reference.backward(grad.to(dtype), *given, out, logsumexp, False, 0.25, 0.0, None)
+
+    for got, want in zip(steps(torch.float32), steps(torch.float64), strict=True):
+        assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])  # the CPU flash kernel, and math
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("causal", [False, True])

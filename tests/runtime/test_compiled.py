@@ -8,6 +8,8 @@ import pytest
 import torch
 from tests.runtime.twins import Side, Twins, class_batches, classify, interpreted
 from torch import nn
+from torch._inductor import compile_fx as compile_module
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from wholestep.errors import WholestepWarning
 from wholestep.runtime.compiled import TIMED, WARM_UP, CompiledLoss, LowerRung
@@ -54,6 +56,20 @@ def test_inductor_with_a_graph_break_is_equal_to_eager_and_measured() -> None:
     # a value that the loss reads is followed, whichever of the two won
     compiled.both(lambda side: setattr(side.model, "factor", 3.0))
     compiled.train(BATCHES[:2], tolerance=1e-5)
+
+
+def test_zeros_without_memory_are_given_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of forward-mode derivatives: Inductor would reuse them as memory of its own, at address 0."""
+    compile_fx, graphs = compile_module.compile_fx, []
+
+    def looked_at(graph: Any, example: Any, **options: Any) -> Any:
+        zeros = lambda: torch.ops.aten._efficientzerotensor.default([2])  # noqa: E731
+        graphs.append(make_fx(zeros, decomposition_table=options["decompositions"])())
+        return compile_fx(graph, example, **options)
+
+    monkeypatch.setattr(compile_module, "compile_fx", looked_at)
+    fallen()
+    assert graphs and all("zeros" in made.code and "_efficientzerotensor" not in made.code for made in graphs)
 
 
 def test_where_torch_compile_fails_eager_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,11 @@ def module_of(node: fx.Node) -> str | None:
     return (node.meta.get("custom") or {}).get("module")
 
 
+def matched_by(node: fx.Node) -> tuple[str, ...]:
+    """The lines of a recipe whose patterns matched the operator that this node was made of, in their order."""
+    return tuple(filter(None, ((node.meta.get("custom") or {}).get("matched") or "").split("\n")))
+
+
 def source_of(node: fx.Node) -> str | None:
     """`file.py:line` of the user's code that made the node."""
     return (node.meta.get("custom") or {}).get("source")

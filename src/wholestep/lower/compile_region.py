@@ -203,12 +203,19 @@ def _outputs(module: fx.GraphModule) -> list[fx.Node]:
     return list(next(iter(reversed(module.graph.nodes))).args[0])  # type: ignore[arg-type]
 
 
-def _decompose(module: fx.GraphModule, values: list[Any], mode: FakeTensorMode) -> fx.GraphModule:
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's own and the package's, which go first."""
     from torch._inductor.decomposition import select_decomp_table
 
-    from wholestep.ops import DECOMPOSITIONS, IN_ORDER
+    from wholestep.ops import DECOMPOSITIONS
 
-    table = {**select_decomp_table(), **DECOMPOSITIONS}
+    return {**select_decomp_table(), **DECOMPOSITIONS}
+
+
+def _decompose(module: fx.GraphModule, values: list[Any], mode: FakeTensorMode) -> fx.GraphModule:
+    from wholestep.ops import IN_ORDER
+
+    table = decompositions()
     table |= {target: _first_of(ordered, table.get(target)) for target, ordered in IN_ORDER.items()}
     with mode:
         lowered = make_fx(fx.Interpreter(module).run, decomposition_table=table)(*values)

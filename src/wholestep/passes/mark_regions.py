@@ -13,7 +13,7 @@ from torch import fx
 from wholestep.errors import BadOption
 from wholestep.graph.layers import holds_module, without_calls
 from wholestep.graph.plan import Plan
-from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of
+from wholestep.graph.training_graph import TrainingGraph, matched_by, module_of, phase_of
 from wholestep.passes.pipeline import compiler_pass
 
 MATCHED = "matched: "
@@ -42,8 +42,8 @@ def _region(node: fx.Node, place: str) -> str | None:
     """The module that a place names around a node, or the marked operators it belongs to."""
     module = module_of(node) or ""
     if place.startswith(MATCHED):
-        mark = (node.meta.get("custom") or {}).get("matched")
-        return f"{module}: {mark}" if mark == place.removeprefix(MATCHED) else None
+        mark = place.removeprefix(MATCHED)
+        return f"{module}: {mark}" if mark in matched_by(node) else None
     parts = module.split(".")
     for count in range(1, len(parts) + 1):
         path = without_calls(".".join(parts[:count]))

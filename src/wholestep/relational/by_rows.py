@@ -17,7 +17,7 @@ RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 VIEWS = RESHAPES | {
     aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.expand.default, aten.permute.default,
     aten.transpose.int, aten.t.default, aten.slice.Tensor, aten.select.int, aten.alias.default, aten.detach.default,
-    aten.diagonal.default, aten.unfold.default,
+    aten.diagonal.default, aten.unfold.default, aten.view_as_complex.default, aten.view_as_real.default,
 }  # fmt: skip
 CONSTANTS = {
     aten.zeros.default: 0, aten.ones.default: 0, aten.full.default: 0,
@@ -32,18 +32,23 @@ _ALONG = {
     aten._softmax.default, aten._log_softmax.default, aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default,
     aten.sort.default, aten.sort.stable, aten.topk.default, aten.median.dim, aten.flip.default, aten.roll.default, aten.glu.default,
     aten.cat.default, aten.stack.default, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.gather.default,
-    aten.index_select.default,
+    aten.index_select.default, aten.linalg_cross.default, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype,
+    aten.select_scatter.default, aten.slice_scatter.default, aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default,
 }  # fmt: skip
 """Along a dimension that they are told, which has to be another one."""
 _LAST_DIMS = {aten.native_layer_norm.default, aten._fused_rms_norm.default}
 _OTHERS = {
     aten.mm.default, aten.addmm.default, aten.mv.default, aten.bmm.default, aten._to_copy.default, aten.repeat.default,
-    operator.getitem,
+    aten.convolution.default, operator.getitem,
 }  # fmt: skip
 """Whose result says enough: it has rows in dimension 0, and no other dimension of their number."""
 
 
-_UNTAGGED = {aten.leaky_relu.default}
+_LAST_TWO = {aten.triu.default, aten.tril.default}
+_UNTAGGED = {
+    aten.leaky_relu.default, aten.floor_divide.default, aten.floor_divide.Scalar, aten.complex.default, aten.polar.default,
+    aten._prelu_kernel.default, aten.fill.Tensor, aten.copy.default,
+}  # fmt: skip
 """Pointwise, though not every torch says so."""
 
 
@@ -77,6 +82,10 @@ def works_by_rows(node: fx.Node, rowed: set[fx.Node], edges: int) -> bool:
         return _along_others(node)
     if node.target in _LAST_DIMS:
         return len(node.args[1]) < node.args[0].meta["val"].dim()  # type: ignore[arg-type,union-attr]
+    if node.target is aten.bucketize.Tensor:  # by limits that all edges share
+        return node.args[1] not in rowed
+    if node.target in _LAST_TWO:
+        return results[0].dim() > 2  # type: ignore[no-any-return]
     if node.target is aten.constant_pad_nd.default:  # two numbers per dimension, from the last
         return len(node.args[1]) < 2 * results[0].dim()  # type: ignore[arg-type]
     return node.target in VIEWS | _LIKE | _OTHERS or draws(node)

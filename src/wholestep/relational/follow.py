@@ -316,6 +316,16 @@ def _refuse(node: fx.Node) -> None:
             hint="write it in plain PyTorch, whose derivative is known",
         )  # fmt: skip
 
+    if getattr(node.target, "__module__", None) in (
+        "torch._C._functorch",
+        "torch._functorch.predispatch",
+        "torch._functorch.vmap",
+    ):
+        raise UnsupportedModel(
+            "the message function calls torch.vmap or another transform of torch.func", where=_line(node),
+            hint="write it over all edges at once, edges in dimension 0",
+        )  # fmt: skip
+
 
 def _changed_by_now(tx: Any) -> list[Any]:
     """What Dynamo will change, when its graph has run, of what there was before."""

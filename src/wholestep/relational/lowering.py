@@ -37,6 +37,10 @@ _SPACES = {
 }  # fmt: skip
 
 
+MOST_WRITTEN = 4096
+"""Numbers of a constant that become part of the program's text."""
+
+
 def lower(traced: Traced, aggregate: str) -> Program:
     return _Lowering(traced, aggregate).run()
 
@@ -55,11 +59,19 @@ class _Lowering(Products):
             if node.op == "call_function":
                 self.values[node] = self._lower(node)
             elif node.op == "get_attr":
-                raise refused(node, "it makes a tensor of its own", "give it as a parameter")
+                self.values[node] = self._written_out(node)
         self.graph.output(self._summed(self.message))
         self.graph.eliminate_dead_code()
         self._join_dots()
         return Program(fx.GraphModule(torch.nn.Module(), self.graph))
+
+    def _written_out(self, node: fx.Node) -> Value:
+        """A tensor of numbers that stand in the function, or of a list that it indexes with."""
+        tensor = node.meta.get("constant")
+        if not isinstance(tensor, Tensor) or tensor.numel() > MOST_WRITTEN or counted(tensor.shape, self.edges):
+            raise refused(node, "it makes a large tensor of its own", "give it as a parameter")
+        args = self.table, tensor.tolist(), tensor.dtype
+        return self._made(node, spaces.written_out, args, Space.NONE)
 
     def _inputs(self, placeholders: list[fx.Node]) -> None:
         pairs = list(zip(placeholders, self.traced.inputs, strict=True))
@@ -91,6 +103,13 @@ class _Lowering(Products):
                 raise refused(node, "dropout keeps what was dropped to itself", "draw with torch.rand_like")
             return self.values[first]  # type: ignore[index]
         self._refuse_unknown(node)
+        if target is aten.lift_fresh_copy.default:
+            return self.values[first]  # type: ignore[index]
+        if target is aten._conj.default:  # numbers, not a mark on them, which is lost where kernels read memory
+            x = self.values[first]  # type: ignore[index]
+            return self._made(node, aten.conj_physical.default, (x.node,), x.space)
+        if "val" not in node.meta:  # a check that returns nothing
+            return self._checked(node)
         if target is aten.index.Tensor:
             return self._index(node, first, node.args[1])
         if target is aten.embedding.default and len(node.args) == 2 and not node.kwargs:
@@ -106,6 +125,11 @@ class _Lowering(Products):
         rewritten = {aten.mm.default: self._shared, aten.sum.dim_IntList: self._dot}.get(target)  # type: ignore[arg-type]
         made = None if rewritten is None else rewritten(node)
         return self._row_by_row(node) if made is None else made
+
+    def _checked(self, node: fx.Node) -> Value:
+        space = joined(*(self.values[n].space for n in node.all_input_nodes))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.at(self.values[n], space))
+        return self._made(node, node.target, args, space, kwargs, told=False)
 
     def _refuse_unknown(self, node: fx.Node) -> None:
         if any(n not in self.values for n in node.all_input_nodes):
@@ -140,6 +164,8 @@ class _Lowering(Products):
             -node.meta["val"].dim(),
         ):
             return values[0]  # all rows
+        elif target is aten.copy.default:  # which has no derivative
+            target = spaces.in_the_place_of
         elif target is aten.detach.default:
             target = Tensor.detach
         self._refuse_numbers(node, args)

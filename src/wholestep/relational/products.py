@@ -40,6 +40,8 @@ class Products(Building):
     def _bmm(self, node: fx.Node) -> Value:
         nodes = node.args
         left, right = (self.values[n] for n in nodes)  # type: ignore[index]
+        if node.meta["val"].is_complex():  # kernels know real numbers
+            return self._each_by_its_own(node, left, right)
         if right.space in GROUPS and left.space not in (Space.ONE, right.space):
             if nodes[0].meta["val"].shape[1] != 1:  # type: ignore[union-attr]
                 return self._grouped(node, left, right, tuple(node.meta["val"].shape[1:]))
@@ -55,6 +57,9 @@ class Products(Building):
             turned = [self._made(node, aten.transpose.int, (v.node, 1, 2), v.space, told=False) for v in (right, left)]
             made = self._grouped(node, turned[0], turned[1], ())
             return self._made(node, aten.transpose.int, (made.node, 1, 2), made.space, told=False)
+        return self._each_by_its_own(node, left, right)
+
+    def _each_by_its_own(self, node: fx.Node, left: Value, right: Value) -> Value:
         space = joined(left.space, right.space)
         return self._made(node, aten.bmm.default, (self.at(left, space), self.at(right, space)), space)
 
@@ -85,6 +90,7 @@ class Products(Building):
             raise refused(node, "it does not work edge by edge", "keep edges in dimension 0 and leave that alone")
         shape = nodes[0].meta["val"].shape  # type: ignore[union-attr]
         in_groups = right.space in GROUPS and left.space not in (Space.ONE, Space.NONE, right.space)
+        in_groups = in_groups and not node.meta["val"].is_complex()  # kernels know real numbers
         if dims == [4, 4] and in_groups and shape[2] == 1 and shape[1] == nodes[1].meta["val"].shape[1]:  # type: ignore[union-attr]
             rows = self._made(node, spaces.tail_reshaped, (left.node, [shape[1], shape[3]]), left.space, told=False)
             tail = node.meta["val"].shape[1], node.meta["val"].shape[3]

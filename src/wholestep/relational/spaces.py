@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,6 +96,11 @@ def one_row_each(graph: RelGraph, x: Tensor, space: Space, name: str) -> Tensor:
     return x if x.shape[0] == count else x[:count]
 
 
+def written_out(graph: RelGraph, numbers: Any, dtype: torch.dtype) -> Tensor:
+    """A tensor that the message function makes of numbers."""
+    return torch.tensor(numbers, dtype=dtype, device=graph.src.device)
+
+
 def device_of(graph: RelGraph) -> torch.device:
     return graph.src.device
 
@@ -133,6 +139,8 @@ def lift(graph: RelGraph, x: Tensor, start: Space, end: Space) -> Tensor:
     if start is Space.ONE:
         return x.expand(count_of(graph, end), *x.shape[1:])
     if (start, end) in _TAKINGS:
+        if x.is_complex():  # kernels know real numbers
+            return torch.view_as_complex(_TAKINGS[start, end](graph)(torch.view_as_real(x.resolve_conj())))
         return _TAKINGS[start, end](graph)(x)
     between = _BY_WAY_OF[start]
     return lift(graph, lift(graph, x, start, between), between, end)
@@ -141,6 +149,11 @@ def lift(graph: RelGraph, x: Tensor, start: Space, end: Space) -> Tensor:
 def tail_reshaped(x: Tensor, tail: list[int]) -> Tensor:
     """All dimensions but that of rows in another shape."""
     return x.reshape(x.shape[0], *tail)
+
+
+def in_the_place_of(old: Tensor, new: Tensor, non_blocking: bool = False) -> Tensor:
+    """What stands where another value stood, as long and of the same dtype."""
+    return new.to(old.dtype).expand_as(old)
 
 
 def times_each(weight: Tensor, x: Tensor) -> Tensor:

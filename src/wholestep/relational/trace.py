@@ -15,12 +15,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wholestep.errors import UnsupportedModel
+from wholestep.errors import UnsupportedModel, WholestepError
 from wholestep.relational.messages import softmax_mark
 
 Shapes = tuple[tuple[str, str, tuple[int, ...], torch.dtype], ...]
@@ -71,12 +72,29 @@ def _graph(followed: fx.GraphModule, shapes: Shapes, edges: int) -> fx.Graph:
         with _Lines(), _Whole(edges), softmax_mark(target, relation):
             return _Again(followed).run(*args)
 
-    with torch.inference_mode(False), torch.enable_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-        # written in place is only what the function made itself, which is replaced by new values
-        traced = make_fx(torch.func.functionalize(noted), tracing_mode="fake")(*_arguments(shapes, edges))
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+            # written in place is only what the function made itself, which is replaced by new values
+            made = make_fx(torch.func.functionalize(noted), _TAKEN_APART, tracing_mode="fake")
+            traced = made(*_arguments(shapes, edges))
+    except WholestepError:
+        raise
+    except Exception as error:  # torch's own
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise UnsupportedModel(
+            f"the message function cannot be traced: {type(error).__name__}: {reason}", where=_now.line,
+            hint="write it in plain PyTorch, over all edges at once",
+        ) from error  # fmt: skip
     traced.graph.eliminate_dead_code()
     _write_anew(traced.graph)
+    for node in traced.graph.nodes:
+        if node.op == "get_attr":
+            node.meta["constant"] = getattr(traced, node.target)
     return traced.graph
+
+
+_TAKEN_APART = get_decompositions([torch.ops.aten.baddbmm.default, torch.ops.aten.native_group_norm.default])
+"""Into operators that are followed: a product by relation; rows apart from the number of them."""
 
 
 class _Again(fx.Interpreter):
@@ -126,13 +144,21 @@ def _refuse_counted(first: fx.Graph, second: fx.Graph, edges: int, other: int) -
         return bool(a == b) or (a != a and b != b)
 
     for one, two in zip(first.nodes, second.nodes, strict=False):
-        if one.target != two.target or not same((one.args, one.kwargs), (two.args, two.kwargs)):
+        constants = [node.meta.get("constant") for node in (one, two)]
+        alike = one.target == two.target and same((one.args, one.kwargs), (two.args, two.kwargs))
+        if not alike or (constants[0] is not None and not _equal(*constants)):
             raise refused(one, "it depends on the number of edges", "no number of theirs is known before a graph is")
         twins[one] = two
     if len(first.nodes) != len(second.nodes):
         raise UnsupportedModel(
             "the message function depends on the number of edges", hint="it has to work edge by edge"
         )
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def refused(node: fx.Node, what: str, hint: str) -> UnsupportedModel:
@@ -165,6 +191,9 @@ class _Whole(TorchFunctionMode):
             return self._linear(*args, **kwargs)
         if func is torch.einsum:
             return self._einsum(*args)
+        if func is F.bilinear and len(args) in (3, 4) and not kwargs and all(t.dim() == 2 for t in args[:2]):
+            out = self._einsum("ai,oij,aj->ao", args[0], args[2], args[1])
+            return out if len(args) == 3 or args[3] is None else out + args[3]
         if func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and len(args) == 2 and not kwargs:
             return self._matmul(*args)
         return func(*args, **kwargs)

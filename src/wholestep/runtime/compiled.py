@@ -22,6 +22,7 @@ from wholestep.capture.subject import Subject
 from wholestep.capture.undo import Undo
 from wholestep.errors import CaptureRefused, WholestepError
 from wholestep.graph.notes import Note
+from wholestep.lower.compile_region import decompositions
 from wholestep.lower.inductor import recursion_limit_kept
 from wholestep.runtime.eager import Result, backward, eager_step, updated
 from wholestep.runtime.kept import Kept
@@ -66,7 +67,7 @@ class CompiledLoss:
             )
         context = private.TracingContext.try_get()
         self.codes += [] if context is None else context.traced_code
-        return compile_fx(graph, example)
+        return compile_fx(graph, example, decompositions=decompositions())
 
     def changed(self) -> str | None:
         """What torch.compile would not notice."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -94,6 +94,12 @@ class Modules:
         if not found:
             raise BadOption(f"there is no module {path!r} in {type(self.root).__name__}", hint=self.near(path))
         return found
+
+    def first_names(self, paths: Iterable[str]) -> dict[str, str]:
+        """Path -> the first name of its module, by which graphs know one that has two."""
+        first = {id(module): name for name, module in self.root.named_modules()}
+        everyone = dict(self)
+        return {path: first[id(everyone[path])] for path in paths}
 
     def near(self, path: str) -> str:
         """What may have been meant by a path that names nothing."""

@@ -29,7 +29,7 @@ def moved_by_lines(
             state |= dict.fromkeys(patterns, "host")
             reasons |= dict.fromkeys(patterns, place(line))
             continue
-        keys = [line.at] if "/" in line.at else values_of(graph, modules.select(line.at))
+        keys = [line.at] if "/" in line.at else values_of(graph, modules.first_names(modules.select(line.at)).values())
         bases = {split_key(key)[0] for key in keys}
         for tier, listed in tiers.items():
             tiers[tier] = [key for key in listed if split_key(key)[0] not in bases]

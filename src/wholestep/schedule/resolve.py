@@ -25,7 +25,7 @@ from wholestep.graph.keys import joined_key, layer_ranks, split_key, value_keys
 from wholestep.graph.layers import layers_of, without_calls
 from wholestep.graph.mesh import Mesh, Ranks
 from wholestep.graph.plan import Plan
-from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of
+from wholestep.graph.training_graph import TrainingGraph, matched_by, module_of, phase_of
 from wholestep.graph.views import is_cheap_view
 from wholestep.ops.record import may_recompute
 from wholestep.ops.tuned import calls_that_ask
@@ -188,7 +188,8 @@ class Scheduled:
     def _is_about(self, line: Any, call: Any) -> bool:
         if "/" in line.at:
             return bool(call.key == line.at)
-        return any(inside(without_calls(call.module), path) for path in self.modules.select(line.at))
+        paths = self.modules.first_names(self.modules.select(line.at)).values()
+        return any(inside(without_calls(call.module), path) for path in paths)
 
 
 class _Decided:
@@ -198,14 +199,16 @@ class _Decided:
         self.paths: dict[str, tuple[Any, bool]] = {}
         for line in sorted(lines, key=lambda line: -len(modules.select(line.at)) if "/" not in line.at else 0):
             if "/" not in line.at and line.pattern is None:  # narrower lines later: they count
-                self.paths |= {path: (line, again) for path, again in line.chosen(modules).items()}
+                chosen = line.chosen(modules)
+                first = modules.first_names(chosen)
+                self.paths |= {first[path]: (line, again) for path, again in reversed(chosen.items())}
         self.patterns = {str(line): line for line in lines if line.pattern is not None}
 
     def about(self, node: fx.Node) -> tuple[Any, bool]:
         """(the line, or None; whether the value is recomputed)."""
-        mark = (node.meta.get("custom") or {}).get("matched")
-        if mark in self.patterns:
-            return self.patterns[mark], not _leaves(node, lambda user: _mark(user) == mark)
+        mark = next((mark for mark in reversed(matched_by(node)) if mark in self.patterns), None)
+        if mark is not None:
+            return self.patterns[mark], not _leaves(node, lambda user: mark in matched_by(user))
         called = (module_of(node) or "").split(".")
         for count in range(len(called), -1, -1):
             path = without_calls(".".join(called[:count]))
@@ -247,21 +250,17 @@ def _maker(node: fx.Node) -> fx.Node:
     return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
 
 
-def _mark(node: fx.Node) -> str | None:
-    found: str | None = (node.meta.get("custom") or {}).get("matched")
-    return found
-
-
 def plan_places(at: str, modules: Modules) -> list[str]:
     """A glob as a Plan writes places: itself where the Plan's own patterns mean the same modules, else every path."""
     if "/" in at:
         return [at]
     wanted = modules.select(at)
-    if "**" not in at and at:
+    first = modules.first_names(wanted)
+    if "**" not in at and at and all(path == name for path, name in first.items()):
         meant = {path for path, _ in modules if fnmatch.fnmatchcase(path, at)}
         if meant == set(wanted):
             return [at]
-    return list(wanted)
+    return list(dict.fromkeys(first.values()))
 
 
 def resolve(recipe: Recipe, root: nn.Module, mesh: Mesh | None = None) -> Scheduled:

@@ -107,7 +107,8 @@ def marker(number: str) -> Act:
 
     def act(module: fx.GraphModule, found: Found, renamed: dict[fx.Node, fx.Node]) -> None:
         for node in found.match.nodes:
-            node.meta[MATCHED] = number
+            before = node.meta.get(MATCHED)  # another line may be about it too
+            node.meta[MATCHED] = number if before is None else f"{before}\n{number}"
 
     return act
 

@@ -55,7 +55,8 @@ class Verb:
         """The module about which this line and an earlier one of the same verb contradict each other, in words; or nothing."""
         if "/" in earlier.at or "/" in self.at or earlier.meaning() == self.meaning():
             return ""
-        first, second = modules.select(earlier.at).keys(), modules.select(self.at).keys()
+        # one module may have two names
+        first, second = (set(modules.first_names(modules.select(line.at)).values()) for line in (earlier, self))
         shared = first & second
         if not shared or first < second or second < first:  # the narrower one counts
             return ""

@@ -5,7 +5,12 @@ Views need no row: their schemas say that they are views, and they move nothing 
 
 from __future__ import annotations
 
-from wholestep.ops.record import flops_of
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from wholestep.ops.record import flops_of, record
 
 # fmt: off
 MOVEMENT = (
@@ -41,3 +46,11 @@ MOVEMENT = (
 
 for _name in MOVEMENT:
     flops_of(f"aten::{_name}", kind="movement")(lambda _: 0)
+
+
+def _zeros(size: Sequence[int], **options: Any) -> torch.Tensor:
+    """Forward-mode derivatives make zeros without memory, which Inductor takes for a buffer of its own and writes to."""
+    return torch.zeros(size, **options)
+
+
+record("aten::_efficientzerotensor", decomposition=_zeros)

@@ -6,7 +6,7 @@ or float (added). Causal is aligned at the top left: query t sees keys 0..t. A r
 logsumexp -inf and no gradient. Dropout acts on the probabilities, with the counter-based mask of `key` over (B, H, T,
 S). bf16 and fp16 compute in float32.
 
-    s = scale q k' + mask;  l = logsumexp(s);  p = exp(s - l);  o = dropout(p) v
+    s = scale q k' + mask;  l = logsumexp(s);  p = exp(s - l) / rowsum(exp(s - l));  o = dropout(p) v
     dv = dropout(p)' do;  ds = p * (dropout(do v') - rowsum(do * o));  dq = scale ds k;  dk = scale ds' q
 """
 
@@ -53,9 +53,15 @@ def scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float
 
 
 def probabilities(s: Tensor, logsumexp: Tensor) -> Tensor:
-    """exp(s - logsumexp), 0 on rows that see nothing (there -inf - -inf would be NaN)."""
+    """exp(s - logsumexp), 0 on rows that see nothing (there -inf - -inf would be NaN).
+
+    A large logsumexp is rounded by more than softmax is, by the same amount for the whole row: its sum, which should be 1,
+    tells by how much.
+    """
     finite = logsumexp.masked_fill(logsumexp == float("-inf"), 0.0)
-    return torch.exp(s - finite.unsqueeze(-1))
+    p = torch.exp(s - finite.unsqueeze(-1))
+    total = p.sum(dim=-1, keepdim=True)
+    return p / total.masked_fill(total == 0.0, 1.0)
 
 
 def forward(

@@ -38,7 +38,8 @@ class annotate(Verb):
 
     def conflict(self, earlier: Verb, modules: Modules) -> str:
         assert isinstance(earlier, annotate)
-        both = modules.select(self.at).keys() & modules.select(earlier.at).keys()
+        mine, theirs = (set(modules.first_names(modules.select(line.at)).values()) for line in (self, earlier))
+        both = mine & theirs
         equal = (self.key, self.param) == (earlier.key, earlier.param)
         return f"both set {self.key} of {min(both)}" if both and equal else ""
 
