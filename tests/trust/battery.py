@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tests.trust import (
+    absences,
     aliases,
     batches,
     burned_in,
@@ -46,7 +47,7 @@ FILES = (
     burned_in, values_read, code_changed, outside, structure, left_behind, carried, optimizers, hooks, randomness, data,
     python_values, loops, interrupted, stale_cache, refusals, equal_layers, aliases, switches, techniques, updates,
     objects, protocols, opaque, idioms, recipes, held_by_modules, batches, derivatives,
-    objectives, numbers, own_code,
+    objectives, numbers, own_code, absences,
 )  # fmt: skip
 
 LOUD: dict[str, str] = {

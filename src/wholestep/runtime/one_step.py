@@ -24,7 +24,7 @@ from wholestep.runtime.binding import StateMoved
 from wholestep.runtime.compiled import LowerRung
 from wholestep.runtime.eager import Result, clear_gradients, combine, update_in_torch
 from wholestep.runtime.kept import Kept
-from wholestep.runtime.variant import Variant, assumption_failed
+from wholestep.runtime.variant import AssumptionFailed, Variant, assumption_failed
 
 if TYPE_CHECKING:
     from wholestep.runtime.step import Step
@@ -81,7 +81,10 @@ class OneStep:
             self.step.front.look(batch, lambda graph, args: self.step.variant_of(graph, args, batch))
 
     def _graph_called(self, graph: LossGraph, args: tuple) -> tuple:
-        numbers, returned = graph.host(args)
+        try:
+            numbers, returned = graph.host(args)
+        except (ArithmeticError, ValueError) as error:  # 1 / n, where n is 0 now: the user's code may catch that
+            raise AssumptionFailed(f"arithmetic on Python numbers raises {type(error).__name__}: {error}") from None
         variant = self.step.variant_of(graph, args, self.batch)
         try:
             named = self._one(variant, args, numbers)

@@ -48,7 +48,7 @@ class HostPart:
     def __call__(self, args: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
         if self.function is None:
             return [], {}
-        numbers, results = self.function(*args)
+        numbers, results = self.function.forward(*args)  # where it raises, calling the module would print its code
         return numbers, dict(zip(self.returned, results, strict=True))
 
 

@@ -77,12 +77,16 @@ class Unguarded:
         self.cells = list(_cells_of_classes(functions)) if _OLDER_TORCH else []
         self.orders = [(value, list(value)) for value in objects if type(value) is OrderedDict and len(value) > 1]
         looks = _looks_for_absence(codes) or any(isinstance(value, ChainMap) for value in objects)
-        own = {id(table) for module in self.modules for table in _own_tables(module)}
-        self.members = [(table, names) for table, names in _members(objects) if looks and id(table) not in own]
+        by_table = _reads_tables(codes)
+        own = {id(table) for module in self.modules for table in _own_tables(module)} if not by_table else set()
+        self.members = [kept for kept in _members(objects) if id(kept[0]) not in own] if looks or by_table else []
         self.counted = list(_counted_tables(self.modules, looks, mentioned))
         """Modules' own tables, thousands of them: one that gains a name is seen by its length."""
-        if not mentioned.isdisjoint(("getattr", "hasattr")) or looks:
-            self.counted += [vars(value) for value in objects if isinstance(value, nn.Parameter)]
+        asks = looks or not mentioned.isdisjoint(("getattr", "hasattr"))
+        if asks:
+            self.counted += [vars(value) for value in (*objects, *functions) if isinstance(value, _WITH_ATTRIBUTES)]
+        self.counted += chain.from_iterable(_own_tables(value) for value in objects if _answers_for_missing(value))
+        self.absent = list(_absent_from_modules(objects, codes)) if asks else []
         self.lengths = [*map(len, self.counted)]
         owners = {id(owner): owner for owner in (*map(type, objects), *functions)}.values()
         self.titled = [(owner, name) for name in _TITLES & mentioned for owner in owners]
@@ -175,6 +179,9 @@ class Unguarded:
                 return "the order of a dictionary"
         if [*map(len, self.counted)] != self.lengths or any(set(value) != names for value, names in self.members):
             return "a name that was missing, or is"
+        for table, missing in self.absent:
+            if not table.keys().isdisjoint(missing):
+                return f"{min(table.keys() & missing)}, which a module did not have"
         for table, name in self.hidden:
             if name in table:
                 return f"{name}, which is a global variable now"
@@ -247,8 +254,25 @@ def _members(objects: Iterable[Any]) -> Iterator[tuple[Any, set]]:
             yield from ((part, set(part)) for part in value.maps)
 
 
-def _own_tables(module: nn.Module) -> Iterator[dict]:
-    """A module's attributes, and the dictionaries that torch keeps among them: parameters, buffers, modules, hooks."""
+_WITH_ATTRIBUTES = (nn.Parameter, types.FunctionType)
+"""`getattr(x, name, default)` and `hasattr` are guarded by Dynamo for all else but modules of Python."""
+
+
+def _answers_for_missing(value: Any) -> bool:
+    """Whether a `__getattr__` of the user's own is asked for what an object lacks: Dynamo does not guard that it is missing."""
+    code = getattr(getattr(type(value), "__getattr__", None), "__code__", None)
+    return code is not None and is_users(code) and isinstance(getattr(value, "__dict__", None), dict)
+
+
+def _absent_from_modules(objects: Iterable[Any], codes: Iterable[types.CodeType]) -> Iterator[tuple[dict, set[str]]]:
+    """Modules of Python that were read, and the texts in code of the user's own that are no name in them, but may be later."""
+    texts = {text for code in codes if is_users(code) for text in code.co_consts if isinstance(text, str)}
+    tables = {id(value): vars(value) for value in objects if isinstance(value, types.ModuleType)}
+    return ((table, texts - table.keys()) for table in tables.values())
+
+
+def _own_tables(module: Any) -> Iterator[dict]:
+    """An object's attributes, and the dictionaries that torch keeps among a module's: parameters, buffers, modules, hooks."""
     table = vars(module)
     yield table
     yield from (value for name, value in table.items() if type(value) in (dict, OrderedDict) and name in _TABLES)
@@ -264,8 +288,13 @@ def _counted_tables(modules: Sequence[nn.Module], looks: bool, mentioned: set[st
             yield from _own_tables(module)
         elif not mentioned.isdisjoint(_WALKS):
             yield from (module._parameters, module._buffers, module._modules)
+        elif isinstance(module, _CONTAINERS):
+            yield from (module._parameters, module._modules)
+            if isinstance(module, nn.ParameterDict):
+                yield module._keys
 
 
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _WALKS = {
     "buffers",
     "named_buffers",
@@ -325,6 +354,15 @@ def _looks_for_absence(codes: Iterable[types.CodeType]) -> bool:
     """Whether code of the user's own catches that something is missing, which Dynamo does not guard."""
     caught = {"KeyError", "AttributeError", "LookupError", "IndexError", "NameError"}
     return any(not caught.isdisjoint(code.co_names) and is_users(code) for code in codes)
+
+
+def _reads_tables(codes: Iterable[types.CodeType]) -> bool:
+    """Whether code of the user's own reads `vars(x)` or `x.__dict__`: Dynamo guards the names that it finds there, none that are
+    missing."""
+    return any(
+        is_users(code) and ("__dict__" in (*code.co_names, *code.co_consts) or "vars" in code.co_names)
+        for code in codes
+    )
 
 
 def _classes(values: Iterable[Any]) -> Iterator[type]:
