@@ -119,7 +119,7 @@ LOUD: dict[str, str] = {
             "working_directory", "level_of_a_logger", "name_of_the_thread", "list_of_numbers", "branch_on_the_loss",
             "fixed_point_until_it_settles", "unique_labels",
             "cut_to_the_longest", "custom_autograd_function_that_counts",
-            "checkpointed_forward_that_counts", "checkpointed_sequence",
+            "checkpointed_forward_that_counts",
             "embedding_with_sparse_gradients", "random_number", "random_branch",
             "random_choice_of_a_layer", "random_order_of_layers", "layers_dropped_at_random",
             "random_generator_of_ones_own", "random_seeded_in_the_loss", "random_seeded_between_steps",
