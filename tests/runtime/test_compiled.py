@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.runtime.twins import Side, Twins, class_batches, classify, interpreted
 from torch import nn
 from torch._inductor import compile_fx as compile_module
@@ -56,6 +58,23 @@ def test_inductor_with_a_graph_break_is_equal_to_eager_and_measured() -> None:
     # a value that the loss reads is followed, whichever of the two won
     compiled.both(lambda side: setattr(side.model, "factor", 3.0))
     compiled.train(BATCHES[:2], tolerance=1e-5)
+
+
+def test_random_numbers_are_those_of_eager() -> None:
+    """Inductor's own would differ from those of the eager steps in between, and a loss may seed them itself."""
+
+    def noisy(model: Any, batch: Any) -> torch.Tensor:
+        torch.manual_seed(5)
+        noise = 0.3 * torch.randn_like(batch[0])
+        return classify(model, (F.dropout(batch[0] + noise, 0.4), batch[1]))
+
+    def side() -> Side:
+        return dataclasses.replace(broken_side(), loss_fn=noisy)
+
+    with pytest.warns(WholestepWarning, match="through torch.compile, with graph breaks"):
+        twins = Twins(side, BATCHES[0], backend="inductor")
+        twins.train(BATCHES[:WARM_UP], tolerance=1e-5)
+    assert twins.step.rung == "torch.compile"
 
 
 def test_zeros_without_memory_are_given_some(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,9 @@ from wholestep.runtime.kept import Kept
 WARM_UP, TIMED = 3, 3
 """Steps before the clock is looked at, and steps of each kind that are timed."""
 
+EAGER_NUMBERS = {"fallback_random": True}
+"""Random operators draw what eager draws: the two take turns, and a loss may seed them itself."""
+
 
 def _loss(loss_fn: Any, model: Any, batch: Any) -> Any:
     return loss_fn(model, batch)
@@ -59,6 +62,7 @@ class CompiledLoss:
         return [True] * len(entries)
 
     def _backend(self, graph: Any, example: list[Any], **_: Any) -> Callable[..., Any]:
+        from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx
 
         if private.saved_tensors_are_hooked():
@@ -67,7 +71,9 @@ class CompiledLoss:
             )
         context = private.TracingContext.try_get()
         self.codes += [] if context is None else context.traced_code
-        return compile_fx(graph, example, decompositions=decompositions())
+        with config.patch(EAGER_NUMBERS):
+            table = decompositions()
+        return compile_fx(graph, example, decompositions=table, config_patches=EAGER_NUMBERS)
 
     def changed(self) -> str | None:
         """What torch.compile would not notice."""
