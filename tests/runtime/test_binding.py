@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from tests.runtime.twins import Side, Twins, assert_same_tree, class_batches, classify, eager_update, interpreted
 from torch import nn
 
+from wholestep.errors import WholestepWarning
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Role
 from wholestep.runtime.binding import Binding
@@ -123,6 +126,48 @@ def test_a_step_of_the_users_own_between_ours() -> None:
 
     twins.train(BATCHES[:4], after=by_hand, tolerance=1e-7)
     assert {float(s["step"]) for s in twins.ours.optimizer.state.values()} == {8.0}
+
+
+@pytest.mark.parametrize("rung", ["whole step", "eager"])
+def test_a_step_by_hand_without_gradients_is_told(rung: str) -> None:
+    """It changes nothing; in a loop of one's own the gradients of the last backward would be there."""
+
+    def side() -> Side:
+        return make() if rung == "whole step" else dataclasses.replace(make(), loss_fn=by_data)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WholestepWarning)
+        twins = Twins(side, BATCHES[0], check="off")
+        twins.ours.optimizer.step()  # nothing has been updated yet: as in torch, no word
+        twins.train(BATCHES[:2])
+    assert twins.step.rung == rung
+    before = copy.deepcopy(twins.ours.model.state_dict())
+    with pytest.warns(WholestepWarning, match=r"optimizer.step\(\) by hand changes nothing") as told:
+        twins.ours.optimizer.step()
+    assert told[0].filename == __file__
+    assert_same_tree(twins.ours.model.state_dict(), before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # neither the Step's own updates, nor those by hand that have gradients
+        twins.train(BATCHES[2:4], after=lambda side: eager_update(side, BATCHES[-1]), tolerance=1e-7)
+
+
+def by_data(model: Any, batch: Any) -> torch.Tensor:
+    loss = classify(model, batch)
+    return loss * 2 if loss > 1 else loss
+
+
+def test_gradients_of_a_backward_by_hand_do_not_outlive_a_step() -> None:
+    """As where a loop clears them: the next backward by hand must not add to them."""
+    twins = Twins(make, BATCHES[0], check="off")
+
+    def by_hand(side: Side) -> None:
+        side.loss_fn(side.model, BATCHES[-1]).backward()
+
+    twins.train(BATCHES[:2], after=by_hand)
+    for ours, theirs in zip(twins.ours.trained, twins.theirs.trained, strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    twins.step(BATCHES[2])
+    assert all(parameter.grad is None for parameter in twins.ours.trained)
 
 
 def test_variants_share_the_count_of_steps() -> None:

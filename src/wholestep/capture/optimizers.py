@@ -77,7 +77,7 @@ def supported(optimizer: Optimizer) -> str | None:
 
 
 OWN_HOOKS = "_wholestep_hooks"
-"""On an optimizer whose state lies on the host: handles of what refuses `step()` by hand, and makes `state_dict()` wait."""
+"""On the optimizer of a Step: handles of what looks at `step()` by hand, and makes `state_dict()` wait for state on the host."""
 
 
 def _foreign_pre_hooks(optimizer: Optimizer) -> bool:

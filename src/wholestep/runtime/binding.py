@@ -7,6 +7,7 @@ moved. Reading a pointer costs about 0.1 us, so a model of 400 parameters costs 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from operator import is_
 from typing import Any
@@ -19,7 +20,7 @@ from wholestep.capture.optimizers import UpdatePlan
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT
-from wholestep.errors import WholestepError
+from wholestep.errors import WholestepError, WholestepWarning
 from wholestep.graph.training_graph import Input, Role, TrainingGraph
 from wholestep.ops.offload import lies_on_host
 from wholestep.runtime.feed import Feed
@@ -136,8 +137,8 @@ class Binding:
         self._make_states(optimizer)
         for plan, members in self.members.items():
             self._bind_group(optimizer, plan, {n: self.subject.parameters[n] for n in members})
-        if self.capture.plans:  # micro-steps of an accumulating one have no update
-            guard_state(optimizer, self.on_host)
+        if self.on_host:
+            guard_steps_by_hand(optimizer)
         self.state_tables = list(optimizer.state.values())
         self._count_steps()
 
@@ -275,28 +276,35 @@ class Binding:
                 optimizers.mark_stepped(self.subject.optimizer, [self.subject.parameters[n] for n in members])
 
 
-def guard_state(optimizer: Optimizer, on_host: set[str]) -> None:
-    """State on the host is written by copies that the host does not wait for, so whoever asks for it has to; and
-    `optimizer.step()` cannot update a parameter of the card by state of the host: one line instead of torch's error."""
-    before = getattr(optimizer, optimizers.OWN_HOOKS, None)
-    if before is not None:
-        for hook in before:
-            hook.remove()
-        delattr(optimizer, optimizers.OWN_HOOKS)
-    if not on_host:
+def guard_steps_by_hand(optimizer: Optimizer) -> None:
+    """Beside a Step, `optimizer.step()` by hand finds no gradients and does nothing, or finds state on the host, where it
+    cannot update a parameter of the card: the one is told, the other refused. State on the host is written by copies
+    that the host does not wait for, so whoever asks for it has to."""
+    if hasattr(optimizer, optimizers.OWN_HOOKS):
         return
 
-    def refuse(owner: Optimizer, args: Any, kwargs: Any) -> None:
-        if any(_apart(p, t) for p, state in owner.state.items() for k, t in state.items() if k != "step"):
+    def look(owner: Optimizer, args: Any, kwargs: Any) -> None:
+        if _lies_apart(owner):
             hint = "call the Step, which brings it to the card, or compile without host_memory= and state in the plan"
             raise WholestepError("optimizer.step() by hand while optimizer state lies on the host", hint=hint)
+        closure = kwargs.get("closure") or next(iter(args[1:]), None)
+        if closure is None and all(p.grad is None for group in owner.param_groups for p in group["params"]):
+            told = (
+                "optimizer.step() by hand changes nothing: the Step has updated the parameters and leaves no gradients"
+            )
+            warnings.warn(f"{told}; to update them by hand compile with optimizer=None", WholestepWarning, stacklevel=3)
 
     def wait(owner: Optimizer) -> None:
-        for device in {p.device for p in owner.state if p.is_cuda}:
-            torch.cuda.synchronize(device)
+        if _lies_apart(owner):
+            for device in {p.device for p in owner.state if p.is_cuda}:
+                torch.cuda.synchronize(device)
 
-    handles = optimizer.register_step_pre_hook(refuse), optimizer.register_state_dict_pre_hook(wait)
+    handles = optimizer.register_step_pre_hook(look), optimizer.register_state_dict_pre_hook(wait)
     setattr(optimizer, optimizers.OWN_HOOKS, handles)
+
+
+def _lies_apart(optimizer: Optimizer) -> bool:
+    return any(_apart(p, t) for p, state in optimizer.state.items() for k, t in state.items() if k != "step")
 
 
 def _apart(parameter: torch.Tensor, state: Any) -> bool:

@@ -88,7 +88,10 @@ def update_in_torch(subject: Subject) -> torch.Tensor | None:
 def clear_gradients(optimizer: Optimizer) -> None:
     """As a loop does before its backward."""
     if genuine_zero_grad(optimizer):
-        optimizer.zero_grad(set_to_none=True)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad = None
     else:
         optimizer.zero_grad()
 

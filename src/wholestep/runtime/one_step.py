@@ -179,10 +179,10 @@ class OneStep:
         return named
 
     def _clear_gradients(self, variant: Variant) -> None:
-        """Before the first micro-batch: torch's own update reads p.grad, which the step fills."""
+        """Before the first micro-batch, as a loop does: what a backward by hand has left would be met by the next one."""
         if self.variants or self.results:
             return
-        if self.subject.optimizer is not None and not variant.capture.plans:
+        if self.subject.optimizer is not None:
             clear_gradients(self.subject.optimizer)
         for gradient in variant.binding.gradients.values():
             gradient.zero_()

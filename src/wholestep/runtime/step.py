@@ -27,7 +27,7 @@ from wholestep.graph.printer import fingerprint
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.lower import kernels_of
 from wholestep.ops.tuner import Choice
-from wholestep.runtime.binding import StateMoved
+from wholestep.runtime.binding import StateMoved, guard_steps_by_hand
 from wholestep.runtime.blame import Example, blamed
 from wholestep.runtime.compiled import LowerRung
 from wholestep.runtime.one_step import OneStep
@@ -98,6 +98,8 @@ class Step:
             if told is not None:
                 raise told from None  # one line that names the difference and the user's own, in place of torch's forty
             raise error.with_traceback(_users_part(error.__traceback__)) from error.__cause__
+        if self.count == 0 and optimizer is not None:
+            guard_steps_by_hand(optimizer)
         self.count += 1
         return (loss, aux) if aux else loss
 
