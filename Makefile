@@ -53,7 +53,7 @@ quoted: $(STAMP)  ## run what README and docs quote, and compare (ARGS=--write r
 zoo: $(STAMP)  ## capture and check every model of the zoo, slow ones included
 	@$(BIN)/python -m pytest -q -n $(WORKERS) -m zoo $(ARGS)
 
-trust: $(STAMP)  ## 1001 trainings that change between two steps against eager: both backends, with and without the first check
+trust: $(STAMP)  ## trainings that change between two steps against eager: both backends, with and without the first check
 	@$(BIN)/python -m pytest -q -n $(WORKERS) tests/trust -m 'slow or not slow' $(ARGS)
 
 loop: $(STAMP)  ## a whole training script and 200 random lengths against eager, compiled
