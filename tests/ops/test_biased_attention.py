@@ -114,5 +114,6 @@ def test_cuda(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     for ours, repeated, wanted in zip(once, again, theirs, strict=True):
         assert torch.equal(ours, repeated)
-        error, scale = (ours.double() - wanted).norm(), wanted.norm() + 1e-6
+        # over one key gradients of q, k and bias are true zeros, where roundings of values near one stay
+        error, scale = (ours.double() - wanted).norm(), wanted.norm() + 1e-3
         assert error <= tolerance * scale, f"{error / scale:.2e}"

@@ -296,9 +296,9 @@ def _padding(size: int, real: int, what: str) -> str:
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-        return
-    for field in dataclasses.fields(value):
-        yield from _tensors(getattr(value, field.name))
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))
 
 
 def _handed_over(block: Block, stream: torch.cuda.Stream) -> None:
