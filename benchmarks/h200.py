@@ -9,7 +9,10 @@ caches, stopped after its first step; `depth` rows count compiled regions at two
 complete and are skipped when present, so a run that is cut short is continued by the same command.
 
     python benchmarks/h200.py --models bert,gpt2,llama --systems eager,compile,liger,wholestep --out FILE
-                              [--budget-seconds 500]
+                              [--budget-seconds 500] [--jobs 3]
+
+Rows of the whole step are always made alone, since their first steps are part of what is claimed. With `--jobs` those of its peers
+are made several at a time behind them, and timed in turns; their first steps then say little.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -170,6 +174,9 @@ def child(name: str, system: str, kind: str, layers: int) -> dict[str, Any]:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama()
+    from wholestep.bench.turns import my_turn, tune_in_turns
+
+    tune_in_turns()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
@@ -187,7 +194,8 @@ def child(name: str, system: str, kind: str, layers: int) -> dict[str, Any]:
     row: dict[str, Any] = {"first_loss": float(losses[0])}  # waits for the device
     row["first_step_seconds"] = time.perf_counter() - began
     if kind == "cold":
-        row |= measure(system, step, batches, losses)
+        with my_turn():
+            row |= measure(system, step, batches, losses)
     if system == "wholestep":
         facts = {k: v for k, v in step.regions.items() if k != "driver"}
         row |= {"regions": facts, "rung": step.rung, "falls": [str(fall) for fall in step.falls]}
@@ -335,6 +343,7 @@ def main() -> None:
     parser.add_argument("--cached-peers", action="store_true", help="also the second process of torch.compile")
     parser.add_argument("--cold-only", action="store_true", help="no second process of the whole step")
     parser.add_argument("--retry", action="store_true", help="make rows that failed before again")
+    parser.add_argument("--jobs", type=int, default=1, help="rows of peers at work at once")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -344,28 +353,40 @@ def main() -> None:
     run_child(
         {"model": "tiny", "system": "wholestep", "kind": "cached", "layers": 1}, options.caches, 120.0
     )  # writes bytecode
+    from wholestep.bench.turns import side_by_side
+
     deadline = time.monotonic() + options.budget_seconds
     rows: list[dict[str, Any]] = json.loads(options.out.read_text("utf-8"))["rows"] if options.out.exists() else []
     if options.retry:
         rows = [row for row in rows if "error" not in row]
     depths = [int(depth) for depth in options.depths.split(",") if depth]
-    for row in planned_rows(options.models.split(","), options.systems.split(","), depths, options.cached_peers):
-        if options.cold_only and row["kind"] == "cached":
-            continue
-        if identity(row) in map(identity, rows):
-            continue
+    planned = planned_rows(options.models.split(","), options.systems.split(","), depths, options.cached_peers)
+    present = {identity(row) for row in rows}
+    planned = [r for r in planned if not (options.cold_only and r["kind"] == "cached") and identity(r) not in present]
+    if options.jobs > 1:
+        planned.sort(key=lambda row: row["system"] != "wholestep")
+    alone = [row for row in planned if options.jobs == 1 or row["system"] == "wholestep"]
+    lock = threading.Lock()
+
+    def make(row: dict[str, Any], jobs: int = 1) -> None:
         left = deadline - time.monotonic()
         if left < 20:
             print(f"out of time before {identity(row)}; the same command goes on from here", flush=True)
-            break
+            return
         print(f"{identity(row)} ...", flush=True)
         answer = run_child(row, options.caches, left)
         if "cut_short" in answer:
             print(f"out of time in {identity(row)}; the same command makes it again", flush=True)
-            break
-        rows.append(row | answer)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"machine": facts(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+            return
+        with lock:
+            rows.append(row | answer | ({"jobs": jobs} if jobs > 1 else {}))
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            document = json.dumps({"machine": facts(), "rows": rows}, indent=1)
+            options.out.write_text(document + "\n", encoding="utf-8")
+
+    for row in alone:
+        make(row)
+    side_by_side(lambda row: make(row, options.jobs), planned[len(alone) :], options.jobs)
     print_table(rows)
 
 

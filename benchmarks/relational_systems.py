@@ -39,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wholestep import relational as rel
+from wholestep.bench.turns import my_turn, tune_in_turns
 from wholestep.relational import spaces
 from wholestep.relational.spaces import Space
 
@@ -194,6 +195,7 @@ def refuse(when: bool, why: str) -> None:
 
 
 def measured(options: dict[str, Any]) -> dict[str, Any]:
+    tune_in_turns()
     if options["threads"]:
         torch.set_num_threads(options["threads"])
     device, dtype, width = options["device"], getattr(torch, options["dtype"]), options["width"]
@@ -294,8 +296,8 @@ def timed(
 
 @contextlib.contextmanager
 def alone(options: dict[str, Any]) -> Iterator[None]:
-    """One process at a time."""
-    with open(Path(options["cache"]) / "lock", "w") as lock:
+    """One process at a time, and no row of another benchmark that takes turns with this one."""
+    with open(Path(options["cache"]) / "lock", "w") as lock, my_turn():
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

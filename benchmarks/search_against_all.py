@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -25,14 +26,16 @@ def main() -> int:
     parser.add_argument("--share", type=float, default=0.9)
     parser.add_argument("--clock", default="wall")
     parser.add_argument("--limit", type=float, default=600.0)
+    parser.add_argument("--jobs", type=int, default=1, help="points that compile at once; they are timed in turns")
     given = parser.parse_args()
 
+    from wholestep.bench.turns import side_by_side
     from wholestep.cost.target import find_target
     from wholestep.search.measure import measure_in_child
     from wholestep.search.predict import Predictor
     from wholestep.search.record import Record, made_with
     from wholestep.search.search import Found, Outcome, run_search
-    from wholestep.search.space import read_space
+    from wholestep.search.space import Point, read_space
     from wholestep.search.text import lines_of
 
     target, space = find_target("this"), read_space(given.recipe)
@@ -40,9 +43,20 @@ def main() -> int:
     known = {point.key: predictor.of(point) for point in space.points}
     calibrated = target.times == "calibrated"
     here = made_with(target.device, given.clock)
+    record, lock = Record(given.recipe.with_suffix(".all.json"), here), threading.Lock()
+
+    def measure_one(point: Point) -> None:
+        row = measure_in_child(point, given.limit, clock=given.clock)
+        with lock:
+            record.add(point.key, known[point.key].program, {"point": dict(point.values), **row})
+            print(f"{point.name}: {row['status']}", flush=True)
+
+    if given.jobs > 1:
+        fits = [point for point in space.points if known[point.key].fits]
+        side_by_side(measure_one, [p for p in fits if not record.find(p.key, known[p.key].program)], given.jobs)
     whole = run_search(
         space, lambda point: known[point.key], lambda point: measure_in_child(point, given.limit, clock=given.clock),
-        Record(given.recipe.with_suffix(".all.json"), here), most=len(space.points), calibrated=calibrated,
+        record, most=len(space.points), calibrated=calibrated,
         tell=lambda text: print(text, flush=True),
     )  # fmt: skip
     print("\n".join(lines_of(whole)), end="\n\n")

@@ -66,9 +66,11 @@ def measured(asked: dict[str, Any]) -> Row:
     from wholestep.api import compile
     from wholestep.bench.measure import Timed, sampled, summarised, warmed_up
     from wholestep.bench.memory import MemoryMeter
+    from wholestep.bench.turns import my_turn, tune_in_turns
     from wholestep.profile.memory.profile import memory_profile
     from wholestep.train.job import make_job
 
+    tune_in_turns()
     settings, protocol = asked["settings"], Protocol(**asked["protocol"])
     sizes = {name: settings.get(name) for name in ("batch", "seq", "precision", "data")}
     job = make_job(asked["model"], sets=asked["sets"], **sizes)
@@ -82,10 +84,11 @@ def measured(asked: dict[str, Any]) -> Row:
     device = step.subject.device
     meter = MemoryMeter(device)
     timed = Timed(_Steps(job.batches), [meter.watched(step)], device, _clock(asked["clock"]))
-    timed.iterate()
-    row: Row = {"first_step_seconds": time.perf_counter() - began}
-    row |= warmed_up(timed, protocol)
-    window = summarised(sampled(timed, protocol, meter))
+    with my_turn():
+        timed.iterate()
+        row: Row = {"first_step_seconds": time.perf_counter() - began}
+        row |= warmed_up(timed, protocol)
+        window = summarised(sampled(timed, protocol, meter))
     if device.type == "cuda":
         peak = meter.read()["peak_bytes"]
     else:  # the allocator's own account: a resident set holds what compiling left behind
