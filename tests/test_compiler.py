@@ -70,6 +70,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"plan": Plan(recompute=AGAIN, precision={"head": "fp32"}), "precision": "bf16"},
         {"plan": Plan(fuse=("layers.*",))},
         {"plan": Plan(host=("layers.*.1/gelu",), state={"*": "host"})},
+        {"plan": Plan(cut_layers=True)},
         {"plan": Plan(file=("layers.*.0/addmm",)), "offload_path": "here"},
     ],
     "recipe": [
@@ -132,6 +133,7 @@ def test_no_option_and_no_field_is_forgotten() -> None:
         "fuse",
         "host",
         "file",
+        "cut_layers",
         "state",
     }
     told = {

@@ -17,8 +17,8 @@ from wholestep.graph.copies import copy_graph
 from wholestep.graph.plan import Plan
 from wholestep.options import Options
 from wholestep.passes.pipeline import default_pipeline
-from wholestep.plan.budget import HIDDEN, hidden
-from wholestep.plan.frontier import Point, Study, frontier
+from wholestep.plan.budget import hidden
+from wholestep.plan.frontier import HIDDEN, Point, Study, frontier
 from wholestep.plan.moves import Room
 from wholestep.plan.peak import WORKSPACE, timeline
 from wholestep.plan.room import refuse_room, room_of
@@ -80,16 +80,18 @@ def test_what_is_counted_is_what_the_passes_make() -> None:
 
 def test_the_host_holds_no_more_than_it_may() -> None:
     most = max(p.host_bytes for p in points(ROOM))
-    limited = points(Room(most // 3))
-    assert any(p.plan.moves for p in limited) and all(p.host_bytes <= most // 3 for p in limited)
-    files = points(Room(most // 3, files=True))
+    limited = points(Room(most // 6))
+    assert any(p.plan.moves for p in limited) and all(p.host_bytes <= most // 6 for p in limited)
+    files = points(Room(most // 6, files=True))
     assert any(p.plan.file for p in files) and files[-1].peak_bytes < limited[-1].peak_bytes
 
 
 def test_the_sums_of_the_solver_are_near_the_events() -> None:
     study = Study(captured("bf16"), slow_card(), default_pipeline().carry_out, ROOM)
     exact = study.carried_out(study.least)
-    assert abs(study.least.bytes - exact.peak_bytes) < 0.1 * (exact.peak_bytes - WORKSPACE)
+    assert abs(study.least.bytes - exact.peak_bytes) < 0.15 * (exact.peak_bytes - WORKSPACE), (
+        "copies wait for one another"
+    )
 
 
 def test_without_a_budget_only_what_is_free_leaves() -> None:
@@ -98,6 +100,17 @@ def test_without_a_budget_only_what_is_free_leaves() -> None:
     assert not any(
         p.peak_bytes < best.peak_bytes for p in points(ROOM) if p.seconds <= (1 + HIDDEN) * points(ROOM)[0].seconds
     )
+
+
+def test_the_leanest_in_a_time_is_leaner_than_any_of_the_list_and_takes_no_longer() -> None:
+    study = Study(captured("bf16"), slow_card(), default_pipeline().carry_out, ROOM)
+    for share in (0.001, 0.01, 0.1):
+        seconds = study.first.seconds + share * study.kept.seconds
+        least = study.planner.least_in(seconds)
+        assert least is not None and least.seconds <= seconds + 1e-6
+        again = study.planner.within(least.bytes)
+        assert again is not None and again.seconds <= least.seconds + 1e-3 * study.kept.seconds
+    assert study.planner.least_in(study.first.seconds - study.kept.seconds) is None
 
 
 def node(num_bytes: int) -> fx.Node:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
 import threading
 import time
@@ -20,6 +21,9 @@ import wholestep
 from wholestep.errors import BadOption
 from wholestep.runtime.offload import Offloaded, _NoLink
 from wholestep.tiers.pool import Pool
+
+offload_module = importlib.import_module("wholestep.runtime.offload")
+pool_module = importlib.import_module("wholestep.tiers.pool")
 
 
 class Block(nn.Module):
@@ -170,6 +174,7 @@ class _Slow(_NoLink):
     """A link whose copies take a while, in which other threads run."""
 
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
         self.waits = 0
 
     def wait(self, memory: torch.Tensor, event: Any) -> None:
@@ -190,6 +195,10 @@ class _Late:
 
     def __init__(self) -> None:
         self.over = False
+        self.waited: list[torch.Tensor] = []
+
+    def wait_out(self, gone: Any, memory: torch.Tensor) -> None:
+        self.waited.append(memory)
 
     def send(self, target: torch.Tensor, source: torch.Tensor) -> Any:
         target.copy_(source)
@@ -236,9 +245,78 @@ def test_a_write_is_noticed_before_the_copy_is_known_to_be_over() -> None:
         loss.backward()
 
 
+def test_memory_of_the_host_is_taken_once_for_all_contexts_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To pin it takes longer than a step; another amount is another memory."""
+    taken: list[int] = []
+
+    def counted(num_bytes: int, *, pinned: bool) -> torch.Tensor:
+        taken.append(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(pool_module, "host_memory", counted)
+    model, x = model_and_input()
+    wanted = gradients(model, model(x).square().mean())
+    seen, links = [], []
+    for amount in ("64MiB", "64MiB", "64MiB", "32MiB"):
+        with wholestep.offload(model, host=amount, least=1) as moved:
+            loss = model(x).square().mean()
+        assert all(map(torch.equal, gradients(model, loss), wanted)) and moved.moved_bytes > 0
+        del loss
+        gc.collect()
+        seen.append(len(taken))
+        links.append(moved.link)
+    assert seen[0] == seen[1] == seen[2] < seen[3] and links[0] is links[2] is not links[3]
+    other, _ = model_and_input()
+    with wholestep.offload(other, host="32MiB", least=1) as moved:
+        assert moved.pool is not offload_module._LENT[model][0]
+
+
+def test_what_leaves_holds_little_memory_while_the_link_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host runs ahead of the device, so no copy is over yet: memory is let go behind a wait, and writes are still noticed."""
+    monkeypatch.setattr(offload_module, "IN_FLIGHT_BYTES", 3000)
+    late = _Late()
+    one = Offloaded(torch.device("cpu"), Pool(1 << 20, pinned=False), late, least=1)  # type: ignore[arg-type]
+    values = [torch.randn(256, requires_grad=True) * 2 for _ in range(10)]
+    packed = [one.pack(value) for value in values]
+    assert sum(value.nbytes for value in values) > 3 * 3000
+    assert sum(stored.num_bytes for stored in one.held) <= 3000 and len(late.waited) == 8
+    assert all(entry.stored.held is None for entry in packed[:8]) and packed[9].stored.held is not None
+    with torch.no_grad():
+        values[0].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        one.unpack(packed[0])
+    late.over = True
+    assert torch.equal(one.unpack(packed[1]), values[1])
+
+
+def test_what_comes_ahead_is_bounded_and_comes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_module, "IN_FLIGHT_BYTES", 3000)
+    link = _Counted(torch.device("cpu"))
+    one = Offloaded(torch.device("cpu"), Pool(1 << 20, pinned=False), link, least=1)
+    values = [torch.randn(256, requires_grad=True) * 2 for _ in range(8)]
+    packed = [one.pack(value) for value in values]
+    assert torch.equal(one.unpack(packed[7]), values[7]) and link.brought == 3, "itself, and the two before it"
+    for number in (5, 6, 4, 3, 2, 1, 0):  # not quite in the other order
+        assert torch.equal(one.unpack(packed[number]), values[number])
+    assert link.brought == 8, "what was asked for does not come again"
+    for number in reversed(range(8)):
+        assert torch.equal(one.unpack(packed[number]), values[number])
+    assert link.brought == 16, "a second backward pass asks for all once more"
+
+
+class _Counted(_NoLink):
+    """How many storages were brought back."""
+
+    brought = 0
+
+    def bring(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> Any:
+        self.brought += 1
+        target.copy_(source)
+
+
 def test_tensors_of_another_device_stay() -> None:
     """The streams of the link belong to the model's device, and order nothing on another."""
-    one = Offloaded(torch.device("meta"), Pool(1 << 20, pinned=False), least=1)
+    one = Offloaded(torch.device("meta"), Pool(1 << 20, pinned=False), _NoLink(torch.device("meta")), least=1)
     tensor = torch.randn(64, requires_grad=True) * 2
     assert one.pack(tensor) is tensor and one.moved_bytes == 0
 
@@ -296,8 +374,8 @@ def test_backward_passes_in_several_threads_share_what_one_forward_saved(impatie
 
 
 def test_one_storage_is_asked_for_in_several_threads() -> None:
-    one = Offloaded(torch.device("cpu"), Pool(1 << 20, pinned=False), least=1)
-    one.link = link = _Slow()
+    link = _Slow()
+    one = Offloaded(torch.device("cpu"), Pool(1 << 20, pinned=False), link, least=1)
     saved = torch.randn(8, 8, requires_grad=True).exp()
     packed = [one.pack(saved), one.pack(saved[1:])]
     for found in at_once(lambda number: [one.unpack(view) for view in packed], 4):

@@ -31,8 +31,8 @@ from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of
 # Below this a region costs more in calls and lost fusions than its compile time is worth.
 MIN_LAYER_OPERATIONS = 8
 
-Part: TypeAlias = tuple[str, str | None]
-"""(phase, layer); outside layers forward and backward are one phase, `step`."""
+Part: TypeAlias = tuple[str, str | None, int]
+"""(phase, layer, piece of the layer); outside layers forward and backward are one phase, `step`."""
 
 
 def layers_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
@@ -56,15 +56,17 @@ def part_of(node: fx.Node, layers: dict[fx.Node, str], previous: Part | None) ->
     """The part a node belongs to, given that of the node before it; a node that does not know its module stays there.
 
     Outside layers forward and backward are one: the loss and its gradient fuse. What is marked as a region (passes/mark_regions.py)
-    is a part of its own.
+    is a part of its own, and so is a piece of a layer, which goes on until the next begins (passes/cut_layers.py).
     """
     region = (node.meta.get("custom") or {}).get("region")
     if region is not None:
-        return phase_of(node), region
+        return phase_of(node), region, 0
     phase = "update" if phase_of(node) == "update" else "step" if node not in layers else phase_of(node)
     if previous is not None and module_of(node) is None and _same_phase(previous[0], phase_of(node)):
         return previous
-    return phase, layers.get(node)
+    layer = layers.get(node)
+    goes_on = previous[2] if previous is not None and previous[:2] == (phase, layer) else 0
+    return phase, layer, (node.meta.get("custom") or {}).get("piece", goes_on)
 
 
 def _same_phase(key: str, phase: str) -> bool:

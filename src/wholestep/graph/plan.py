@@ -46,6 +46,8 @@ class Plan:
     """Values that wait for the backward pass in the host's memory; `key@12` in the first 12 layers, which still compile once."""
     file: tuple[str, ...] = ()
     """The same in files (`compile(offload_path=...)`)."""
+    cut_layers: bool | None = _field(None, "copies stand within layers too, not only between them")
+    """None where values move, True always, False never."""
     state: Mapping[str, str] = _field({})
     """Parameter or pattern (`layers.*.mlp.*`) -> where its optimizer state lies: `card` or `host`; the last that matches counts."""
     precision: Mapping[str, str] = _field({}, numbers=True)

@@ -37,8 +37,8 @@ def lift_numbers(imperative: ImperativeGraph) -> int:
         if part[1] is not None:
             layers[part].append(node)
     families: dict[Any, list[list[fx.Node]]] = defaultdict(list)
-    for (phase, _), nodes in layers.items():
-        families[phase, tuple(str(node.target) for node in nodes)].append(nodes)
+    for (phase, _, piece), nodes in layers.items():
+        families[phase, piece, tuple(str(node.target) for node in nodes)].append(nodes)
     lifted = 0
     for family in families.values():
         for side_by_side in zip(*family, strict=True) if len(family) > 1 else ():

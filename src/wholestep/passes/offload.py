@@ -36,9 +36,12 @@ def offload(graph: TrainingGraph, plan: Plan) -> TrainingGraph:
     trips = Trips(graph)
     if not plan.recompute:  # which may leave a value without readers
         _refuse_impossible(chosen, trips)
-    made = [(value, tier, trip) for value, (_, tier) in chosen.items() if (trip := trips.of(value)) is not None]
-    for value, tier, trip in made:
-        _move(graph.graph, value, tier, trip)
+    made = trips.together(chosen)
+    gone = {value: _leave(graph.graph, value, chosen[value][1], trip) for value, trip in made.items()}
+    for value in sorted(
+        made, key=lambda value: trips.position[made[value].back_done]
+    ):  # what is asked for first comes first
+        _return(graph.graph, value, gone[value], made[value])
     if len(made) < len(chosen):
         graph.notes.append(
             f"{len(chosen) - len(made)} of {len(chosen)} values stay: they are asked back before they are gone, or returned"
@@ -73,11 +76,15 @@ def _refuse_impossible(chosen: dict[fx.Node, tuple[str, str]], trips: Trips) -> 
             raise BadOption(f"the plan moves {entry!r} to the {tier}, which {mine[0]}")
 
 
-def _move(graph: fx.Graph, value: fx.Node, tier: str, trip: Trip) -> None:
-    fake = value.meta["val"]
+def _leave(graph: fx.Graph, value: fx.Node, tier: str, trip: Trip) -> fx.Node:
+    """The first half of a trip; what is on the host."""
     out = copy_node(graph, trip.out, ws.copy_out.default, (value, tier), "forward")
-    gone = copy_node(graph, trip.out_done, ws.out_done.default, (value, out), "forward")
-    back = copy_node(graph, trip.back, ws.copy_in.default, (gone, fake.device), "backward")
+    return copy_node(graph, trip.out_done, ws.out_done.default, (value, out), "forward")
+
+
+def _return(graph: fx.Graph, value: fx.Node, gone: fx.Node, trip: Trip) -> None:
+    """The second half."""
+    back = copy_node(graph, trip.back, ws.copy_in.default, (gone, value.meta["val"].device), "backward")
     done = copy_node(graph, trip.back_done, ws.in_done.default, (back,), "backward")
     copies = {value: done}
     for reader, read in trip.readers:

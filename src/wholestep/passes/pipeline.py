@@ -84,6 +84,8 @@ TABLE: tuple[PassRow, ...] = (
         "before recompute, whose copies belong to the region of what they repeat"),
     PassRow("recompute", "apply", "what the plan does not keep is recomputed in the backward",
         "after all that reads the names of values; after it nothing may merge equal ones"),
+    PassRow("cut_layers", "apply", "layers are cut in pieces where the plan moves values, so that copies stand within them too",
+        "after recompute, whose copies count; before offload, which puts copies between the pieces"),
     PassRow("offload", "apply", "what the plan moves waits in the host's memory or in files",
         "after recompute, whose copies read what comes back"),
     PassRow("update_early", "apply", "each layer updated right behind its backward",

@@ -33,7 +33,7 @@ from wholestep.lower.footprint.predict import predict_profile
 from wholestep.lower.footprint.regions import predict_compiled
 from wholestep.lower.footprint.scratch import Scratch, measure_scratch
 from wholestep.passes.pipeline import Pipeline
-from wholestep.plan.frontier import CONTEXT_BYTES, SLACK, Point, fastest, frontier, round_up, too_small
+from wholestep.plan.frontier import CONTEXT_BYTES, HIDDEN, SLACK, Point, fastest, frontier, round_up, too_small
 from wholestep.plan.moves import Room
 from wholestep.plan.rebatch import at_traced_sizes, sized_by_data
 
@@ -52,8 +52,6 @@ WORTH_TRYING = 0.02
 """Beside a plan that fits, another is compiled only if it should be faster by this share: compiling takes as long as all else."""
 MISSED_BY = 0.02
 """Plans that are compiled should fit with this to spare: predictions are off by as much, and a miss is compiled in vain."""
-HIDDEN = 0.01
-"""Of the time of a step: without a budget, what leaves the card must not cost more."""
 UNMEASURED = 0.03
 """What the leanest plan is expected to take beyond that, where memory did not suffice to measure it: up to 0.02 was seen."""
 

@@ -31,6 +31,8 @@ class Work:
 
     node: fx.Node
     region: int
+    layer: int
+    """Number of the region of the layer's first piece: kernels of several pieces read what those of one region would."""
     reads: frozenset[int]
     """Storages, also those read by what is computed inside it."""
     makes: tuple[int, ...]
@@ -48,7 +50,7 @@ def is_fusable(node: fx.Node) -> bool:
 def written_out(graph: TrainingGraph) -> tuple[list[Work], dict[fx.Node, Any]]:
     """The operations that write memory, in order; and which storage each value lies in."""
     numbers = storages(graph)
-    regions = _regions(graph)
+    regions, layers = _regions(graph)
     fusable = {n: is_fusable(n) for n in regions}
     readers = _readers(graph, numbers, regions)
     lasting = {s for n, tree in numbers.items() if n.op != "call_function" for s in flat_numbers(tree)}
@@ -72,22 +74,26 @@ def written_out(graph: TrainingGraph) -> tuple[list[Work], dict[fx.Node, Any]]:
             or (len(users) > 1 and (len(reads) > MOST_READS or operations > MOST_OPERATIONS))
         )
         if stored:
-            found.append(Work(node, region, reads, makes, fusable[node]))
+            found.append(Work(node, region, layers[node], reads, makes, fusable[node]))
         else:
             for storage in makes:
                 inside[storage], depth[storage] = reads, operations
     return found, numbers
 
 
-def _regions(graph: TrainingGraph) -> dict[fx.Node, int]:
-    """Operation (views and selections aside) -> number of the region it will be compiled in."""
+def _regions(graph: TrainingGraph) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
+    """Operation (views and selections aside) -> number of its region as it will be compiled, and of its layer's first region."""
     found: dict[fx.Node, int] = {}
+    layers: dict[fx.Node, int] = {}
+    first: dict[tuple[str, str | None], int] = {}
     previous, number = None, 0
     for node, part in parts_of(graph.graph.nodes).items():
         number, previous = (number if part == previous else number + 1), part
+        if part[2] == 0:
+            first[part[:2]] = number
         if not is_cheap_view_or_entry(node):
-            found[node] = number
-    return found
+            found[node], layers[node] = number, first.get(part[:2], number)
+    return found, layers
 
 
 def _readers(

@@ -15,7 +15,7 @@ variable per share, and optimizer state may lie there:
     keep(v) >= away(v, first share) >= away(v, second share) ...
     rest + sum keep bytes + sum again bytes - sum away bytes freed <= target
     sum away bytes <= room on the host
-    sum away bytes / link <= seconds of the window + wait(window)      in every window, each way
+    sum away bytes / link <= seconds of the span + sum wait(window)    in every span of windows, each way
     minimise  ... + sum wait(window)
 
 A value may be recomputed from one that comes back: whatever is kept, here or there, may be read.
@@ -112,6 +112,10 @@ class MemoryPlanner:
         """The fastest plan for a number of bytes; None when there is none."""
         return self._solve(cost_of_bytes=1e-9, most=target_bytes / self.scale)
 
+    def least_in(self, seconds: float) -> Decision | None:
+        """The plan that takes the fewest bytes of those that take so many seconds beyond keeping all; None when there is none."""
+        return self._solve(cost_of_bytes=1.0, most=np.inf, most_seconds=seconds)
+
     # ---- rows: sum of coefficient * variable >= bound ----
 
     def _row(self, terms: list[tuple[int, float]], bound: float) -> None:
@@ -164,10 +168,14 @@ class MemoryPlanner:
         if not moves.room.files:
             held = [(i, -m.host_bytes / self.scale) for i, m in zip(self.away, self.moves)]
             self._row(held, -moves.room.host_bytes / self.scale)
-        for number, (wait, seconds) in enumerate(zip(self.waits, moves.windows, strict=True)):
-            leaving, coming = [(wait, 1.0)], [(wait, 1.0)]
+        for span in moves.spans():
+            seconds = sum(moves.windows[n] for n in span.time)
+            waits = [(self.waits[n], 1.0) for n in span.moved]
+            leaving, coming = list(waits), list(waits)
             for index, move in zip(self.away, self.moves):
-                out, back = move.out.get(number, 0), move.back.get(number, 0)
+                if span.state_only and move.value is not None:
+                    continue
+                out, back = (sum(way.get(n, 0) for n in span.moved) for way in (move.out, move.back))
                 if out:
                     shared = moves.seconds_shared if move.value is None else 0.0
                     leaving.append((index, -out * (moves.seconds_out + shared) / self.whole))
@@ -175,10 +183,10 @@ class MemoryPlanner:
                 if back:
                     coming.append((index, -back * moves.seconds_in / self.whole))
             for terms in (leaving, coming):
-                if len(terms) > 1:
+                if len(terms) > len(waits):
                     self._row(terms, -seconds / self.whole)
 
-    def _solve(self, cost_of_bytes: float, most: float) -> Decision | None:
+    def _solve(self, cost_of_bytes: float, most: float, most_seconds: float = np.inf) -> Decision | None:
         size, whole = self.size, self.whole
         cost = np.zeros(size)
         for value in self.values:
@@ -207,20 +215,29 @@ class MemoryPlanner:
 
         with _solver_is_silent():
             found = milp(
-                cost, integrality=integral, bounds=Bounds(lower, upper), constraints=self._constraints(size),
+                cost, integrality=integral, bounds=Bounds(lower, upper), constraints=self._constraints(size, most_seconds),
                 options={"time_limit": SECONDS_PER_SOLVE, "mip_rel_gap": 1e-3},
             )  # fmt: skip
         return None if found.x is None else self._decision(found.x)
 
-    def _constraints(self, size: int) -> LinearConstraint:
+    def _constraints(self, size: int, most_seconds: float) -> LinearConstraint:
         from scipy.optimize import LinearConstraint
         from scipy.sparse import coo_array
 
-        rows = np.repeat(np.arange(len(self._rows)), [len(columns) for columns, _, _ in self._rows])
-        columns = np.concatenate([np.asarray(columns) for columns, _, _ in self._rows])
-        numbers = np.concatenate([np.asarray(numbers) for _, numbers, _ in self._rows])
-        matrix = coo_array((numbers, (rows, columns)), shape=(len(self._rows), size)).tocsr()
-        return LinearConstraint(matrix, lb=np.asarray([bound for _, _, bound in self._rows]))
+        told = [*self._rows, self._takes(most_seconds)] if most_seconds < np.inf else self._rows
+        rows = np.repeat(np.arange(len(told)), [len(columns) for columns, _, _ in told])
+        columns = np.concatenate([np.asarray(columns) for columns, _, _ in told])
+        numbers = np.concatenate([np.asarray(numbers) for _, numbers, _ in told])
+        matrix = coo_array((numbers, (rows, columns)), shape=(len(told), size)).tocsr()
+        return LinearConstraint(matrix, lb=np.asarray([bound for _, _, bound in told]))
+
+    def _takes(self, most_seconds: float) -> tuple[list[int], list[float], float]:
+        """At most so many seconds beyond keeping all: a row."""
+        terms = [(self.keep[value.key], value.holding) for value in self.values if value.holding]
+        terms += [(again[unit.key], unit.seconds) for unit in self.units for again in (self.near, self.far)]
+        terms += [(wait, self.whole) for wait in (self.waits if self.moves else ())]
+        most = most_seconds + sum(value.holding for value in self.values)
+        return [i for i, _ in terms], [-seconds / self.whole for _, seconds in terms], -most / self.whole
 
     def _decision(self, x: np.ndarray) -> Decision:
         chosen = x > 0.5

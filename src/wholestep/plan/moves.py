@@ -3,8 +3,9 @@ link out.
 
 A move takes one value of some of the equal layers, the first ones first, or the optimizer state of parameters of one name, to the
 host. It frees bytes in the stretches of `problem.py` in which the value is gone (by the places of `passes/trips.py`, so that the
-planner counts what the pass does), and puts bytes on the link. The forward pass and the rest are cut into windows: what begins to
-leave, or to come back, in a window should be moved in its seconds; what is more makes the step wait.
+planner counts what the pass does), and puts bytes on the link. The forward pass and the rest are cut into windows: what leaves
+from one of them on should be gone when the forward pass is over, and what is asked back until one of them should have had the time
+since then; what is more makes the step wait.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import fx
 
@@ -26,7 +27,7 @@ from wholestep.passes.trips import Trip, Trips
 from wholestep.plan.peak import Timeline
 from wholestep.plan.seconds import Clock
 
-WINDOWS = 8
+WINDOWS = 16
 """Each of the forward pass and of the rest."""
 SHARES = 4
 """Into which the equal layers are cut: a quarter, a half, three quarters or all of them leave."""
@@ -60,6 +61,7 @@ class Move:
     out: dict[int, int] = dataclasses.field(default_factory=lambda: defaultdict(int))
     """Window -> bytes that begin to leave there."""
     back: dict[int, int] = dataclasses.field(default_factory=lambda: defaultdict(int))
+    """Window -> bytes that have to be back there."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,6 +79,26 @@ class Moves:
     room: Room
     in_flight: Sequence[int] = ()
     """Stretches in which parts of the state are on the way to their updates, where any lies on the host."""
+
+    def spans(self) -> Iterator[Span]:
+        """Of the forward pass from every window to the end, where all is gone that leaves; of the rest from its beginning to every
+        window, until when only so much can have come. State comes and goes in the window of its update."""
+        for number in range(WINDOWS):
+            yield Span(range(number, WINDOWS), range(number + 1, WINDOWS))
+            yield Span(range(WINDOWS, WINDOWS + number + 1), range(WINDOWS, WINDOWS + number))
+        for number in range(WINDOWS, 2 * WINDOWS + 1):
+            yield Span(range(number, number + 1), range(number, number + 1), state_only=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """Windows whose copies have a time in common."""
+
+    moved: range
+    """Those in which they begin to leave, or have to be back."""
+    time: range
+    """Those whose seconds they surely have."""
+    state_only: bool = False
 
 
 def make_moves(
@@ -102,12 +124,11 @@ class _Builder:
         """Equal seconds of the forward pass, and of the rest; one for updates that stand together at the end."""
         seconds = {"forward": 0.0, "rest": 0.0, "end": 0.0}
         ends: dict[str, list[tuple[int, float]]] = {"forward": [], "rest": [], "end": []}
-        for work in self.line.works:
+        for work, took in self.clock.each(self.line.works, self.line.sizes):
             place = self.position[work.node]
             late = self.at_end is not None and place >= self.at_end
             span = "forward" if phase_of(work.node) == "forward" else "end" if late else "rest"
-            moved = sum(self.line.sizes.get(s, 0) for s in (*work.makes, *work.reads))
-            seconds[span] += self.clock.moving(moved) if work.fusable else self.clock.library_call(work.node)
+            seconds[span] += took
             ends[span].append((place, seconds[span]))
         self.ends, self.whole = ends, seconds
         self.windows = [seconds[span] / WINDOWS for span in ("forward", "rest") for _ in range(WINDOWS)]
@@ -193,7 +214,7 @@ class _Builder:
         for stretch in (*range(returns), self.end_of_forward):
             move.freed[stretch] += size
         move.out[self._window(trip.out, forward=True)] += size
-        move.back[self._window(trip.back, forward=False)] += size
+        move.back[self._window(trip.back_done, forward=False)] += size
 
     def _states(self) -> list[Move]:
         """Optimizer state by the names of parameters, a share of the layers at a time."""

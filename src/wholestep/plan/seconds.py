@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -114,24 +114,28 @@ class Clock:
         return num_bytes / (self.device.bandwidth * FUSED_SHARE_OF_BANDWIDTH)
 
     def step(self, works: Iterable[Work], sizes: Mapping[int, int]) -> Timing:
-        """Of a whole step. Fused operations of a region share what they read: each operand counts once."""
+        """Of a whole step. Fused operations of a layer share what they read: each operand counts once."""
         seconds = 0.0
-        seen: set[tuple[int, int]] = set()
         lanes = Lanes(self.device)
-        for work in works:
+        for work, took in self.each(works, sizes):
             if record_of(work.node).trip:
                 seconds += self._trip(work.node, lanes)
                 continue
-            if not work.fusable:
-                took = self.library_call(work.node)
-            else:
-                moved = sum(sizes.get(s, 0) for s in work.makes)
-                moved += sum(sizes.get(s, 0) for s in work.reads if (work.region, s) not in seen)
-                seen.update((work.region, s) for s in (*work.reads, *work.makes))
-                took = self.moving(moved)
             lanes.run(took)
             seconds += took
         return Timing(seconds + lanes.wait(), lanes.waits, lanes.moved)
+
+    def each(self, works: Iterable[Work], sizes: Mapping[int, int]) -> Iterator[tuple[Work, float]]:
+        """Operations with their seconds; a copy has none."""
+        seen: set[tuple[int, int]] = set()
+        for work in works:
+            if not work.fusable:
+                yield work, 0.0 if record_of(work.node).trip else self.library_call(work.node)
+                continue
+            moved = sum(sizes.get(s, 0) for s in work.makes)
+            moved += sum(sizes.get(s, 0) for s in work.reads if (work.layer, s) not in seen)
+            seen.update((work.layer, s) for s in (*work.reads, *work.makes))
+            yield work, self.moving(moved)
 
     def _trip(self, node: fx.Node, lanes: Lanes) -> float:
         """A copy begins, or is waited for."""

@@ -8,6 +8,10 @@ last bit.
 - Parameters, buffers and inputs of the model stay: they are there anyway.
 - A storage that is written in place while its copy is on the way makes the backward pass raise, as PyTorch itself would.
 - When the memory is used up, or a tensor is small, it is kept where it is.
+- Memory of the host is pinned once: to pin it takes several times as long as to copy to it, so the next context of the model
+  uses it again, until the model goes.
+- Of what leaves, and of what is fetched ahead, at most `IN_FLIGHT_BYTES` are on the card: the computation waits there for a slow
+  link, the host never does.
 - Several threads may save and ask at once (on a GPU the backward pass has a thread of its own): one lock orders them, and whoever
   asks on a stream of its own waits there for the copy.
 
@@ -22,7 +26,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -37,8 +41,10 @@ from wholestep.tiers.pool import Pool
 
 LEAST_BYTES = 1 << 20
 """Of what is worth a copy: one takes about 20 us to start, in which the link moves as much."""
-AHEAD = 2
-"""Storages that are fetched before they are asked for."""
+AHEAD = 8
+"""Storages that are fetched before they are asked for, at most."""
+IN_FLIGHT_BYTES = 1 << 30
+"""On the card, of storages that leave, and of those that come before they are asked for: 20 ms of a link of 55 GB/s."""
 
 
 @contextlib.contextmanager
@@ -49,7 +55,7 @@ def offload(model: nn.Module, host: str | int, *, least: str | int = LEAST_BYTES
     amount = parse_bytes(host)
     refuse_amount("host", host, amount)
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    one = Offloaded(device, Pool(amount, pinned=device.type == "cuda"), parse_bytes(least))
+    one = Offloaded(device, *_lent(model, device, amount), least=parse_bytes(least))
     stay = model.register_forward_pre_hook(one.note_inputs, with_kwargs=True)
     one.leave_out([*model.parameters(), *model.buffers()])
     try:
@@ -59,17 +65,36 @@ def offload(model: nn.Module, host: str | int, *, least: str | int = LEAST_BYTES
         stay.remove()
 
 
+_LENT: weakref.WeakKeyDictionary[nn.Module, tuple[Pool, Link]] = weakref.WeakKeyDictionary()
+"""Model -> the memory and the streams that its contexts share. Buffers go from one context to the next, so the copies of both have
+to be on the same streams."""
+_LENDING = threading.Lock()
+
+
+def _lent(model: nn.Module, device: torch.device, amount: int) -> tuple[Pool, Link]:
+    """Those of earlier contexts, if the model is where it was and the amount is the same."""
+    with _LENDING:
+        pool, link = _LENT.get(model, (None, None))
+        if pool is None or link is None or pool.limit != amount or link.device != device:
+            pool = Pool(amount, pinned=device.type == "cuda")
+            link = _CudaLink(device) if device.type == "cuda" else _NoLink(device)
+            _LENT[model] = pool, link
+        return pool, link
+
+
 class Offloaded:
     """What waits on the host; `moved_bytes` and `kept_bytes` say how much was copied and how much stayed for want of room."""
 
-    def __init__(self, device: torch.device, pool: Pool, least: int) -> None:
-        self.device, self.pool, self.least = device, pool, least
-        self.link = _CudaLink(device) if device.type == "cuda" else _NoLink()
+    def __init__(self, device: torch.device, pool: Pool, link: Link, least: int) -> None:
+        self.device, self.pool, self.link, self.least = device, pool, link, least
         self.stays: set[StorageWeakRef] = set()
         self.known: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()
         """Address of a storage -> what was copied of it; whether it is the same storage still is asked every time."""
         self.order: list[weakref.ref[Stored]] = []
         self.leaving: deque[Stored] = deque()
+        """Whose copies are not known to be over."""
+        self.held: deque[Stored] = deque()
+        """Of these, those whose memory has not been let go."""
         self.moved_bytes = self.kept_bytes = 0
         self.lock = threading.Lock()
         """Held while anything here changes."""
@@ -97,6 +122,7 @@ class Offloaded:
                 self.kept_bytes += storage.nbytes()
                 return tensor
             stored.views += 1
+            self._wait_for_room()
         return View(stored, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -134,6 +160,7 @@ class Offloaded:
         if stored.gone is not None:
             stored.held = tensor.detach()
             self.leaving.append(stored)
+            self.held.append(stored)
         self.known[storage._cdata] = stored
         while self.order and self.order[-1]() is None:
             self.order.pop()
@@ -145,19 +172,39 @@ class Offloaded:
     def _look(self) -> None:
         """Let go of what has left; what was written to on the way is not what was saved."""
         while self.leaving and self.link.is_over(self.leaving[0].gone):
-            self.leaving.popleft().let_go()
+            self.leaving.popleft().arrive()
+        while self.held and self.held[0].held is None:
+            self.held.popleft()
+
+    def _wait_for_room(self) -> None:
+        """Too much is on its way: the computation waits for the first of it, and its memory is used anew behind that."""
+        while len(self.held) > 1 and sum(stored.num_bytes for stored in self.held) > IN_FLIGHT_BYTES:
+            first = self.held.popleft()
+            if first.held is not None:
+                self.link.wait_out(first.gone, first.held)
+                first.held = None
 
     def _next(self, stored: Stored) -> list[Stored]:
-        """The backward pass asks in the other order: what was saved before this."""
-        found = [self.order[i]() for i in range(stored.number - 1, max(-1, stored.number - 1 - AHEAD), -1)]
-        return [entry for entry in found if entry is not None]
+        """The backward pass asks in the other order: what was saved before this, and has not been asked for as often."""
+        rounds = -(-stored.asked // stored.views)
+        found: list[Stored] = []
+        room = IN_FLIGHT_BYTES
+        for number in range(stored.number - 1, max(-1, stored.number - 1 - AHEAD), -1):
+            entry = self.order[number]()
+            if entry is None or entry.asked >= rounds * entry.views:
+                continue
+            room -= entry.num_bytes
+            if found and room < 0:
+                break
+            found.append(entry)
+        return found
 
 
 @dataclasses.dataclass(eq=False)
 class Stored:
     """A storage on the host."""
 
-    link: _NoLink | _CudaLink
+    link: Link
     buffer: torch.Tensor
     num_bytes: int
     source: StorageWeakRef
@@ -167,7 +214,11 @@ class Stored:
     device: torch.device
     number: int = 0
     gone: Any = None
+    """Says whether the copy is over; None when it was at once."""
     held: torch.Tensor | None = None
+    """Keeps the memory of the device as long as it is read."""
+    arrived: bool = False
+    """The copy is known to be over."""
     overwritten: bool = False
     back: tuple[torch.Tensor, Any] | None = None
     """Memory of the device, and the event that says it is filled."""
@@ -183,11 +234,11 @@ class Stored:
 
     def was_overwritten(self) -> bool:
         """Whether it was written to before its copy was known to be over, which it may not be yet."""
-        return self.overwritten or (self.held is not None and self.counter._version != self.version)
+        on_its_way = self.gone is not None and not self.arrived
+        return self.overwritten or (on_its_way and self.counter._version != self.version)
 
-    def let_go(self) -> None:
-        self.overwritten = self.was_overwritten()
-        self.held = None
+    def arrive(self) -> None:
+        self.overwritten, self.arrived, self.held = self.was_overwritten(), True, None
 
     def fetch(self) -> None:
         """Begin to bring it back."""
@@ -225,8 +276,14 @@ class View:
 class _NoLink:
     """Copies at once, where device and host are the same."""
 
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
     def send(self, target: torch.Tensor, source: torch.Tensor) -> Any:
         target.copy_(source)
+
+    def wait_out(self, gone: Any, memory: torch.Tensor) -> None:
+        return None
 
     def bring(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> Any:
         target.copy_(source)
@@ -237,7 +294,7 @@ class _NoLink:
     def drop(self, memory: torch.Tensor) -> None:
         return None
 
-    def is_over(self, event: Any) -> bool:
+    def is_over(self, gone: Any) -> bool:
         return True
 
 
@@ -249,16 +306,22 @@ class _CudaLink:
         self.device = device
         self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def send(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        self.out.wait_stream(torch.cuda.current_stream(self.device))
+    def send(self, target: torch.Tensor, source: torch.Tensor) -> _Gone:
+        stream = torch.cuda.current_stream(self.device)
+        self.out.wait_stream(stream)
         self.out.wait_stream(self.back)  # which may still read what this buffer held before
         with torch.cuda.stream(self.out):
             target.copy_(source, non_blocking=True)
-            return self.out.record_event()
+            return _Gone(self.out.record_event(), stream)
 
-    def bring(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> Any:
+    def wait_out(self, gone: _Gone, memory: torch.Tensor) -> None:
+        """The stream that saved the tensor, not that of the thread that asks: its memory is used anew there."""
+        gone.stream.wait_event(gone.event)
+        memory.record_stream(gone.stream)  # nothing where it was taken on this one
+
+    def bring(self, target: torch.Tensor, source: torch.Tensor, after: _Gone) -> Any:
         self.back.wait_stream(torch.cuda.current_stream(self.device))
-        self.back.wait_event(after)
+        self.back.wait_event(after.event)
         with torch.cuda.stream(self.back):
             target.copy_(source, non_blocking=True)
             return self.back.record_event()
@@ -266,13 +329,24 @@ class _CudaLink:
     def wait(self, memory: torch.Tensor, event: Any) -> None:
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(event)
-        memory.record_stream(stream)  # nothing where it was taken on this one
+        memory.record_stream(stream)
 
     def drop(self, memory: torch.Tensor) -> None:
         memory.record_stream(self.back)
 
-    def is_over(self, event: Any) -> bool:
-        return bool(event.query())
+    def is_over(self, gone: _Gone) -> bool:
+        return bool(gone.event.query())
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Gone:
+    """A copy out: the event behind it, and the stream on which the tensor was saved."""
+
+    event: torch.cuda.Event
+    stream: torch.cuda.Stream
+
+
+Link: TypeAlias = _NoLink | _CudaLink
 
 
 def _is_odd(tensor: torch.Tensor) -> bool:
