@@ -399,5 +399,6 @@ def test_rows_of_vmap_draw_as_they_are_told(by: str, randomness: str) -> None:
     step = interpreted(Side(model, torch.optim.SGD(model.parameters(), lr=0.0), loss), ONES, check="off")
     rows = drawn(step)[0]
     assert step.rung == "whole step", step.explain()
-    assert all(torch.equal(rows[0], other) for other in rows[1:]) == (randomness == "same")
+    alike = (torch.allclose(rows[0], other, atol=1e-6) for other in rows[1:])  # a row of a product rounds by its place
+    assert all(alike) == (randomness == "same")
     assert not torch.equal(drawn(step)[0], rows)
