@@ -89,7 +89,7 @@ def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 def same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal shape, strides, dtype and device; and the same marks, since what is marked to be conjugated lies otherwise in memory."""
+    """Equal shape, strides, dtype and device, and the same marks: what is to be conjugated lies otherwise in memory."""
     return (
         a.dtype == b.dtype
         and a.device == b.device

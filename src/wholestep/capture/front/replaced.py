@@ -19,6 +19,7 @@ from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import (
     BuiltinVariable,
     SkipFunctionVariable,
+    SymNodeVariable,
     TensorVariable,
     UserFunctionVariable,
     user_defined,
@@ -31,6 +32,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from wholestep.capture.front import traced as marks
 from wholestep.capture.front.assumed import assuming, follow_instruction
+from wholestep.capture.front.number_arguments import COMPOSED, composed
 from wholestep.capture.front.packed import pack_padded, pad_packed
 from wholestep.capture.front.sparse import make_coo
 from wholestep.ops.ctc import ctc_loss
@@ -112,6 +114,18 @@ def _handler(ours: Callable[..., Any]) -> Callable[..., Any]:
 
 for _function, _ours in IN_GRAPH.items():
     TorchInGraphFunctionVariable._get_handlers()[_function] = _handler(_ours)
+
+
+def _by_numbers(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """Dynamo's handler; None leaves the call to the default, which takes the number for a constant."""
+    if not getattr(assuming, "on", False):
+        return None
+    ours = composed(function.value, args, kwargs, lambda value: isinstance(value, SymNodeVariable))
+    return None if ours is None else _handler(ours)(function, tx, *args, **kwargs)
+
+
+for _function in COMPOSED:
+    TorchInGraphFunctionVariable._get_handlers()[_function] = _by_numbers
 
 
 def _one_hot(x: torch.Tensor, num_classes: int) -> torch.Tensor:
