@@ -89,11 +89,37 @@ def _checkpoint_sequential(
     return input
 
 
+def _cov(
+    input: torch.Tensor, *, correction: int = 1, fweights: torch.Tensor | None = None, aweights: torch.Tensor | None = None
+) -> torch.Tensor:  # fmt: skip
+    """torch.cov, without its warning about too few observations, for which it looks at a tensor."""
+    rows = input.view(1, -1) if input.dim() < 2 else input
+    if fweights is None and aweights is None:
+        centred = rows - (rows.sum(1) / rows.shape[1]).unsqueeze(1)
+        return (centred @ centred.t().conj() / max(rows.shape[1] - correction, 0)).squeeze()
+    weights = aweights if fweights is None else fweights if aweights is None else fweights * aweights
+    total = weights.sum()
+    taken = correction * (weights * aweights).sum() / total if aweights is not None and correction != 0 else correction
+    centred = rows - ((rows * weights).sum(1) / total).unsqueeze(1)
+    return (centred @ (centred * weights).t().conj() / (total - taken).clamp_min(0)).squeeze()
+
+
+def _corrcoef(input: torch.Tensor) -> torch.Tensor:
+    found = _cov(input)
+    if found.dim() == 0:
+        return found / found
+    diagonal = found.diagonal()
+    deviation = (diagonal.real if found.is_complex() else diagonal).sqrt()
+    found = found / deviation.unsqueeze(1) / deviation
+    return torch.complex(found.real.clip(-1, 1), found.imag.clip(-1, 1)) if found.is_complex() else found.clip(-1, 1)
+
+
 IN_GRAPH: dict[Any, Callable[..., Any]] = {
     F.ctc_loss: _ctc_by_name, torch.ctc_loss: ctc_loss, torch._assert: _assert, F.gaussian_nll_loss: F.gaussian_nll_loss,
+    torch.cov: _cov, torch.corrcoef: _corrcoef,
 }  # fmt: skip
 """What Dynamo would put into its graph as it is. Data tells the size of what CTC keeps, so that cannot be traced further; and
-whether the loss of a Gaussian raises, so its own Python is followed (`assumed.py`)."""
+whether the loss of a Gaussian raises, so its own Python is followed (`assumed.py`); torch.cov reads whether it is to warn."""
 SKIPPED: dict[Any, Callable[..., Any]] = {
     constraints.is_dependent: _is_dependent, torch.sparse_coo_tensor: make_coo,
     rnn.pack_padded_sequence: pack_padded, rnn.pad_packed_sequence: pad_packed, checkpoint_sequential: _checkpoint_sequential,
