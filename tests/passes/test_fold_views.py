@@ -32,6 +32,7 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[str]]] = {
     "times one": (lambda x: x * 1, []),
     "over one": (lambda x: x / 1.0, []),
     "minus zero": (lambda x: x - 0, []),
+    "minus -0 changes -0": (lambda x: x - -0.0, ["sub"]),
     "plus zero changes -0": (lambda x: x + 0, ["add"]),
     "plus zero, integers": (lambda x: x.to(torch.int64) + 0, ["_to_copy"]),
     "times one, wider": (lambda x: x.to(torch.int64) * 1.0, ["_to_copy", "mul"]),

@@ -6,12 +6,13 @@ The first is worked out on a stand-in that lies dense in memory, because announc
 others, and torch's tensors without data let `view` merge dimensions around one of size 1 that do not lie beside each other. The
 second keeps the layout, and with it the bits of what reads it. Lowering calls `view` as `reshape`.
 
-Bitwise: x * 1, x / 1 and x - 0 keep every bit; x + 0 does not (-0 + 0 is +0) and is dropped for integers only. Of complex numbers
+Bitwise: x * 1, x / 1 and x - 0 keep every bit; x + 0 and x - -0.0 do not (-0 + 0 is +0); x + 0 is dropped for integers only. Of complex numbers
 none does: a factor of 1 is 1 + 0i, and makes NaN of what is infinite.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -153,7 +154,7 @@ def _hands_on(node: fx.Node) -> bool:
     if node.target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
         return number == 1 and after.dtype != torch.bool
     if node.target in (aten.sub.Tensor, aten.sub.Scalar):
-        return number == 0
+        return number == 0 and math.copysign(1.0, number) > 0  # type: ignore[arg-type]
     return node.target in (aten.add.Tensor, aten.add.Scalar) and number == 0 and not after.dtype.is_floating_point
 
 

@@ -94,14 +94,17 @@ def _cov(
 ) -> torch.Tensor:  # fmt: skip
     """torch.cov, without its warning about too few observations, for which it looks at a tensor."""
     rows = input.view(1, -1) if input.dim() < 2 else input
-    if fweights is None and aweights is None:
+    if (weights := _product(fweights, aweights)) is None:
         centred = rows - (rows.sum(1) / rows.shape[1]).unsqueeze(1)
         return (centred @ centred.t().conj() / max(rows.shape[1] - correction, 0)).squeeze()
-    weights = aweights if fweights is None else fweights if aweights is None else fweights * aweights
     total = weights.sum()
     taken = correction * (weights * aweights).sum() / total if aweights is not None and correction != 0 else correction
     centred = rows - ((rows * weights).sum(1) / total).unsqueeze(1)
     return (centred @ (centred * weights).t().conj() / (total - taken).clamp_min(0)).squeeze()
+
+
+def _product(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    return a if b is None else b if a is None else a * b
 
 
 def _corrcoef(input: torch.Tensor) -> torch.Tensor:
