@@ -66,7 +66,10 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "exponential_": lambda x: torch.empty_like(x).exponential_(2.0),
     "randperm": lambda x: torch.randperm(50) * x,
     "gumbel_softmax": lambda x: F.gumbel_softmax(x, tau=0.5),
-    "rrelu": lambda x: F.rrelu(-x, training=True),
+    "rrelu": lambda x: F.rrelu(-x, 0.1, 0.5, training=True),
+    "rrelu_": lambda x: F.rrelu_(-x, 0.1, 0.5, training=True),
+    "randint_like": lambda x: torch.randint_like(x, -5, 500),
+    "random_": lambda x: torch.empty_like(x).random_(),
     "normal": lambda x: torch.normal(0.0, 1.0, size=(6, 50)) * x,
     "normal_around": lambda x: torch.normal(torch.ones_like(x), 3.0),
     "multinomial": lambda x: torch.multinomial(torch.arange(1.0, 5.0).expand(60, 4), 5, replacement=True).float(),
@@ -79,7 +82,7 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "binomial": lambda x: torch.binomial(torch.full_like(x, 8.0), torch.full_like(x, 0.5)),
     "dirichlet": lambda x: torch._sample_dirichlet(torch.ones(300, 2)),
 }
-NO_KEYED_FORM = {"rrelu"}
+NO_KEYED_FORM = {"random_"}
 
 
 @pytest.mark.parametrize("name", [n for n in DRAWS if n not in NO_KEYED_FORM])
@@ -96,7 +99,7 @@ def test_draws_differ_by_step_and_repeat_with_the_seed(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(NO_KEYED_FORM))
 def test_draws_without_a_keyed_form_are_right_or_in_eager(name: str) -> None:
     with pytest.warns(WholestepWarning, match=r"has no keyed form yet \(at test_modes\.py:\d+\)"):
-        step = noisy_step(DRAWS[name])
+        step = noisy_step(DRAWS[name], guards="off")  # Dynamo refuses it in words of its own
     first, second = drawn(step, 2)
     assert not torch.equal(first, second)
 
@@ -106,6 +109,7 @@ MOMENTS = {
     "uniform_": (0.5, 3 * 12**-0.5), "normal_": (1.0, 3.0), "exponential_": (0.5, 0.5), "dropout": (1.0, 0.816),
     "normal": (0.0, 1.0), "normal_around": (1.0, 3.0), "multinomial": (2.0, 1.0), "without_replacement": (1.5, 1.25**0.5),
     "cauchy_": (1.0, 4.669), "log_normal_": (1.1331, 0.6039), "geometric_": (4.0, 12**0.5), "gamma": (4.0, 2.0),
+    "rrelu": (-0.3, 0.4 * 12**-0.5), "randint_like": (247.0, 145.8),
     "poisson": (9.0, 3.0), "binomial": (4.0, 2**0.5), "dirichlet": (0.5, 12**-0.5),
 }  # fmt: skip
 
@@ -395,5 +399,6 @@ def test_rows_of_vmap_draw_as_they_are_told(by: str, randomness: str) -> None:
     step = interpreted(Side(model, torch.optim.SGD(model.parameters(), lr=0.0), loss), ONES, check="off")
     rows = drawn(step)[0]
     assert step.rung == "whole step", step.explain()
-    assert all(torch.equal(rows[0], other) for other in rows[1:]) == (randomness == "same")
+    alike = (torch.allclose(rows[0], other, atol=1e-6) for other in rows[1:])  # a row of a product rounds by its place
+    assert all(alike) == (randomness == "same")
     assert not torch.equal(drawn(step)[0], rows)

@@ -32,6 +32,7 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[str]]] = {
     "times one": (lambda x: x * 1, []),
     "over one": (lambda x: x / 1.0, []),
     "minus zero": (lambda x: x - 0, []),
+    "minus -0 changes -0": (lambda x: x - -0.0, ["sub"]),
     "plus zero changes -0": (lambda x: x + 0, ["add"]),
     "plus zero, integers": (lambda x: x.to(torch.int64) + 0, ["_to_copy"]),
     "times one, wider": (lambda x: x.to(torch.int64) * 1.0, ["_to_copy", "mul"]),
@@ -103,3 +104,16 @@ class Attention(torch.nn.Module):
 def test_attention_with_one_head_or_one_row(heads: int, rows: int) -> None:
     """With one head it trained another model: the views around attention were merged in the order of memory."""
     assert_right(Case(lambda: Attention(heads), lambda: (torch.randn(5, rows, 4),)), stage="fold_views")
+
+
+@pytest.mark.parametrize("function, last", [
+    (lambda z: torch.view_as_real(z.resolve_conj()).abs(), "view_as_real"),
+    (lambda z: z.imag.resolve_neg().abs(), "abs"),  # of a conjugate: its imaginary part is marked to be negated
+    (lambda z: (z * 1).abs(), "mul"), (lambda z: (z / 1).abs(), "div"), (lambda z: (z - 0).abs(), "sub"),
+])  # fmt: skip
+def test_marks_and_complex_numbers(function: Callable[[torch.Tensor], torch.Tensor], last: str) -> None:
+    """A clone of what is marked takes the mark off; 1 + 0i makes NaN of an infinite part."""
+    z = torch.view_as_complex(torch.randn(3, 2))
+    z[0] = complex(1.0, float("inf"))
+    graph = traced(lambda t: (t.abs().sum(), function(t.conj())), z)
+    assert last in operators(rewritten(fold_views, graph, z))

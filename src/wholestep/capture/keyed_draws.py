@@ -69,6 +69,19 @@ def _native_dropout(sites: Sites, x: torch.Tensor, p: float, train: bool | None)
     return torch.where(keep, x * (1.0 / (1.0 - p)), torch.zeros_like(x)), keep
 
 
+def _rrelu(
+    sites: Sites, x: torch.Tensor, noise: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False,
+    generator: Any = None,
+) -> torch.Tensor:  # fmt: skip
+    """The slope of every negative element is drawn; torch's backward reads it from `noise`."""
+    if not training:
+        return torch.where(x > 0, x, x * ((lower + upper) / 2))
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    drawn = _uniform(sites, x.shape, x.device, dtype) * (upper - lower) + lower
+    noise.copy_(torch.where(x > 0, torch.ones_like(drawn), drawn))
+    return x * noise
+
+
 KEYED: dict[Any, Callable[..., Any]] = {
     aten.rand.default: lambda s, size, **k: _uniform(s, size, _device(k), k.get("dtype")),
     aten.randn.default: lambda s, size, **k: _normal(s, size, _device(k), k.get("dtype")),
@@ -78,6 +91,9 @@ KEYED: dict[Any, Callable[..., Any]] = {
     aten.randint.low: _randint,
     aten.randint_like.default: lambda s, x, high, **k: _randint(
         s, 0, high, x.shape, device=x.device, dtype=k.get("dtype") or x.dtype
+    ),
+    aten.randint_like.low_dtype: lambda s, x, low, high, **k: _randint(
+        s, low, high, x.shape, device=x.device, dtype=k.get("dtype") or x.dtype
     ),
     aten.randperm.default: lambda s, n, **k: _uniform(s, [n], _device(k), torch.float64).argsort(),
     aten.bernoulli.default: lambda s, x, **k: _chance(s, x, x).to(x.dtype),
@@ -110,5 +126,7 @@ KEYED: dict[Any, Callable[..., Any]] = {
     aten.poisson.default: lambda s, x, **k: ws.draw(x, None, s.next_key(x.device), "poisson"),
     aten.binomial.default: lambda s, count, p, **k: ws.draw(count, p, s.next_key(p.device), "binomial"),
     aten.native_dropout.default: _native_dropout,
+    aten.rrelu_with_noise.default: _rrelu,
+    aten.rrelu_with_noise_.default: lambda s, x, *arguments, **k: x.copy_(_rrelu(s, x, *arguments, **k)),
 }
 """Random operator -> the same draw from the next key: called with the sites, then as the operator."""

@@ -18,6 +18,7 @@ import torch
 from wholestep import compat
 from wholestep.capture.assemble import functional, lift_constants
 from wholestep.capture.chunked_loss import WHOLE_LOGITS_BYTES
+from wholestep.capture.front.dynamo import quiet
 from wholestep.capture.nonfinite import keep_all, keep_buffers
 from wholestep.capture.optimizers import UpdatePlan
 from wholestep.capture.provenance import attribute_backward
@@ -90,8 +91,9 @@ def capture(
     while True:
         tracer = Tracer(subject, reading, batch, dynamic=dynamic, whole_logits_bytes=whole_logits_bytes, run=run)
         try:
-            tracer.add_inputs(keys)
-            graph, constants = _trace(tracer)
+            with compat.ONE_AT_A_TIME, quiet():
+                tracer.add_inputs(keys)
+                graph, constants = _trace(tracer)
             break
         except TooFewKeys:
             keys *= 4

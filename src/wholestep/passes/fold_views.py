@@ -6,11 +6,13 @@ The first is worked out on a stand-in that lies dense in memory, because announc
 others, and torch's tensors without data let `view` merge dimensions around one of size 1 that do not lie beside each other. The
 second keeps the layout, and with it the bits of what reads it. Lowering calls `view` as `reshape`.
 
-Bitwise: x * 1, x / 1 and x - 0 keep every bit; x + 0 does not (-0 + 0 is +0) and is dropped for integers only.
+Bitwise: x * 1, x / 1 and x - 0 keep every bit; x + 0 and x - -0.0 do not (-0 + 0 is +0); x + 0 is dropped for integers only. Of complex numbers
+none does: a factor of 1 is 1 + 0i, and makes NaN of what is infinite.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -147,12 +149,12 @@ def _hands_on(node: fx.Node) -> bool:
     if node.target is ws.dropout.default:
         return node.args[1] == 0.0 and not _part_of_more(node.args[0])
     number = node.args[1] if len(node.args) > 1 else None
-    if isinstance(number, fx.Node | bool) or node.kwargs:
+    if isinstance(number, fx.Node | bool) or node.kwargs or after.is_complex():
         return False
     if node.target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
         return number == 1 and after.dtype != torch.bool
     if node.target in (aten.sub.Tensor, aten.sub.Scalar):
-        return number == 0
+        return number == 0 and math.copysign(1.0, number) > 0  # type: ignore[arg-type]
     return node.target in (aten.add.Tensor, aten.add.Scalar) and number == 0 and not after.dtype.is_floating_point
 
 

@@ -89,10 +89,11 @@ def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 def same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal shape, strides, dtype and device."""
+    """Equal shape, strides, dtype and device, and the same marks: what is to be conjugated lies otherwise in memory."""
     return (
         a.dtype == b.dtype
         and a.device == b.device
+        and (a.is_conj(), a.is_neg()) == (b.is_conj(), b.is_neg())
         and same_sizes(a.shape, b.shape)
         and same_sizes(a.stride(), b.stride())
     )

@@ -17,6 +17,7 @@ from torch import nn
 
 from wholestep.capture.cache import capture_key
 from wholestep.capture.front.replay import as_number, user_line
+from wholestep.errors import WholestepWarning
 from wholestep.graph.training_graph import OutputKind, Role
 
 BATCHES = class_batches()
@@ -220,3 +221,15 @@ def test_cudnn_may_be_set_aside_for_a_part_of_the_loss() -> None:
     twins = Twins(lambda: sgd(nn.Linear(4, 3), loss_fn), BATCHES[0])
     twins.train(BATCHES)
     assert twins.step.rung == "whole step" and torch.backends.cudnn.enabled == before, twins.step.explain()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_named_with_its_line() -> None:
+    def jagged(model: nn.Module, batch: Any) -> torch.Tensor:
+        nested = torch.nested.nested_tensor_from_jagged(batch[0], batch[1])
+        return torch.nested.to_padded_tensor(model(nested), 0.0).square().mean()
+
+    batch = (torch.randn(5, 4), torch.tensor([0, 2, 5]))
+    with pytest.warns(WholestepWarning, match=r"a nested tensor; pad it .* \(at test_loss_graph\.py:\d+\)"):
+        step = interpreted(sgd(small_mlp(), jagged), batch, check="off")
+    assert step(batch).isfinite()

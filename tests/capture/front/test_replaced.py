@@ -37,12 +37,21 @@ def in_segments(model: Any, batch: Any) -> torch.Tensor:
     return checkpoint_sequential(model, 2, batch[0], use_reentrant=False).square().mean()
 
 
+def covariances(model: Any, batch: Any) -> torch.Tensor:
+    """As VICReg has it; and with weights of observations, of one row, of correlations."""
+    found = model(batch[0])
+    counts, weights = torch.tensor([1, 2, 1, 3]), torch.tensor([0.5, 1.0, 0.2, 0.7])
+    weighted = torch.cov(found.T, correction=0, fweights=counts) + torch.cov(found.T, aweights=weights)
+    both = torch.cov(found[:, 0], fweights=counts, aweights=weights) + torch.corrcoef(found[:, 1])
+    return torch.cov(found.T).square().sum() + weighted.sum() + both + torch.corrcoef(found.T).square().mean()
+
+
 def made(loss: Any) -> Side:
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5))
     return Side(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
 
 
-@pytest.mark.parametrize("loss", [gaussian, in_segments, *map(several_labels, ("mean", "sum", "none"))])
+@pytest.mark.parametrize("loss", [gaussian, in_segments, covariances, *map(several_labels, ("mean", "sum", "none"))])
 def test_a_whole_step_as_in_eager(loss: Any) -> None:
     twins = Twins(lambda: made(loss), BATCHES[0], check="off")
     ours, theirs = twins.losses(BATCHES)

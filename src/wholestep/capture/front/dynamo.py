@@ -156,7 +156,7 @@ def switched_off() -> str | None:
 @contextlib.contextmanager
 def settings(loggers: Any, lists: Iterable[str] = (), **more: Any) -> Iterator[None]:
     """Dynamo's settings as a faithful capture needs them, for this process, while the context is open."""
-    with compat.ONE_AT_A_TIME, compat.guards_not_timed(), dynamo.config.patch(**_wanted(loggers, more)), _quiet():
+    with compat.ONE_AT_A_TIME, compat.guards_not_timed(), dynamo.config.patch(**_wanted(loggers, more)), quiet():
         growing.on, growing.lists, assuming.on, assuming.sparse = True, frozenset(lists), True, set()
         try:
             yield
@@ -221,8 +221,8 @@ _TALKATIVE = [logging.getLogger(name) for name in (*(f"torch._dynamo.{name}" for
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """What Dynamo logs about a capture that it gives up, or cannot count, is told by us."""
+def quiet() -> Iterator[None]:
+    """What torch logs about a capture that it gives up, or cannot count, is told by us."""
     kept = [logger.disabled for logger in _TALKATIVE]
     for logger in _TALKATIVE:
         logger.disabled = True

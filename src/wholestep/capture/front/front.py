@@ -264,6 +264,7 @@ _COMMENT = re.compile(r"\s+#.*$")
 _HELP = {
     "ata-dependent": "select by torch.where or a mask instead",
     "ackward hooks": "a hook on a parameter, or on the output tensor, is captured",
+    "requires_grad_": "give the gradient to a value of the loss's own: x = x.detach().requires_grad_()",
     "next()": "pass what it yields in the batch",
     "`open`": "read the file outside of the loss and pass the value in the batch",
     "ContextVar": "pass the value in the batch",

@@ -76,6 +76,7 @@ class LossGraph:
         _check_marks(self.module)
         _check_backward(self.module)
         _check_replaced(self.module)
+        _check_nested(self.module)
         refuse_opaque(self.module)
         copy_in_place_of_set(self.module)
         self.derivatives = derivatives(self.module)
@@ -268,6 +269,14 @@ def _check_marks(module: fx.GraphModule) -> None:
             )
         if not value.is_floating_point():
             raise BadLoss(f"the loss has dtype {value.dtype}", hint="a loss must be a floating-point scalar")
+
+
+def _check_nested(module: fx.GraphModule) -> None:
+    for node in module.graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.is_nested:
+            help = "pad it and pass a mask, or compute with its values and offsets"
+            raise CaptureRefused(f"the loss computes with a nested tensor; {help}", where=_where(node), compiled=True)
 
 
 def _check_replaced(module: fx.GraphModule) -> None:

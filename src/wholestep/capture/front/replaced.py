@@ -19,6 +19,7 @@ from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import (
     BuiltinVariable,
     SkipFunctionVariable,
+    SymNodeVariable,
     TensorVariable,
     UserFunctionVariable,
     user_defined,
@@ -31,6 +32,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from wholestep.capture.front import traced as marks
 from wholestep.capture.front.assumed import assuming, follow_instruction
+from wholestep.capture.front.number_arguments import COMPOSED, composed
 from wholestep.capture.front.packed import pack_padded, pad_packed
 from wholestep.capture.front.sparse import make_coo
 from wholestep.ops.ctc import ctc_loss
@@ -87,11 +89,40 @@ def _checkpoint_sequential(
     return input
 
 
+def _cov(
+    input: torch.Tensor, *, correction: int = 1, fweights: torch.Tensor | None = None, aweights: torch.Tensor | None = None
+) -> torch.Tensor:  # fmt: skip
+    """torch.cov, without its warning about too few observations, for which it looks at a tensor."""
+    rows = input.view(1, -1) if input.dim() < 2 else input
+    if (weights := _product(fweights, aweights)) is None:
+        centred = rows - (rows.sum(1) / rows.shape[1]).unsqueeze(1)
+        return (centred @ centred.t().conj() / max(rows.shape[1] - correction, 0)).squeeze()
+    total = weights.sum()
+    taken = correction * (weights * aweights).sum() / total if aweights is not None and correction != 0 else correction
+    centred = rows - ((rows * weights).sum(1) / total).unsqueeze(1)
+    return (centred @ (centred * weights).t().conj() / (total - taken).clamp_min(0)).squeeze()
+
+
+def _product(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    return a if b is None else b if a is None else a * b
+
+
+def _corrcoef(input: torch.Tensor) -> torch.Tensor:
+    found = _cov(input)
+    if found.dim() == 0:
+        return found / found
+    diagonal = found.diagonal()
+    deviation = (diagonal.real if found.is_complex() else diagonal).sqrt()
+    found = found / deviation.unsqueeze(1) / deviation
+    return torch.complex(found.real.clip(-1, 1), found.imag.clip(-1, 1)) if found.is_complex() else found.clip(-1, 1)
+
+
 IN_GRAPH: dict[Any, Callable[..., Any]] = {
     F.ctc_loss: _ctc_by_name, torch.ctc_loss: ctc_loss, torch._assert: _assert, F.gaussian_nll_loss: F.gaussian_nll_loss,
+    torch.cov: _cov, torch.corrcoef: _corrcoef,
 }  # fmt: skip
 """What Dynamo would put into its graph as it is. Data tells the size of what CTC keeps, so that cannot be traced further; and
-whether the loss of a Gaussian raises, so its own Python is followed (`assumed.py`)."""
+whether the loss of a Gaussian raises, so its own Python is followed (`assumed.py`); torch.cov reads whether it is to warn."""
 SKIPPED: dict[Any, Callable[..., Any]] = {
     constraints.is_dependent: _is_dependent, torch.sparse_coo_tensor: make_coo,
     rnn.pack_padded_sequence: pack_padded, rnn.pad_packed_sequence: pad_packed, checkpoint_sequential: _checkpoint_sequential,
@@ -112,6 +143,18 @@ def _handler(ours: Callable[..., Any]) -> Callable[..., Any]:
 
 for _function, _ours in IN_GRAPH.items():
     TorchInGraphFunctionVariable._get_handlers()[_function] = _handler(_ours)
+
+
+def _by_numbers(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """Dynamo's handler; None leaves the call to the default, which takes the number for a constant."""
+    if not getattr(assuming, "on", False):
+        return None
+    ours = composed(function.value, args, kwargs, lambda value: isinstance(value, SymNodeVariable))
+    return None if ours is None else _handler(ours)(function, tx, *args, **kwargs)
+
+
+for _function in COMPOSED:
+    TorchInGraphFunctionVariable._get_handlers()[_function] = _by_numbers
 
 
 def _one_hot(x: torch.Tensor, num_classes: int) -> torch.Tensor:

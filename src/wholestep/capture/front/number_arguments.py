@@ -1,0 +1,130 @@
+"""Functions of torch's that take Python numbers only, composed of operators that take tensors, for numbers that vary.
+
+In: a call that Dynamo meets in which such a number (an annealed `delta`, `label_smoothing`, `margin`, `scale`) is an input of its
+graph. Out: a function of ours that it follows, so that one graph serves every number. What is given in another way than here stays
+as it is, and is then captured anew for every number.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def _reduced(loss: Tensor, reduction: str) -> Tensor:
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+def _huber_loss(input: Tensor, target: Tensor, reduction: str = "mean", delta: Any = 1.0) -> Tensor:
+    away = (input - target).abs()
+    return _reduced(torch.where(away < delta, 0.5 * away * away, delta * (away - 0.5 * delta)), reduction)
+
+
+def _smooth_l1_loss(input: Tensor, target: Tensor, *, reduction: str = "mean", beta: Any = 1.0) -> Tensor:
+    away = (input - target).abs()
+    divisor = max(beta, 1e-30)  # of what is not selected where beta is 0, and would have a gradient that is NaN
+    return _reduced(torch.where(away < beta, 0.5 * away * away / divisor, away - 0.5 * beta), reduction)
+
+
+def _cross_entropy(
+    input: Tensor, target: Tensor, weight: Tensor | None = None, *, ignore_index: int = -100, reduction: str = "mean",
+    label_smoothing: Any = 0.0,
+) -> Tensor:  # fmt: skip
+    dim = 0 if input.dim() == 1 else 1
+    if target.is_floating_point():
+        smoothed = target * (1 - label_smoothing) + label_smoothing / input.shape[dim]
+        return F.cross_entropy(input, smoothed, weight, reduction=reduction)
+    ignored = target == ignore_index
+    weights = torch.ones_like(input.select(dim, 0)) if weight is None else weight[target.masked_fill(ignored, 0)]
+    every = F.log_softmax(input, dim).movedim(dim, -1)
+    even = -(every if weight is None else every * weight).sum(-1).masked_fill(ignored, 0.0) / input.shape[dim]
+    even = even.sum() / weights.masked_fill(ignored, 0.0).sum() if reduction == "mean" else _reduced(even, reduction)
+    named = F.cross_entropy(input, target, weight, ignore_index=ignore_index, reduction=reduction)
+    return named * (1 - label_smoothing) + even * label_smoothing
+
+
+def _layer_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: Any = 1e-5
+) -> Tensor:  # fmt: skip
+    wide = input.to(torch.promote_types(input.dtype, torch.float32))  # as torch's kernel computes
+    variance, mean = torch.var_mean(wide, [-1 - i for i in range(len(normalized_shape))], correction=0, keepdim=True)
+    normal = (wide - mean) * torch.rsqrt(variance + eps)
+    normal = normal if weight is None else normal * weight
+    return (normal if bias is None else normal + bias).to(input.dtype)
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: Any = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    scaled = query * (scale * math.sqrt(query.shape[-1]))
+    return F.scaled_dot_product_attention(
+        scaled, key, value, attn_mask, dropout_p, is_causal, **({"enable_gqa": True} if enable_gqa else {})
+    )
+
+
+def _margin_ranking_loss(
+    input1: Tensor, input2: Tensor, target: Tensor, margin: Any = 0.0, *, reduction: str = "mean"
+) -> Tensor:
+    return _reduced((-target * (input1 - input2) + margin).clamp_min(0), reduction)
+
+
+def _triplet_margin_loss(
+    anchor: Tensor, positive: Tensor, negative: Tensor, margin: Any = 1.0, p: float = 2, eps: float = 1e-6, swap: bool = False, *,
+    reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    near, far = (F.pairwise_distance(anchor, other, p, eps) for other in (positive, negative))
+    if swap:
+        far = torch.minimum(far, F.pairwise_distance(positive, negative, p, eps))
+    return _reduced((margin + near - far).clamp_min(0), reduction)
+
+
+def _hinge_embedding_loss(input: Tensor, target: Tensor, margin: Any = 1.0, *, reduction: str = "mean") -> Tensor:
+    far, near = torch.where(target != 1, (margin - input).clamp_min(0), 0), torch.where(target != -1, input, 0)
+    return _reduced(far + near, reduction)
+
+
+def _hardtanh(input: Tensor, min_val: Any = -1.0, max_val: Any = 1.0, inplace: bool = False) -> Tensor:
+    return input.clamp_(min_val, max_val) if inplace else input.clamp(min_val, max_val)
+
+
+def _var(input: Tensor, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Tensor:
+    plain = input.var(dim, correction=0, keepdim=keepdim)
+    count = input.numel() // plain.numel()
+    return plain * count / torch.full((), count - correction).clamp_min(0).to(plain.dtype)
+
+
+def _std(input: Tensor, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Tensor:
+    return _var(input, dim, correction=correction, keepdim=keepdim).sqrt()
+
+
+COMPOSED: dict[Any, Callable[..., Tensor]] = {
+    F.huber_loss: _huber_loss, F.smooth_l1_loss: _smooth_l1_loss, F.cross_entropy: _cross_entropy, F.layer_norm: _layer_norm,
+    F.scaled_dot_product_attention: _attention, F.margin_ranking_loss: _margin_ranking_loss, F.hardtanh: _hardtanh,
+    F.triplet_margin_loss: _triplet_margin_loss, F.hinge_embedding_loss: _hinge_embedding_loss,
+    torch.var: _var, torch.std: _std,
+}  # fmt: skip
+"""Function -> what takes its place where one of its numbers varies."""
+_NUMBERS = {"delta", "beta", "label_smoothing", "eps", "scale", "margin", "min_val", "max_val", "correction"}
+
+
+def composed(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], varies: Callable[[Any], bool]) -> Any:
+    """What takes the place of a call of a function, or None; `varies`: whether an argument is a number that does."""
+    ours = COMPOSED.get(function)
+    if ours is None or (_has_autocast() and function is not F.scaled_dot_product_attention):
+        return None  # autocast has types of its own for losses, which differ between devices
+    try:
+        given = inspect.signature(ours).bind(*args, **kwargs).arguments
+    except TypeError:  # with an argument that is not known here, such as `reduce`
+        return None
+    return ours if any(varies(value) for name, value in given.items() if name in _NUMBERS) else None
+
+
+def _has_autocast() -> bool:
+    return any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
