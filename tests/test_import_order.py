@@ -9,9 +9,9 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "wholestep"
 # fmt: off
 ORDER = (
-    "errors", "compat", "disk", "graph", "tiers", "options", "optim", "ops", "cost", "capture", "relational", "nn", "schedule",
-    "passes", "lower", "plan", "runtime", "compiler", "verify", "api", "report", "data", "train", "profile", "commands", "bench",
-    "search", "__init__", "cli", "__main__",
+    "errors", "compat", "disk", "frames", "graph", "tiers", "options", "optim", "ops", "cost", "capture", "relational", "nn",
+    "schedule", "passes", "lower", "plan", "runtime", "compiler", "verify", "api", "report", "data", "train", "profile", "commands",
+    "bench", "search", "__init__", "cli", "__main__",
 )
 # fmt: on
 

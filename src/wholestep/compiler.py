@@ -31,6 +31,7 @@ from wholestep.capture.reading import Reading
 from wholestep.capture.subject import Subject, make_subject, root_of
 from wholestep.capture.trace import Capture
 from wholestep.errors import BadOption, CaptureRefused, CompilerMissing, NotBuiltYet, WholestepWarning
+from wholestep.frames import in_one_piece
 from wholestep.graph.mesh import Ranks
 from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
@@ -102,6 +103,7 @@ class Compiler:
     def prepare(self, made: Capture) -> None:
         made.notes += self.pipeline.prepare(made, dump=self.options.dump)
 
+    @in_one_piece
     def plan(self, prepared: Capture) -> Plan:
         """As asked; or for the budget; or for speed."""
         if self.options.plan is not None:
@@ -129,6 +131,7 @@ class Compiler:
     def apply(self, prepared: Capture, plan: Plan) -> None:
         prepared.notes += self.pipeline.carry_out_on(prepared, plan, dump=self.options.dump)
 
+    @in_one_piece
     def lower(self, graph: TrainingGraph, backend: str | None = None) -> Any:
         """As it will run: the quicker of compiled and interpreted code, within the budget, as a CUDA graph where that pays."""
         with held_to(self.budget, self.subject.device):

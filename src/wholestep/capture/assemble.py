@@ -18,6 +18,7 @@ from wholestep import compat
 from wholestep.capture.provenance import complete
 from wholestep.capture.subject import Subject
 from wholestep.errors import CaptureRefused
+from wholestep.graph.edit import remove_unread, replace_each
 from wholestep.graph.training_graph import Input, Output, OutputKind, Role, TrainingGraph
 
 aten = torch.ops.aten
@@ -92,7 +93,7 @@ def functional(
     num_sites: int = 0,
 ) -> TrainingGraph:
     """The second tracing where something mutates, then the TrainingGraph; keys beyond `num_sites` were not taken."""
-    recorded.graph.eliminate_dead_code()
+    remove_unread(recorded.graph)
     if not any(_mutates(node) for node in recorded.graph.nodes):
         return _assemble(recorded, inputs, meanings, num_sites)  # already functional: half of the tracing time saved
     module = compat.trace(lambda *flat: fx.Interpreter(recorded).run(*flat), fakes, mode=mode, functional=True)
@@ -114,10 +115,11 @@ def _assemble(module: fx.GraphModule, inputs: Sequence[Input], meanings: list[Ou
     """From a functional trace to a TrainingGraph: writes to inputs become outputs, helper outputs become tables."""
     graph = module.graph
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    for node in list(graph.nodes):
+    replaced: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
         if node.target in _IDENTITIES:
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
+            replaced[node] = replaced.get(node.args[0], node.args[0])
+    replace_each(graph, replaced)
     output = next(iter(reversed(graph.nodes)))
     values, outputs = list(output.args[0]), list(meanings)
     for node in list(graph.nodes):
@@ -144,7 +146,7 @@ def _assemble(module: fx.GraphModule, inputs: Sequence[Input], meanings: list[Ou
         elif not (meaning.kind is OutputKind.UPDATE and value is placeholders[meaning.target or 0]):
             kept.append((value, meaning))
     output.args = (tuple(v for v, _ in kept),)
-    graph.eliminate_dead_code()
+    remove_unread(graph)
     kept_inputs, outputs = _drop_unused(graph, placeholders, inputs, [m for _, m in kept], num_sites)
     complete(module)
     graph.lint()

@@ -29,6 +29,7 @@ from wholestep.capture.subject import Subject
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT, HOLDS, Tracer
 from wholestep.capture.write_out import NotAlike, write_out
 from wholestep.errors import BadOption, CaptureRefused
+from wholestep.frames import in_one_piece
 from wholestep.graph.copies import copy_graph
 from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
@@ -74,6 +75,7 @@ class Capture:
         return dataclasses.replace(self, graph=copy_graph(self.graph), update=update, notes=[])
 
 
+@in_one_piece
 def capture(
     subject: Subject,
     reading: Reading | None,

@@ -59,14 +59,14 @@ def last_uses(graph: TrainingGraph) -> dict[fx.Node, list[fx.Node]]:
     return dict(dying)
 
 
-def peak_bytes(graph: TrainingGraph, *, donate: bool = True) -> int:
+def peak_bytes(graph: TrainingGraph, *, donate: bool = True, found: dict[fx.Node, Storages] | None = None) -> int:
     """The most bytes alive at any node beyond the inputs and constants, by the model this file describes.
 
     With `donate`, a new parameter or state made in the update phase takes the storage of the input it replaces, as the
     lowered step does, and counts nothing; any other new value (a buffer, an accumulated gradient) is copied there after
-    the last reader of the old one, and dies.
+    the last reader of the old one, and dies. `found`: the storages, where they are known; they do not depend on the order.
     """
-    found = storages(graph)
+    found = storages(graph) if found is None else found
     nodes = list(graph.graph.nodes)
     last = _last_positions(nodes, found)
     not_counted = _held_by_others(found) | (donated(graph, found) if donate else set())

@@ -49,7 +49,7 @@ def _fold_chain(edit: Editor, node: fx.Node) -> None:
     """Read the farthest ancestor from which this value is nothing, or one view, away."""
     after = tensor_of(node)
     ancestors = _ancestors(node)
-    if after is None or not ancestors or any(free_unbacked_symbols(tensor_of(n)) for n in (node, *ancestors)):
+    if after is None or not ancestors or any(_sized_by_data(tensor_of(n)) for n in (node, *ancestors)):
         return  # a size that only the data tells has no number to try it with
     # A module's output that only views read could leave the graph, and blame could not look at it any more.
     reachable = [source for source in reversed(ancestors) if not _crosses_boundary(edit, node, source)]
@@ -69,6 +69,10 @@ def _fold_chain(edit: Editor, node: fx.Node) -> None:
             new = edit.insert(node, aten.view.default, (source, shape))
             edit.replace(node, new)
             return
+
+
+def _sized_by_data(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and not is_static(tensor) and bool(free_unbacked_symbols(tensor))
 
 
 def _ancestors(node: fx.Node) -> list[fx.Node]:

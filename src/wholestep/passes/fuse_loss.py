@@ -41,7 +41,6 @@ def fuse_loss(graph: TrainingGraph) -> TrainingGraph:
                 _fuse(graph, node, backward)
                 changed = True
     if changed:
-        graph.graph.lint()
         graph.module.recompile()
     return graph
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep.graph.edit import remove_unread
 from wholestep.graph.training_graph import TrainingGraph, tensors_in
 
 aten = torch.ops.aten
@@ -65,7 +66,7 @@ class Editor:
 
 def sweep(graph: TrainingGraph) -> None:
     """Remove what nobody reads, with its entries in the tables (a gradient nobody reads is not one any more)."""
-    graph.graph.eliminate_dead_code()
+    remove_unread(graph.graph)
     alive = {node.name for node in graph.graph.nodes}
     graph.boundaries = {path: name for path, name in graph.boundaries.items() if name in alive}
     graph.gradients = {name: node for name, node in graph.gradients.items() if node in alive}

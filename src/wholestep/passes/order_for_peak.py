@@ -48,21 +48,21 @@ _HOISTED = frozenset(
 def order_for_peak(graph: TrainingGraph) -> TrainingGraph:
     """Each cheap node beside its first reader or its last argument, whichever holds less memory."""
     try:
-        before = peak_bytes(graph)
+        found = storages(graph)
+        before = peak_bytes(graph, found=found)
     except ValueError:  # symbolic sizes: bytes are not known
         return graph
     order = [(node, node.meta.get("custom")) for node in graph.graph.nodes]
-    if not _move_all(graph):
+    if not _move_all(graph, found):
         return graph
-    if peak_bytes(graph) > before:
+    if peak_bytes(graph, found=found) > before:
         _restore(order)
-    graph.graph.lint()
     graph.module.recompile()
     return graph
 
 
-def _move_all(graph: TrainingGraph) -> bool:
-    lives = _Lives.of(graph)
+def _move_all(graph: TrainingGraph, found: dict[fx.Node, Storages]) -> bool:
+    lives = _Lives.of(graph, found)
     written = _written(graph, lives.found)
     changed = False
     for node in reversed(list(graph.operations())):
@@ -84,8 +84,7 @@ class _Lives:
     parts: dict[fx.Node, Part]
 
     @classmethod
-    def of(cls, graph: TrainingGraph) -> _Lives:
-        found = storages(graph)
+    def of(cls, graph: TrainingGraph, found: dict[fx.Node, Storages]) -> _Lives:
         readers: dict[int, list[fx.Node]] = {}
         for node in graph.graph.nodes:
             for number in _numbers_read(node, found):

@@ -20,6 +20,7 @@ from operator import is_
 from typing import TYPE_CHECKING, Any, Literal
 
 from wholestep.errors import BadOption
+from wholestep.frames import in_one_piece
 from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
 
@@ -228,6 +229,7 @@ class Pipeline:
         graph, reports = self.run_reporting(graph, dump=dump, first=first)
         return graph, [note for report in reports for note in report.told]
 
+    @in_one_piece
     def run_reporting(
         self, graph: TrainingGraph, *, dump: str | None = None, first: int = 1
     ) -> tuple[TrainingGraph, list[PassReport]]:

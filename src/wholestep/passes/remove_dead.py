@@ -5,6 +5,7 @@ Assertions and other operators with effects stay, as do all inputs: the runtime 
 
 from __future__ import annotations
 
+from wholestep.graph.edit import is_unread
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.passes.fx_edit import sweep
 from wholestep.passes.pipeline import compiler_pass
@@ -13,6 +14,6 @@ from wholestep.passes.pipeline import compiler_pass
 @compiler_pass(numerics="bitwise")
 def remove_dead(graph: TrainingGraph) -> TrainingGraph:
     """y = f(x), y unread => nothing."""
-    if any(not node.users and not node.is_impure() for node in graph.operations()):
+    if any(is_unread(node) for node in graph.operations()):
         sweep(graph)
     return graph

@@ -49,7 +49,6 @@ def stream_state(graph: TrainingGraph, plan: Plan) -> TrainingGraph:
     if not streamed:
         return graph
     _stream(graph, streamed, away, stations)
-    graph.graph.lint()
     graph.module.recompile()
     return graph
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep.graph.edit import replace_each
 from wholestep.graph.layers import part_borders
 from wholestep.graph.liveness import flat_numbers, storages
 from wholestep.graph.plan import Plan
@@ -70,7 +71,6 @@ def update_early(
             changed = True
         _join_norms(graph, norms)
     if changed:
-        graph.graph.lint()
         graph.module.recompile()
     return graph
 
@@ -149,6 +149,7 @@ def split_update(graph: fx.Graph, update: fx.Node, parts: list[Part]) -> list[fx
     """One node per part in place of `update`, and the results of `update` taken from them."""
     made = []
     count = len(update_list(update, "params"))
+    replaced: dict[fx.Node, fx.Node] = {}
     results: dict[int, list[fx.Node]] = {}
     for user in update.users:
         results.setdefault(int(user.args[1]), []).append(user)  # type: ignore[arg-type]
@@ -165,10 +166,9 @@ def split_update(graph: fx.Graph, update: fx.Node, parts: list[Part]) -> list[fx
             node.meta["custom"] = dict(update.meta["custom"])
             for index, old in enumerate(order):
                 for user in results.get(old, ()):
-                    new = graph.call_function(operator.getitem, (node, index))
-                    new.meta = dict(user.meta)
-                    user.replace_all_uses_with(new)
-                    graph.erase_node(user)
+                    replaced[user] = graph.call_function(operator.getitem, (node, index))
+                    replaced[user].meta = dict(user.meta)
+    replace_each(graph, replaced)
     graph.erase_node(update)
     return made
 

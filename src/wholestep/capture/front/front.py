@@ -31,6 +31,7 @@ from wholestep.capture.front.unguarded import Unguarded
 from wholestep.capture.subject import Subject, model_loss, no_loss
 from wholestep.capture.undo import RandomStates
 from wholestep.errors import BadLoss, CaptureRefused, WholestepError
+from wholestep.frames import in_one_piece
 from wholestep.graph.notes import Note
 
 SAME_GUARD = 4
@@ -154,6 +155,7 @@ class Front:
 
     # ---- capturing ----
 
+    @in_one_piece
     def _capture(self, arguments: dict[str, Any]) -> Entry:
         off = private.switched_off()
         if off is not None:
