@@ -77,7 +77,7 @@ from wholestep.ops import grouped_mm, grouped_mm_triton as kernels, grouped_narr
 
 kernels.ROWS = kernels.COLUMNS = narrow.ROWS = 16
 narrow.SPLIT, narrow.BLOCK, narrow.PARTS = 8, 64, 2
-kernels._depth, kernels._narrow_precision = lambda x: 16, lambda: "ieee"
+kernels._depth, kernels.narrow_precision = lambda x: 16, lambda: "ieee"
 for ends in ([2, 5, 9], [0, 4, 4, 9, 9], [9], [3, 6], [1], [0], [20, 20, 37], [0, 1, 2, 3, 3, 3, 30, 30, 31, 70]):
     for transposed, grouped_mm.NARROW in ((False, 0), (True, 0), (False, 128), (True, 128)):
         torch.manual_seed(0)
