@@ -43,7 +43,6 @@ LIBRARY.define(
     "Tensor back_index, Tensor? back_edge, Tensor to_ptr, Tensor to_index, Tensor? to_edge, Tensor back_to_ptr, "
     "Tensor back_to_index, Tensor? back_to_edge) -> Tensor"
 )
-Ids = Tensor | None
 MOST_ENTRIES = 4
 """Per row: where there are more, sums are made once and kept."""
 
@@ -61,26 +60,26 @@ def pays(x: Tensor, weight: Tensor | None, w: Tensor, rows: int, entries: int) -
     )
 
 
-def _asked(weight: Tensor | None, edge: Ids) -> Tensor | None:
+def _asked(weight: Tensor | None, edge: Tensor | None) -> Tensor | None:
     return None if edge is None else weight
 
 
-def _summed(x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, edge: Ids) -> Tensor:
+def _summed(x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, edge: Tensor | None) -> Tensor:
     return gather.gather_sum(x, _asked(weight, edge), ptr, index, edge, ptr, index, None)
 
 
-def _summed_plainly(x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, edge: Ids) -> Tensor:
+def _summed_plainly(x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, edge: Tensor | None) -> Tensor:
     return gather.sum_reference(x, _asked(weight, edge), ptr, index, edge, ptr, index, None)
 
 
 def reference(
-    x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, edge: Ids, w: Tensor, ends: Tensor
+    x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, edge: Tensor | None, w: Tensor, ends: Tensor
 ) -> Tensor:
     return grouped_mm.reference(_summed_plainly(x, weight, ptr, index, edge), w, ends)
 
 
 def summed_mm(
-    x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, edge: Ids, w: Tensor, ends: Tensor
+    x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, edge: Tensor | None, w: Tensor, ends: Tensor
 ) -> Tensor:
     if in_triton(x, weight, w) and grouped_mm.is_narrow(*w.shape[1:]):
         from wholestep.ops.relational import linear_sum_triton
@@ -90,8 +89,8 @@ def summed_mm(
 
 
 def weights_reference(
-    x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, edge: Ids, grad: Tensor, grad_ptr: Tensor,
-    grad_index: Tensor, grad_edge: Ids, ends: Tensor,
+    x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, edge: Tensor | None, grad: Tensor, grad_ptr: Tensor,
+    grad_index: Tensor, grad_edge: Tensor | None, ends: Tensor,
 ) -> Tensor:  # fmt: skip
     rows = _summed_plainly(x, weight, ptr, index, edge)
     pulled = _summed_plainly(grad, weight, grad_ptr, grad_index, grad_edge)
@@ -99,8 +98,8 @@ def weights_reference(
 
 
 def summed_mm_weights(
-    x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, edge: Ids, grad: Tensor, grad_ptr: Tensor,
-    grad_index: Tensor, grad_edge: Ids, ends: Tensor,
+    x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, edge: Tensor | None, grad: Tensor, grad_ptr: Tensor,
+    grad_index: Tensor, grad_edge: Tensor | None, ends: Tensor,
 ) -> Tensor:  # fmt: skip
     if in_triton(x, weight, grad) and grouped_mm.is_narrow(x.shape[1], grad.shape[1]):
         from wholestep.ops.relational import linear_sum_triton
@@ -114,11 +113,13 @@ def summed_mm_weights(
 
 
 def linear_reference(x: Tensor, weight: Tensor | None, w: Tensor, ends: Tensor, *tables: Any) -> Tensor:
-    return _summed_plainly(reference(x, weight, *tables[:3], w, ends), weight, *tables[6:9])
+    ptr, index, edge, *others = tables
+    return _summed_plainly(reference(x, weight, ptr, index, edge, w, ends), weight, *others[3:6])
 
 
 def linear_sum(x: Tensor, weight: Tensor | None, w: Tensor, ends: Tensor, *tables: Any) -> Tensor:
-    return _summed(summed_mm(x, weight, *tables[:3], w, ends), weight, *tables[6:9])
+    ptr, index, edge, *others = tables
+    return _summed(summed_mm(x, weight, ptr, index, edge, w, ends), weight, *others[3:6])
 
 
 for _device in ("CPU", "CUDA"):
@@ -128,12 +129,14 @@ for _device in ("CPU", "CUDA"):
 
 
 @torch.library.register_fake("ws::summed_mm", lib=LIBRARY)
-def _fake(x: Tensor, weight: Any, ptr: Tensor, index: Tensor, edge: Ids, w: Tensor, ends: Tensor) -> Tensor:
+def _fake(x: Tensor, weight: Any, ptr: Tensor, index: Tensor, edge: Tensor | None, w: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(ptr.shape[0] - 1, w.shape[2])
 
 
 @torch.library.register_fake("ws::summed_mm_weights", lib=LIBRARY)
-def _weights_fake(x: Tensor, weight: Any, ptr: Tensor, index: Tensor, edge: Ids, grad: Tensor, *rest: Any) -> Tensor:
+def _weights_fake(
+    x: Tensor, weight: Any, ptr: Tensor, index: Tensor, edge: Tensor | None, grad: Tensor, *rest: Any
+) -> Tensor:
     return x.new_empty(rest[-1].shape[0], x.shape[1], grad.shape[1])
 
 
