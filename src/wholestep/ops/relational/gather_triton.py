@@ -3,7 +3,7 @@
 Legend: x (N, *F) is seen as (N, width), columns in heads of `inner`; ptr, index, edge as in `gather.py`; out (T, *F). A program
 has TARGETS targets and takes ENTRIES of each at a time: LANES = TARGETS * ENTRIES rows.
 
-    gather_sum  1. every whole chunk (`segments_triton.py`) is added up by a program of its own: partial (Z // CHUNK, width)
+    gather_sum  1. every whole chunk (`segments_triton.py`) is added up by itself: partial (Z // CHUNK, width)
                 2. a block of targets adds up its direct entries, then its chunks
     gather_dot  1. whole chunks, 2. the direct entries of a block of targets
     take_rows   a block of rows
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wholestep.ops.relational import segments_triton as segments
-from wholestep.ops.relational.segments_triton import direct_entry, pieces
+from wholestep.ops.relational.segments_triton import direct_entry, pieces, some_whole
 
 TILE, COLUMNS, NUM_WARPS = 1024, 128, 2
 """Numbers that a program holds, and the most columns among them."""
@@ -52,21 +52,35 @@ def _terms(
 
 @triton.jit
 def _sum_of_chunks_kernel(
-    x, weight, index, edge, owner, partial, width, x_row, heads, inner,
+    x, weight, index, edge, owner, partial, chunks, width, x_row, heads, inner,
     WEIGHTED: tl.constexpr, NAMED: tl.constexpr, PER_HEAD: tl.constexpr,
-    LANES: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    LANES: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """partial[chunk] of every whole chunk; the others are not written, and never read."""
-    chunk = tl.program_id(0).to(tl.int64)
-    if tl.load(owner + chunk) >= 0:
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        total = tl.zeros((LANES, COLUMNS), tl.float32)
-        for done in range(0, CHUNK, LANES):
-            entry = chunk * CHUNK + done + tl.arange(0, LANES)
-            total += _terms(
-                x, weight, index, edge, entry, entry >= 0, column, width, x_row, heads, inner, WEIGHTED, NAMED, PER_HEAD
-            )
-        tl.store(partial + chunk * width + column, tl.sum(total, 0), mask=column < width)
+    begin, end = some_whole(owner, chunks, CHUNKS)
+    for chunk in range(begin, end):
+        if tl.load(owner + chunk) >= 0:
+            column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+            total = tl.zeros((LANES, COLUMNS), tl.float32)
+            for done in range(0, CHUNK, LANES):
+                entry = chunk * CHUNK + done + tl.arange(0, LANES)
+                total += _terms(
+                    x,
+                    weight,
+                    index,
+                    edge,
+                    entry,
+                    entry >= 0,
+                    column,
+                    width,
+                    x_row,
+                    heads,
+                    inner,
+                    WEIGHTED,
+                    NAMED,
+                    PER_HEAD,
+                )
+            tl.store(partial + chunk * width + column, tl.sum(total, 0), mask=column < width)
 
 
 @triton.jit
@@ -145,18 +159,20 @@ def _dots(
 
 @triton.jit
 def _dots_of_chunks_kernel(
-    grad, x, index, edge, owner, out, grad_row, x_row, heads, inner,
-    LANES: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    grad, x, index, edge, owner, out, chunks, grad_row, x_row, heads, inner,
+    LANES: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    chunk, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * inner
-    target = tl.load(owner + chunk).to(tl.int64)
-    if target >= 0:
-        for done in range(0, CHUNK, LANES):
-            entry = chunk * CHUNK + done + tl.arange(0, LANES)
-            _dots(
-                grad, x, index, edge, out, entry, entry >= 0, entry * 0 + target, first, grad_row, x_row, heads, inner, LANES,
-                COLUMNS,
-            )  # fmt: skip
+    first = tl.program_id(1) * inner
+    begin, end = some_whole(owner, chunks, CHUNKS)
+    for chunk in range(begin, end):
+        target = tl.load(owner + chunk).to(tl.int64)
+        if target >= 0:
+            for done in range(0, CHUNK, LANES):
+                entry = chunk * CHUNK + done + tl.arange(0, LANES)
+                _dots(
+                    grad, x, index, edge, out, entry, entry >= 0, entry * 0 + target, first, grad_row, x_row, heads, inner,
+                    LANES, COLUMNS,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -193,9 +209,10 @@ def sums_of_chunks(
     factors, names = x if weight is None else weight.contiguous(), index if edge is None else edge
     sizes = width, x.stride(0), heads, width // heads
     if owner.shape[0]:
-        _sum_of_chunks_kernel[(owner.shape[0], triton.cdiv(width, columns))](
-            x, factors, index, names, owner, partial, *sizes, LANES=min(TILE // columns, segments.CHUNK), COLUMNS=columns,
-            CHUNK=segments.CHUNK, num_warps=NUM_WARPS, num_stages=1, **fixed,
+        chunks, at_once = owner.shape[0], segments.chunks_at_a_time(index.shape[0], ptr.shape[0] - 1)
+        _sum_of_chunks_kernel[(triton.cdiv(chunks, at_once), triton.cdiv(width, columns))](
+            x, factors, index, names, owner, partial, chunks, *sizes, LANES=min(TILE // columns, segments.CHUNK),
+            COLUMNS=columns, CHUNK=segments.CHUNK, CHUNKS=at_once, num_warps=NUM_WARPS, num_stages=1, **fixed,
         )  # fmt: skip
     return (x, factors, ptr, index, names, partial), sizes, fixed
 
@@ -243,9 +260,11 @@ def gather_dot(grad: Tensor, x: Tensor, weight: Tensor, ptr: Tensor, index: Tens
     sizes = (left.stride(0), right.stride(0), heads, inner)
     known = {"COLUMNS": columns, "CHUNK": segments.CHUNK, "num_warps": NUM_WARPS, "num_stages": 1}
     if owner.shape[0]:
-        _dots_of_chunks_kernel[(owner.shape[0], heads)](
-            left, right, index, edge, owner, out, *sizes, LANES=min(TILE // columns, segments.CHUNK), **known
-        )
+        chunks, at_once = owner.shape[0], segments.chunks_at_a_time(entries, targets)
+        _dots_of_chunks_kernel[(triton.cdiv(chunks, at_once), heads)](
+            left, right, index, edge, owner, out, chunks, *sizes, LANES=min(TILE // columns, segments.CHUNK),
+            CHUNKS=at_once, **known,
+        )  # fmt: skip
     block = min(max(TILE // columns // at_a_time, 1), 64)
     _dots_kernel[(triton.cdiv(targets, block), heads)](
         left, right, ptr, index, edge, out, targets, *sizes, TARGETS=block, ENTRIES=at_a_time, **known
