@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wholestep.ops.grouped_mm import SPLIT
+from wholestep.ops.grouped_mm import split_of
 
 ROWS, BLOCK, PARTS = 64, 256, 16
 
@@ -157,22 +157,23 @@ def weights_product(grad: Tensor, x: Tensor, ends: Tensor, precision: str, index
     rows, out = grad.shape[0], x.new_empty(groups, inner, columns)
     if out.numel() == 0:
         return out
-    splits = triton.cdiv(rows, SPLIT)
+    split = split_of(rows)
+    splits = triton.cdiv(rows, split)
     partial = x.new_empty(splits + groups, inner, columns, dtype=torch.float32)
     if splits:
         _parts_kernel[(splits,)](
             x, ends if index is None else index, grad, partial, ends, rows, inner, columns, *x.stride(), *grad.stride(),
             INDEXED=index is not None, GROUPS=groups, SLOTS=slots_of(groups),
-            ROWS=64, COLUMNS=tile_of(columns), INNER=tile_of(inner), SPLIT=SPLIT, PRECISION=precision, num_warps=4, num_stages=2,
+            ROWS=64, COLUMNS=tile_of(columns), INNER=tile_of(inner), SPLIT=split, PRECISION=precision, num_warps=4, num_stages=2,
         )  # fmt: skip
-    return add_parts(partial, ends, out)
+    return add_parts(partial, ends, out, split)
 
 
-def add_parts(partial: Tensor, ends: Tensor, out: Tensor) -> Tensor:
+def add_parts(partial: Tensor, ends: Tensor, out: Tensor, split: int) -> Tensor:
     """Into out (groups, inner, columns)."""
     size = out.shape[1:].numel()
     _summed_kernel[(out.shape[0], triton.cdiv(size, BLOCK))](
-        partial, out, ends, size, SPLIT=SPLIT, PARTS=PARTS, BLOCK=BLOCK, num_warps=4
+        partial, out, ends, size, SPLIT=split, PARTS=PARTS, BLOCK=BLOCK, num_warps=4
     )
     return out
 

@@ -86,7 +86,6 @@ def test_it_is_for_short_sums_of_narrow_rows_on_a_gpu() -> None:
 
 TRIED = """
 import itertools, torch
-from wholestep.ops import grouped_narrow_triton as narrow
 from wholestep.ops.relational import gather_triton, linear_sum, linear_sum_triton as kernels, segments_triton
 
 # entries of every row, and where groups end: hubs, rows and groups without any, rows of no group, groups within a tile
@@ -125,7 +124,7 @@ INTERPRETED = (
     TRIED
     + """
 segments_triton.CHUNK, gather_triton.TILE, gather_triton.COLUMNS = 8, 256, 32
-kernels.ROWS, kernels.WEIGHTS_ROWS, kernels.SPLIT, narrow.SPLIT = 16, 16, 32, 32
+kernels.ROWS, kernels.WEIGHTS_ROWS, kernels.split_of = 16, 16, lambda rows: 32
 kernels.narrow_precision = lambda: "ieee"
 for counts, ends in TABLES:
     try_one(counts, ends, 5, 3, torch.float32)

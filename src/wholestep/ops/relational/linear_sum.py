@@ -214,7 +214,7 @@ def bytes_between(w: Tensor, ptr: Tensor) -> int:
 
 def _parts_bytes(call: Call) -> int:
     rows, groups = call.shape("ptr")[0] - 1, call.shape("ends")[0]
-    return 4 * (-(-rows // grouped_mm.SPLIT) + groups) * call.shape("x")[1] * call.shape("grad")[1]
+    return 4 * (grouped_mm.splits_of(rows) + groups) * call.shape("x")[1] * call.shape("grad")[1]
 
 
 def _product_flops(call: Call) -> int:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wholestep.ops.grouped_mm import SPLIT
+from wholestep.ops.grouped_mm import split_of
 from wholestep.ops.grouped_mm_triton import narrow_precision
 from wholestep.ops.grouped_narrow_triton import add_parts, first_group, ready, slots_of, tile_of
 from wholestep.ops.relational import segments_triton as segments
@@ -132,12 +132,13 @@ def summed_mm_weights(of_x: Side, of_grad: Side, weight: Tensor | None, ends: Te
         sums_of_chunks(flat_rows(x), None if edge is None else weight, ptr, index, edge)
         for x, ptr, index, edge in (of_x, of_grad)
     )
-    splits = triton.cdiv(rows, SPLIT)
+    split = split_of(rows)
+    splits = triton.cdiv(rows, split)
     partial = out.new_empty(splits + groups, inner, columns, dtype=torch.float32)
     _parts_kernel[(splits,)](
         *left, inner, left_row, *right, columns, right_row, partial, ends, rows, WEIGHTED=fixed["WEIGHTED"],
         NAMED=fixed["NAMED"], GRAD_WEIGHTED=known["WEIGHTED"], GRAD_NAMED=known["NAMED"], GROUPS=groups,
         SLOTS=slots_of(groups), ROWS=WEIGHTS_ROWS, COLUMNS=tile_of(columns), INNER=tile_of(inner), CHUNK=segments.CHUNK,
-        SPLIT=SPLIT, PRECISION=narrow_precision(), num_warps=WEIGHTS_WARPS, num_stages=1,
+        SPLIT=split, PRECISION=narrow_precision(), num_warps=WEIGHTS_WARPS, num_stages=1,
     )  # fmt: skip
-    return add_parts(partial, ends, out)
+    return add_parts(partial, ends, out, split)
