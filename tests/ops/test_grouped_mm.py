@@ -76,8 +76,8 @@ import torch
 from wholestep.ops import grouped_mm, grouped_mm_triton as kernels, grouped_narrow_triton as narrow
 
 kernels.ROWS = kernels.COLUMNS = narrow.ROWS = 16
-narrow.SPLIT, narrow.BLOCK, narrow.PARTS = 8, 64, 2
-kernels._depth, kernels._narrow_precision = lambda x: 16, lambda: "ieee"
+narrow.split_of, narrow.BLOCK, narrow.PARTS = (lambda rows: 8), 64, 2
+kernels._depth, kernels.narrow_precision = lambda x: 16, lambda: "ieee"
 for ends in ([2, 5, 9], [0, 4, 4, 9, 9], [9], [3, 6], [1], [0], [20, 20, 37], [0, 1, 2, 3, 3, 3, 30, 30, 31, 70]):
     for transposed, grouped_mm.NARROW in ((False, 0), (True, 0), (False, 128), (True, 128)):
         torch.manual_seed(0)
@@ -172,3 +172,13 @@ def test_three_steps_of_a_captured_mixture(backend: str) -> None:
         backend=backend,
     )
     assert report.ok and report.rung == "whole step", str(report)
+
+
+def test_few_rows_are_cut_into_parts_enough_for_a_gpu() -> None:
+    """Powers of two from 128 to 1024: 62,000 rows in 485 parts, where 61 parts of 1,024 would leave half of the SMs idle."""
+    assert [grouped_mm.split_of(rows) for rows in (0, 1, 62_000, 65_537, 200_000, 300_000, 2_000_000)] == [
+        128, 128, 128, 256, 512, 1024, 1024,
+    ]  # fmt: skip
+    assert all(
+        grouped_mm.splits_of(rows) <= rows // grouped_mm.SPLIT + grouped_mm.PARTS for rows in range(1, 700_000, 997)
+    )

@@ -13,7 +13,7 @@ from wholestep.ops.relational import gather, softmax, gather_triton, segments_tr
 CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 COUNTS = {  # entries of every target
     "empty targets": [0, 3, 0, 0, 5, 1, 0], "one entry": [1], "one target": [9], "no entries": [0, 0, 0],
-    "hubs": [2, 0, 45, 3, 26], "on the borders of chunks": [8, 8, 0, 16, 7, 9], "many": [1] * 30,
+    "hubs": [2, 0, 45, 3, 26], "on the borders of chunks": [8, 8, 0, 16, 7, 9], "many": [1] * 30, "hubs alone": [50],
 }
 
 

@@ -52,6 +52,19 @@ def test_sides_are_counted_and_edges_have_numbers_only() -> None:
     assert at_edges and all(float(line.split()[-2]) < 120 * 64 * 4 / 1e6 / 4 for line in at_edges)
 
 
+def test_a_sum_without_rows_between_reads_nodes_and_moves_its_products_twice() -> None:
+    graph = made("plain")
+    x, weight = torch.randn(graph.num_nodes, 64), torch.randn(graph.num_relations, 64, 32)
+    layer = rel.layer(lambda e, p: (e.src.x.unsqueeze(1) @ p.W[e.type]).squeeze(1))
+    told, rows = layer.explain(graph, {"x": x}, {"W": weight}), graph.rows
+    tables = sum(
+        t.numel() for t in (rows.gathered.ptr, rows.gathered.index, rows.spread.ptr, rows.spread.index, rows.ends)
+    )
+    products = 2 * (rows.gathered.ptr.shape[0] - 1) * 32
+    moved = 4 * (x.numel() + weight.numel() + tables + products + graph.num_nodes * 32)
+    assert numbers(told, "weighted sum")[-2] == pytest.approx(moved / 1e6, abs=1e-3)
+
+
 def test_types_and_edge_features_have_rows() -> None:
     graph = rel.RelGraph([0, 1, 1], [1, 2, 2], [0, 0, 1], ntype=[0, 1, 1])
     told = rel.layer(lambda e, p: e.src.x * (p.g * 2)[e.src.type].tanh() + e.x).explain(

@@ -1,9 +1,9 @@
 """A whole step as one CUDA graph, and the policy that keeps it only when it measures faster.
 
-In goes a Runner and one set of live inputs; out comes something called like a Runner. Batch tensors are copied into
-static buffers at each call, every other input (parameters, optimizer state, the feed of keys and numbers) is read and
-written where it lives. Recording executes nothing, so the step that records also replays once, and the state moves on
-by exactly one step.
+In goes a Runner and one set of live inputs; out comes something called like a Runner. Batch tensors are copied into static buffers
+at each call; those that were the same memory in every call so far (`places.py`), and every other input (parameters, optimizer
+state, the feed of keys and numbers), are read and written where they live. Recording executes nothing, so the step that records
+also replays once, and the state moves on by exactly one step.
 
 `CudaGraphRunner` records or refuses with a reason. `AutoCudaGraph` runs directly first, then records, compares and
 decides; measured with events, so the host waits for the device once, at the decision. `CudaGraphsByShape` does so for a
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from wholestep.lower.driver import cutting
+from wholestep.lower.places import Places
 from wholestep.lower.runner import Runner
 from wholestep.ops.timing import Clock, EventClock
 from wholestep.ops.tuner import ASKED_FOR, FASTEST, MEASURED, REFUSED, Choice
@@ -67,15 +68,18 @@ class CudaGraphRunner:
         sinks: dict[int, torch.Tensor] | None = None,
         pool: Any = None,
         written: Sequence[int] = (),
+        in_place: Sequence[int] = (),
     ) -> None:
         """`sinks`: outputs (by position) that are left in tensors of the caller's instead of being handed out as copies.
-        `written`: those of the batch that the step writes to."""
+        `written`: those of the batch that the step writes to. `in_place`: those that are read where they lie, at every call."""
         reason = why_not(runner, inputs)
         if reason is not None:
             raise NotRecordable(reason)
         self.device = inputs[0].device
-        self.batch, self.written = tuple(batch), tuple(written)
+        self.batch, self.written = tuple(index for index in batch if index not in in_place), tuple(written)
         self.static = list(inputs)
+        for index in in_place:
+            self.static[index] = inputs[index].detach()  # keeps its memory, whatever becomes of the tensor
         self.sinks = sinks or {}
         for index in self.batch:
             # preserve_format keeps dense strides; the compiled code was made for the strides of the example batch
@@ -221,6 +225,7 @@ class AutoCudaGraph:
         self.runner, self.batch, self.always = runner, tuple(batch), always
         self.written = tuple(written)
         self.lent = tuple(lent)
+        self.places = Places([index for index in self.batch if index not in self.written])
         self._timer: Clock = timer or EventClock()
         self._record = record
         self._calls = calls
@@ -242,6 +247,10 @@ class AutoCudaGraph:
         return results
 
     def _called(self, inputs: list[torch.Tensor]) -> list[Any]:
+        if self._recorded is not None and self.places.moved(inputs):
+            self._recorded.release()
+            self._recorded, self.places = None, Places(())  # once more, all with buffers
+            return self._try_recording(inputs)
         if self.choice is not None:
             return self._recorded(inputs) if self._recorded is not None else self.runner(inputs)
         if len(self._direct) < self._calls[0]:
@@ -259,15 +268,19 @@ class AutoCudaGraph:
             if reason is not None:
                 self.choice = refused(reason)
                 return self.runner(inputs)
+        self.places.met(inputs)
         results = self._timed(self.runner, inputs, self._direct)
         if self.lent and not self._sinks:
             self._sinks = {i: torch.empty_like(results[i]) for i in self.lent if isinstance(results[i], torch.Tensor)}
         return results
 
     def _try_recording(self, inputs: list[torch.Tensor]) -> list[Any]:
+        self.places.met(inputs)
+        told: dict[str, Any] = {"sinks": self._sinks} if self.lent else {}
+        if self.places.found:
+            told["in_place"] = tuple(self.places.found)
         try:
-            extra = (self._sinks,) if self.lent else ()
-            self._recorded = self._record(self.runner, inputs, self.batch, *extra, written=self.written)
+            self._recorded = self._record(self.runner, inputs, self.batch, written=self.written, **told)
         except NotRecordable as refusal:
             self.choice = refused(f"not recordable: {refusal}")
         if self._recorded is not None:
@@ -385,7 +398,7 @@ class CudaGraphsByShape:
                 self.runner, self.batch, always=self.always, timer=self._timer, record=self._in_pool, calls=(MEETINGS, 2),
                 lent=self.lent, written=self.written,
             )  # fmt: skip
-            auto._sinks = self._sinks
+            auto._sinks, auto.places = self._sinks, Places(())  # recordings of other sizes take its memory
         results = auto(inputs)
         self._sinks = self._sinks or auto._sinks
         if auto.choice is not None:

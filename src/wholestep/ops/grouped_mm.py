@@ -15,17 +15,29 @@ import torch
 from torch import Tensor
 
 from wholestep.graph.liveness import tensor_bytes
-from wholestep.ops.amounts import numel, product
+from wholestep.ops.amounts import Amount, numel, product
 from wholestep.ops.call import Call
 from wholestep.ops.multi_tensor import in_triton
 from wholestep.ops.record import record
 
-NARROW, SPLIT = 128, 1024
-"""Matrices with no more rows and columns are multiplied by kernels that cut rows at fixed places, so many at a time for weights."""
+NARROW = 128
+"""Matrices with no more rows and columns are multiplied by kernels that cut rows at fixed places."""
+SPLIT, LEAST_SPLIT, PARTS = 1024, 128, 512
+"""Rows that are summed up to a part of the weights' gradient, at most and at least; parts that keep a GPU busy."""
 
 
 def is_narrow(inner: int, columns: int) -> bool:
     return max(inner, columns) <= NARROW
+
+
+def split_of(rows: int) -> int:
+    """Rows of a part: a power of two, smaller where there would be few parts."""
+    return min(max(1 << (-(-rows // PARTS) - 1).bit_length(), LEAST_SPLIT), SPLIT)
+
+
+def splits_of(rows: Amount) -> Amount:
+    """How many parts, or of rows whose number is a symbol how many at most."""
+    return -(-rows // split_of(rows)) if isinstance(rows, int) else rows // SPLIT + PARTS
 
 
 def reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -147,7 +159,7 @@ def _rounded(call: Call, *names: str) -> int:
 def parts_bytes(call: Call) -> int:
     """What the gradient of narrow weights is summed up from (`grouped_narrow_triton.py`)."""
     (rows, columns), inner, groups = call.shape("grad"), call.shape("x")[-1], call.shape("ends")[0]
-    return 4 * (-(-rows // SPLIT) + groups) * inner * columns if is_narrow(inner, columns) else 0
+    return 4 * (splits_of(rows) + groups) * inner * columns if is_narrow(inner, columns) else 0
 
 
 record(

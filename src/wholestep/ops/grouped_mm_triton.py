@@ -127,7 +127,7 @@ def _ready(operand: Tensor, summed: int) -> Tensor:
 def rows_product(x: Tensor, w: Tensor, ends: Tensor, index: Tensor | None = None) -> Tensor:
     """As `grouped_mm.reference`, of x[index] where an index is given."""
     if is_narrow(*w.shape[1:]):
-        return narrow.rows_product(x, w, ends, _narrow_precision(), index)
+        return narrow.rows_product(x, w, ends, narrow_precision(), index)
     x = x if index is None else x.index_select(0, index)
     (rows, inner), (groups, _, columns) = x.shape, w.shape
     out = x.new_empty(rows, columns)
@@ -147,7 +147,7 @@ def weights_product(grad: Tensor, x: Tensor, ends: Tensor, index: Tensor | None 
     """As `grouped_mm.weights_reference`."""
     groups, inner, columns = ends.shape[0], x.shape[1], grad.shape[1]
     if is_narrow(inner, columns):
-        return narrow.weights_product(grad, x, ends, _narrow_precision(), index)
+        return narrow.weights_product(grad, x, ends, narrow_precision(), index)
     x = x if index is None else x.index_select(0, index)
     out = x.new_empty(groups, inner, columns)
     if out.numel() == 0:
@@ -170,7 +170,7 @@ def _precision() -> str:
     return "tf32" if torch.get_float32_matmul_precision() != "highest" else "ieee"
 
 
-def _narrow_precision() -> str:
+def narrow_precision() -> str:
     """Six products of thirds in bfloat16 are as exact as float32 (on an H200 the error is half of cuBLAS's), and take no longer
     than what must be read and written: 1.7 million rows of 64 by 64, 0.48 ms and 0.64 without tensor cores."""
     return "tf32" if _precision() == "tf32" else "bf16x6"

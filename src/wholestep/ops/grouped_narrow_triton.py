@@ -20,13 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wholestep.ops.grouped_mm import SPLIT
+from wholestep.ops.grouped_mm import split_of
 
 ROWS, BLOCK, PARTS = 64, 256, 16
 
 
 @triton.jit
-def _first_group(ends, row, GROUPS: tl.constexpr, SLOTS: tl.constexpr):
+def first_group(ends, row, GROUPS: tl.constexpr, SLOTS: tl.constexpr):
     """The group of a row, or GROUPS."""
     slots = tl.arange(0, SLOTS)
     end = tl.load(ends + slots, mask=slots < GROUPS, other=0).to(tl.int64)
@@ -34,7 +34,7 @@ def _first_group(ends, row, GROUPS: tl.constexpr, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def _ready(value, PRECISION: tl.constexpr):
+def ready(value, PRECISION: tl.constexpr):
     """Half a last place of tf32 is added where the tensor core cuts the rest off."""
     if PRECISION == "tf32" and value.dtype == tl.float32:
         bits = value.to(tl.uint32, bitcast=True)
@@ -56,7 +56,7 @@ def _rows_kernel(
     source = row
     if INDEXED:
         source = tl.load(index + row, mask=row < rows, other=0).to(tl.int64)
-    group = _first_group(ends, begin, GROUPS, SLOTS)
+    group = first_group(ends, begin, GROUPS, SLOTS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     while (group < GROUPS) & (begin < behind):
         end = tl.minimum(tl.load(ends + group).to(tl.int64), behind)
@@ -73,7 +73,7 @@ def _rows_kernel(
                     w + group.to(tl.int64) * w_group + at[:, None] * w_inner + column[None, :] * w_column,
                     mask=(at < inner)[:, None] & (column < columns)[None, :], other=0.0,
                 )  # fmt: skip
-                part = tl.dot(_ready(a, PRECISION), _ready(b, PRECISION), part, input_precision=PRECISION)
+                part = tl.dot(ready(a, PRECISION), ready(b, PRECISION), part, input_precision=PRECISION)
             total = tl.where(
                 here[:, None], part, total
             )  # a matrix that holds no numbers is none of the other rows' business
@@ -94,7 +94,7 @@ def _parts_kernel(
     begin = split.to(tl.int64) * SPLIT
     behind = tl.minimum(begin + SPLIT, rows)
     entry, column = tl.arange(0, INNER), tl.arange(0, COLUMNS)
-    group = _first_group(ends, begin, GROUPS, SLOTS)
+    group = first_group(ends, begin, GROUPS, SLOTS)
     while (group < GROUPS) & (begin < behind):
         end = tl.minimum(tl.load(ends + group).to(tl.int64), behind)
         if end > begin:
@@ -113,7 +113,7 @@ def _parts_kernel(
                     grad + row[:, None] * grad_row + column[None, :] * grad_column,
                     mask=here[:, None] & (column < columns)[None, :], other=0.0,
                 )  # fmt: skip
-                total = tl.dot(_ready(a, PRECISION), _ready(b, PRECISION), total, input_precision=PRECISION)
+                total = tl.dot(ready(a, PRECISION), ready(b, PRECISION), total, input_precision=PRECISION)
             place = (split + group).to(tl.int64) * inner * columns + entry[:, None] * columns + column[None, :]
             tl.store(partial + place, total, mask=(entry < inner)[:, None] & (column < columns)[None, :])
             begin = end
@@ -145,8 +145,8 @@ def rows_product(x: Tensor, w: Tensor, ends: Tensor, precision: str, index: Tens
     if out.numel():
         _rows_kernel[(triton.cdiv(rows, ROWS),)](
             x, ends if index is None else index, w, out, ends, rows, inner, columns, *x.stride(), *w.stride(),
-            INDEXED=index is not None, GROUPS=groups, SLOTS=_slots(groups), ROWS=ROWS,
-            COLUMNS=_tile(columns), INNER=min(_tile(inner), 64), PRECISION=precision, num_warps=4, num_stages=2,
+            INDEXED=index is not None, GROUPS=groups, SLOTS=slots_of(groups), ROWS=ROWS,
+            COLUMNS=tile_of(columns), INNER=min(tile_of(inner), 64), PRECISION=precision, num_warps=4, num_stages=2,
         )  # fmt: skip
     return out
 
@@ -157,24 +157,31 @@ def weights_product(grad: Tensor, x: Tensor, ends: Tensor, precision: str, index
     rows, out = grad.shape[0], x.new_empty(groups, inner, columns)
     if out.numel() == 0:
         return out
-    splits = triton.cdiv(rows, SPLIT)
+    split = split_of(rows)
+    splits = triton.cdiv(rows, split)
     partial = x.new_empty(splits + groups, inner, columns, dtype=torch.float32)
     if splits:
         _parts_kernel[(splits,)](
             x, ends if index is None else index, grad, partial, ends, rows, inner, columns, *x.stride(), *grad.stride(),
-            INDEXED=index is not None, GROUPS=groups, SLOTS=_slots(groups),
-            ROWS=64, COLUMNS=_tile(columns), INNER=_tile(inner), SPLIT=SPLIT, PRECISION=precision, num_warps=4, num_stages=2,
+            INDEXED=index is not None, GROUPS=groups, SLOTS=slots_of(groups),
+            ROWS=64, COLUMNS=tile_of(columns), INNER=tile_of(inner), SPLIT=split, PRECISION=precision, num_warps=4, num_stages=2,
         )  # fmt: skip
-    _summed_kernel[(groups, triton.cdiv(inner * columns, BLOCK))](
-        partial, out, ends, inner * columns, SPLIT=SPLIT, PARTS=PARTS, BLOCK=BLOCK, num_warps=4
+    return add_parts(partial, ends, out, split)
+
+
+def add_parts(partial: Tensor, ends: Tensor, out: Tensor, split: int) -> Tensor:
+    """Into out (groups, inner, columns)."""
+    size = out.shape[1:].numel()
+    _summed_kernel[(out.shape[0], triton.cdiv(size, BLOCK))](
+        partial, out, ends, size, SPLIT=split, PARTS=PARTS, BLOCK=BLOCK, num_warps=4
     )
     return out
 
 
-def _tile(size: int) -> int:
+def tile_of(size: int) -> int:
     """What tensor cores want at least."""
     return max(triton.next_power_of_2(size), 16)
 
 
-def _slots(groups: int) -> int:
+def slots_of(groups: int) -> int:
     return max(triton.next_power_of_2(groups), 2)

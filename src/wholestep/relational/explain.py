@@ -1,8 +1,9 @@
 """What a layer does over a graph, for people: space, rows and bytes of every step, and the floor.
 
-In: a Program, a graph and tensors. Out: text. The program is run on tensors without data, and every operator's operands and results
-are counted: read once, written once. The floor is what must move whatever the order of work: what is given, and which nodes an edge
-connects, read once, and the result written once. It is told in ms at the bandwidth that one H200 reaches.
+In: a Program, a graph and tensors. Out: text, of a layer as it is on a GPU. The program is run on tensors without data, and every
+operator's operands and results are counted: read once, written once. The floor is what must move whatever the order of work: what
+is given, and which nodes an edge connects, read once, and the result written once. It is told in ms at the bandwidth that one
+H200 reaches.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from wholestep.ops.relational.linear_sum import bytes_between
 from wholestep.relational import spaces
 from wholestep.relational.graph import RelGraph
 from wholestep.relational.program import Program
@@ -41,6 +43,8 @@ class _Counted(TorchDispatchMode):
                 if not _for_later(declared.name)
             ]
             self.bytes += _size(t for t in tree_leaves((read, kwargs, out)) if isinstance(t, Tensor))
+            if func is torch.ops.ws.linear_sum.default:
+                self.bytes += 2 * bytes_between(args[2], args[4])
         return out
 
 

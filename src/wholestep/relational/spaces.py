@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from wholestep.errors import BadOption
+from wholestep.ops.relational.linear_sum import pays
 from wholestep.relational.graph import NodeTypes, Pairs, RelGraph, Taking
 
 
@@ -282,6 +283,10 @@ LINEAR_SUM = "weighted sum of products, the better side"
 def linear_sum(graph: RelGraph, x: Tensor, matrices: Tensor, weight: Tensor | None) -> Tensor:
     """Sum over edges of weight * (x[src] @ matrices[relation]), per relation on the side that has fewer pairs."""
     rows = graph.rows
+    entries = max(rows.gathered.index.shape[0], rows.spread.index.shape[0])
+    if pays(x, weight, matrices, rows.gathered.ptr.shape[0] - 1, entries):
+        tables = *rows.gathered.ids(weight), *rows.spread.ids(weight)
+        return torch.ops.ws.linear_sum(x, weight, matrices, rows.ends, *tables)  # type: ignore[no-any-return]
     return rows.spread(_by_group(rows.gathered(x, weight), matrices, rows.ends), weight)
 
 

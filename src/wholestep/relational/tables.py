@@ -49,12 +49,13 @@ class Table:
     back_edge: Tensor | None
 
     def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        weight = None if self.edge is None else weight
-        edge, back_edge = (None, None) if weight is None else (self.edge, self.back_edge)
-        out: Tensor = torch.ops.ws.gather_sum(
-            x, weight, self.ptr, self.index, edge, self.back_ptr, self.back_index, back_edge
-        )
+        out: Tensor = torch.ops.ws.gather_sum(x, None if self.edge is None else weight, *self.ids(weight))
         return out
+
+    def ids(self, weight: Tensor | None) -> tuple[Tensor | None, ...]:
+        """As operators take them, without edges where no weight is given."""
+        edge, back_edge = (None, None) if weight is None else (self.edge, self.back_edge)
+        return self.ptr, self.index, edge, self.back_ptr, self.back_index, back_edge
 
     def dot(self, left: Tensor, right: Tensor) -> Tensor:
         """For every edge the product of the row of its target and the one it reads, along the last dimension. Of tables where every

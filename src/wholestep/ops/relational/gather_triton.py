@@ -3,7 +3,7 @@
 Legend: x (N, *F) is seen as (N, width), columns in heads of `inner`; ptr, index, edge as in `gather.py`; out (T, *F). A program
 has TARGETS targets and takes ENTRIES of each at a time: LANES = TARGETS * ENTRIES rows.
 
-    gather_sum  1. every whole chunk (`segments_triton.py`) is added up by a program of its own: partial (Z // CHUNK, width)
+    gather_sum  1. every whole chunk (`segments_triton.py`) is added up by itself: partial (Z // CHUNK, width)
                 2. a block of targets adds up its direct entries, then its chunks
     gather_dot  1. whole chunks, 2. the direct entries of a block of targets
     take_rows   a block of rows
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wholestep.ops.relational import segments_triton as segments
-from wholestep.ops.relational.segments_triton import direct_entry, pieces
+from wholestep.ops.relational.segments_triton import direct_entry, pieces, some_whole
 
 TILE, COLUMNS, NUM_WARPS = 1024, 128, 2
 """Numbers that a program holds, and the most columns among them."""
@@ -52,33 +52,46 @@ def _terms(
 
 @triton.jit
 def _sum_of_chunks_kernel(
-    x, weight, index, edge, owner, partial, width, x_row, heads, inner,
+    x, weight, index, edge, owner, partial, chunks, width, x_row, heads, inner,
     WEIGHTED: tl.constexpr, NAMED: tl.constexpr, PER_HEAD: tl.constexpr,
-    LANES: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    LANES: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """partial[chunk] of every whole chunk; the others are not written, and never read."""
-    chunk = tl.program_id(0).to(tl.int64)
-    if tl.load(owner + chunk) >= 0:
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        total = tl.zeros((LANES, COLUMNS), tl.float32)
-        for done in range(0, CHUNK, LANES):
-            entry = chunk * CHUNK + done + tl.arange(0, LANES)
-            total += _terms(
-                x, weight, index, edge, entry, entry >= 0, column, width, x_row, heads, inner, WEIGHTED, NAMED, PER_HEAD
-            )
-        tl.store(partial + chunk * width + column, tl.sum(total, 0), mask=column < width)
+    begin, end = some_whole(owner, chunks, CHUNKS)
+    for chunk in range(begin, end):
+        if tl.load(owner + chunk) >= 0:
+            column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+            total = tl.zeros((LANES, COLUMNS), tl.float32)
+            for done in range(0, CHUNK, LANES):
+                entry = chunk * CHUNK + done + tl.arange(0, LANES)
+                total += _terms(
+                    x,
+                    weight,
+                    index,
+                    edge,
+                    entry,
+                    entry >= 0,
+                    column,
+                    width,
+                    x_row,
+                    heads,
+                    inner,
+                    WEIGHTED,
+                    NAMED,
+                    PER_HEAD,
+                )
+            tl.store(partial + chunk * width + column, tl.sum(total, 0), mask=column < width)
 
 
 @triton.jit
-def _sum_kernel(
-    x, weight, ptr, index, edge, partial, out, targets, width, x_row, heads, inner,
+def sums(
+    x, weight, ptr, index, edge, partial, target, targets, column, width, x_row, heads, inner,
     WEIGHTED: tl.constexpr, NAMED: tl.constexpr, PER_HEAD: tl.constexpr,
     TARGETS: tl.constexpr, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """out[target] = its direct entries + its whole chunks."""
+    """(TARGETS, COLUMNS): direct entries + whole chunks of each target, held ENTRIES times by `target`; zeros from `targets` on."""
     lane = tl.arange(0, TARGETS * ENTRIES)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    start, head, direct, first, last = pieces(ptr, tl.program_id(0) * TARGETS + lane // ENTRIES, targets, CHUNK)
+    start, head, direct, first, last = pieces(ptr, target, targets, CHUNK)
     total = tl.zeros((TARGETS * ENTRIES, COLUMNS), tl.float32)
     for done in range(0, tl.max(direct.to(tl.int32), 0), ENTRIES):
         number = done + lane % ENTRIES
@@ -90,10 +103,27 @@ def _sum_kernel(
         chunk = first + done + lane % ENTRIES
         inside = (chunk < last)[:, None] & (column < width)[None, :]
         total += tl.load(partial + chunk[:, None] * width + column[None, :], mask=inside, other=0.0)
-    target = tl.program_id(0) * TARGETS + tl.arange(0, TARGETS)
+    if ENTRIES > 1:
+        total = tl.sum(tl.reshape(total, (TARGETS, ENTRIES, COLUMNS)), 1)
+    return total
+
+
+@triton.jit
+def _sum_kernel(
+    x, weight, ptr, index, edge, partial, out, targets, width, x_row, heads, inner,
+    WEIGHTED: tl.constexpr, NAMED: tl.constexpr, PER_HEAD: tl.constexpr,
+    TARGETS: tl.constexpr, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """out[target] = its direct entries + its whole chunks."""
+    begin = tl.program_id(0) * TARGETS
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = sums(
+        x, weight, ptr, index, edge, partial, begin + tl.arange(0, TARGETS * ENTRIES) // ENTRIES, targets, column, width,
+        x_row, heads, inner, WEIGHTED, NAMED, PER_HEAD, TARGETS, ENTRIES, COLUMNS, CHUNK,
+    )  # fmt: skip
+    target = begin + tl.arange(0, TARGETS)
     place = out + target.to(tl.int64)[:, None] * width + column[None, :]
     inside = (target < targets)[:, None] & (column < width)[None, :]
-    total = tl.sum(tl.reshape(total, (TARGETS, ENTRIES, COLUMNS)), 1)
     tl.store(place, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -129,18 +159,20 @@ def _dots(
 
 @triton.jit
 def _dots_of_chunks_kernel(
-    grad, x, index, edge, owner, out, grad_row, x_row, heads, inner,
-    LANES: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    grad, x, index, edge, owner, out, chunks, grad_row, x_row, heads, inner,
+    LANES: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    chunk, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * inner
-    target = tl.load(owner + chunk).to(tl.int64)
-    if target >= 0:
-        for done in range(0, CHUNK, LANES):
-            entry = chunk * CHUNK + done + tl.arange(0, LANES)
-            _dots(
-                grad, x, index, edge, out, entry, entry >= 0, entry * 0 + target, first, grad_row, x_row, heads, inner, LANES,
-                COLUMNS,
-            )  # fmt: skip
+    first = tl.program_id(1) * inner
+    begin, end = some_whole(owner, chunks, CHUNKS)
+    for chunk in range(begin, end):
+        target = tl.load(owner + chunk).to(tl.int64)
+        if target >= 0:
+            for done in range(0, CHUNK, LANES):
+                entry = chunk * CHUNK + done + tl.arange(0, LANES)
+                _dots(
+                    grad, x, index, edge, out, entry, entry >= 0, entry * 0 + target, first, grad_row, x_row, heads, inner,
+                    LANES, COLUMNS,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -159,10 +191,30 @@ def _dots_kernel(
         )  # fmt: skip
 
 
-def _flat(x: Tensor) -> Tensor:
+def flat_rows(x: Tensor) -> Tensor:
     """(N, width), dense along the rows."""
     flat = x.reshape(x.shape[0], x.shape[1:].numel())
     return flat if flat.stride(1) == 1 else flat.contiguous()
+
+
+def sums_of_chunks(
+    x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, edge: Tensor | None
+) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, int]]:
+    """What `sums` takes of a table and of x (N, width): tensors, sizes and what is fixed; whole chunks are summed up."""
+    width, owner = x.shape[1], segments.owners(ptr, index.shape[0])
+    heads, columns = 1 if weight is None else weight.shape[1:].numel(), min(triton.next_power_of_2(width), COLUMNS)
+    partial = x.new_empty(max(owner.shape[0], 1), width, dtype=torch.float32)
+    fixed = {"WEIGHTED": weight is not None, "NAMED": edge is not None, "PER_HEAD": heads > 1}
+    # Where a table has no weights or no edges, another tensor stands in, which is not read.
+    factors, names = x if weight is None else weight.contiguous(), index if edge is None else edge
+    sizes = width, x.stride(0), heads, width // heads
+    if owner.shape[0]:
+        chunks, at_once = owner.shape[0], segments.chunks_at_a_time(index.shape[0], ptr.shape[0] - 1)
+        _sum_of_chunks_kernel[(triton.cdiv(chunks, at_once), triton.cdiv(width, columns))](
+            x, factors, index, names, owner, partial, chunks, *sizes, LANES=min(TILE // columns, segments.CHUNK),
+            COLUMNS=columns, CHUNK=segments.CHUNK, CHUNKS=at_once, num_warps=NUM_WARPS, num_stages=1, **fixed,
+        )  # fmt: skip
+    return (x, factors, ptr, index, names, partial), sizes, fixed
 
 
 def gather_sum(x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, edge: Tensor | None) -> Tensor:
@@ -170,27 +222,15 @@ def gather_sum(x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, edg
     targets, entries = ptr.shape[0] - 1, index.shape[0]
     if entries == 0 or targets == 0 or x.numel() == 0:
         return x.new_zeros(targets, *x.shape[1:])
-    flat, out = _flat(x), x.new_empty(targets, *x.shape[1:])
-    width, owner = flat.shape[1], segments.owners(ptr, entries)
-    heads = 1 if weight is None else weight.shape[1:].numel()
-    columns = min(triton.next_power_of_2(width), COLUMNS)
-    at_a_time, tiles = segments.entries_at_a_time(entries, targets), triton.cdiv(width, columns)
-    partial = flat.new_empty(max(owner.shape[0], 1), width, dtype=torch.float32)
-    known = {
-        "WEIGHTED": weight is not None, "NAMED": edge is not None, "PER_HEAD": heads > 1, "COLUMNS": columns,
-        "CHUNK": segments.CHUNK, "num_warps": NUM_WARPS, "num_stages": 1,
-    }  # fmt: skip
-    # Where a table has no weights or no edges, another tensor stands in, which is not read.
-    factors, names = flat if weight is None else weight.contiguous(), index if edge is None else edge
-    sizes = (width, flat.stride(0), heads, width // heads)
-    if owner.shape[0]:
-        _sum_of_chunks_kernel[(owner.shape[0], tiles)](
-            flat, factors, index, names, owner, partial, *sizes, LANES=min(TILE // columns, segments.CHUNK), **known
-        )
+    flat, out = flat_rows(x), x.new_empty(targets, *x.shape[1:])
+    table, sizes, fixed = sums_of_chunks(flat, weight, ptr, index, edge)
+    columns = min(triton.next_power_of_2(flat.shape[1]), COLUMNS)
+    at_a_time = segments.entries_at_a_time(entries, targets)
     block = min(max(TILE // columns // at_a_time, 1), 64)
-    _sum_kernel[(triton.cdiv(targets, block), tiles)](
-        flat, factors, ptr, index, names, partial, out, targets, *sizes, TARGETS=block, ENTRIES=at_a_time, **known
-    )
+    _sum_kernel[(triton.cdiv(targets, block), triton.cdiv(flat.shape[1], columns))](
+        *table, out, targets, *sizes, TARGETS=block, ENTRIES=at_a_time, COLUMNS=columns, CHUNK=segments.CHUNK,
+        num_warps=NUM_WARPS, num_stages=1, **fixed,
+    )  # fmt: skip
     return out
 
 
@@ -198,7 +238,7 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
     """As `gather.take_reference`: torch's own moves 0.85 TB/s where rows are of 64 numbers."""
     rows, out = index.shape[0], x.new_empty(index.shape[0], *x.shape[1:])
     if out.numel():
-        flat = _flat(x)
+        flat = flat_rows(x)
         width = flat.shape[1]
         columns = min(triton.next_power_of_2(width), COLUMNS)
         _take_kernel[(triton.cdiv(rows, TILE // columns), triton.cdiv(width, columns))](
@@ -213,16 +253,18 @@ def gather_dot(grad: Tensor, x: Tensor, weight: Tensor, ptr: Tensor, index: Tens
     targets, entries = ptr.shape[0] - 1, index.shape[0]
     if entries == 0 or x.numel() == 0 or grad.numel() == 0 or out.numel() == 0:
         return out
-    left, right, owner = _flat(grad), _flat(x), segments.owners(ptr, entries)
+    left, right, owner = flat_rows(grad), flat_rows(x), segments.owners(ptr, entries)
     heads = weight.shape[1:].numel()
     inner = left.shape[1] // heads
     columns, at_a_time = min(triton.next_power_of_2(inner), COLUMNS), segments.entries_at_a_time(entries, targets)
     sizes = (left.stride(0), right.stride(0), heads, inner)
     known = {"COLUMNS": columns, "CHUNK": segments.CHUNK, "num_warps": NUM_WARPS, "num_stages": 1}
     if owner.shape[0]:
-        _dots_of_chunks_kernel[(owner.shape[0], heads)](
-            left, right, index, edge, owner, out, *sizes, LANES=min(TILE // columns, segments.CHUNK), **known
-        )
+        chunks, at_once = owner.shape[0], segments.chunks_at_a_time(entries, targets)
+        _dots_of_chunks_kernel[(triton.cdiv(chunks, at_once), heads)](
+            left, right, index, edge, owner, out, chunks, *sizes, LANES=min(TILE // columns, segments.CHUNK),
+            CHUNKS=at_once, **known,
+        )  # fmt: skip
     block = min(max(TILE // columns // at_a_time, 1), 64)
     _dots_kernel[(triton.cdiv(targets, block), heads)](
         left, right, ptr, index, edge, out, targets, *sizes, TARGETS=block, ENTRIES=at_a_time, **known

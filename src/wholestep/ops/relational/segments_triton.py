@@ -1,8 +1,8 @@
 """What the Triton kernels over a table share: how the entries of a target are cut, and who owns a chunk of them.
 
 Legend: a table has T targets, the Z entries of target t stand at ptr[t] to ptr[t + 1]. Entries are cut into chunks of CHUNK at
-fixed places, whatever the targets are. A chunk that lies in one target alone is *whole*: a program of its own takes it, so that a
-hub is shared by many. What is left of a target, before its first whole chunk and after its last, is less than two chunks.
+fixed places, whatever the targets are. A chunk that lies in one target alone is *whole*: it is taken by itself, so that a
+hub is shared by many programs. What is left of a target, before its first whole chunk and after its last, is less than two chunks.
 
 Nothing here depends on a value that the host would have to read: grids and sizes come from shapes, so calls are recorded in
 CUDA graphs. Import only where Triton exists.
@@ -62,9 +62,23 @@ def pieces(ptr, target, targets, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def some_whole(owner, chunks, CHUNKS: tl.constexpr):
+    """The first and the last of a program's chunks; none of them where none is whole."""
+    begin = tl.program_id(0).to(tl.int64) * CHUNKS
+    chunk = begin + tl.arange(0, CHUNKS)
+    highest = tl.max(tl.load(owner + chunk, mask=chunk < chunks, other=-1), 0)
+    return begin, tl.where(highest >= 0, tl.minimum(begin + CHUNKS, chunks), begin)
+
+
+@triton.jit
 def direct_entry(start, head, last, number, CHUNK: tl.constexpr):
     """Where the direct entry of that number stands."""
     return tl.where(number < head, start + number, last * CHUNK + number - head)
+
+
+def chunks_at_a_time(entries: int, targets: int) -> int:
+    """Of a program. Where targets have few entries hardly any chunk is whole, and most programs would begin only to end."""
+    return 4 if entries < 16 * targets else 1
 
 
 def entries_at_a_time(entries: int, targets: int) -> int:
