@@ -20,6 +20,7 @@ from wholestep.graph.training_graph import phase_of
 from wholestep.graph.views import is_cheap_view
 from wholestep.lower.in_place import write_state_in_place
 from wholestep.lower.regions import Region, split_regions
+from wholestep.passes.pipeline import Pipeline, name_of
 from wholestep.schedule import Recipe, resolve
 from wholestep.schedule.verb import make
 
@@ -257,6 +258,18 @@ def test_the_model_is_a_place_as_any_other() -> None:
     assert products == {torch.bfloat16}
     with pytest.raises(BadOption, match=r"fits 'haed'. did you mean head\?"):
         compiled(model, optimizer, batch, plan=Plan(precision={"haed": "bf16"}))
+
+
+@pytest.mark.parametrize("left", [[], ["fuse_loss", "share_equal"]])
+def test_precisions_are_carried_out_whatever_passes_are_left(left: list[str]) -> None:
+    """They are a pass too, which stands before one that may be left out: `wholestep show` leaves out all."""
+    model, optimizer, batch = made(2)
+    sch = wholestep.schedule(model)
+    sch["layers.*"].precision("bf16")
+    kept = [one for one in wholestep.default_passes() if name_of(one) in left]
+    step = compiled(model, optimizer, batch, sch, passes=Pipeline(kept), early_update=False)
+    products = {(node.meta["custom"]["module"][:4], _dtype(node)) for node in step.graph.operations() if "mm" in str(node.target)}
+    assert {("laye", torch.bfloat16), ("head", torch.float32)} <= products
 
 
 def _is_work(node: Any) -> bool:
