@@ -53,7 +53,7 @@ from wholestep.options import Options
 from wholestep.passes.amp import amp
 from wholestep.passes.asked_layouts import layouts_of
 from wholestep.passes.channels_last import channels_last
-from wholestep.passes.pipeline import Pipeline, default_pipeline
+from wholestep.passes.pipeline import Pipeline, default_pipeline, name_of
 from wholestep.passes.update_early import update_early
 from wholestep.plan.budget import Budget, Fitting, ForSpeed, make_budget
 from wholestep.plan.host import fits_beside, refuse_what_cannot_fit
@@ -354,9 +354,10 @@ def pipeline_for(options: Options, scheduled: Scheduled | None = None) -> Pipeli
     precisions = precisions_of(options, scheduled)
     if precisions:
         mixed = functools.partial(amp, precision=options.precision, modules=precisions)
-        pipeline = pipeline.insert_before("fold_constants", mixed)
+        pipeline = pipeline.at_the_place_of("fold_constants", mixed)
     if plan is not None and plan.layout:
         pipeline = pipeline.replaced("channels_last", functools.partial(channels_last, asked=plan.layout))
     if options.clip_scope == "layer":
         pipeline = pipeline.replaced("update_early", functools.partial(update_early, clip="layer", min_bytes=1))
-    return pipeline.without("update_early") if options.early_update is False else pipeline
+    early = any(name_of(one) == "update_early" for one in pipeline.apply)
+    return pipeline.without("update_early") if early and options.early_update is False else pipeline

@@ -16,9 +16,11 @@ from wholestep.errors import BadOption, BudgetTooSmall
 from wholestep.graph.keys import layer_ranks, split_key, value_keys
 from wholestep.graph.layers import layers_of
 from wholestep.graph.plan import Plan
+from wholestep.graph.training_graph import phase_of
 from wholestep.graph.views import is_cheap_view
 from wholestep.lower.in_place import write_state_in_place
 from wholestep.lower.regions import Region, split_regions
+from wholestep.passes.pipeline import Pipeline, name_of
 from wholestep.schedule import Recipe, resolve
 from wholestep.schedule.verb import make
 
@@ -216,6 +218,14 @@ def test_a_kernel_is_taken_or_never_taken() -> None:
     sch["*"].kernel(forbid="flsh")
     with pytest.raises(BadOption, match=r"no implementation has that name. did you mean flash\?"):
         taken(sch)
+    for at in ("", "**"):  # the model, and a glob that names more than what chooses
+        sch.undo()
+        sch.record("kernel", at, take="math")
+        assert set(taken(sch).values()) == {"math"}
+    sch.undo()
+    sch["*.qkv"].kernel(take="math")
+    with pytest.raises(BadOption, match=r"line 1 of .*: the step has no choice there. there is one in \*/attention"):
+        taken(sch)
 
 
 def test_fused_modules_are_regions_of_their_own() -> None:
@@ -234,6 +244,32 @@ def test_fused_modules_are_regions_of_their_own() -> None:
     assert len({piece.signature for piece in pieces}) < len(pieces)  # equal layers are still compiled once
     with pytest.raises(BadOption, match=r"the plan fuses 'layers.9'"):
         compiled(model, optimizer, batch, plan=Plan(fuse=("layers.9",)))
+
+
+def test_the_model_is_a_place_as_any_other() -> None:
+    """Regions and precisions of the whole model, as a recipe or a plan names it: with the empty path."""
+    model, optimizer, batch = made(2)
+    sch = wholestep.schedule(model)
+    sch.fuse()
+    nodes = [node for node in compiled(model, optimizer, batch, sch).graph.operations() if phase_of(node) != "update"]
+    assert {(node.meta.get("custom") or {}).get("region") for node in nodes} == {"the model"}
+    step = compiled(model, optimizer, batch, plan=Plan(precision={"": "bf16"}))
+    products = {_dtype(node) for node in step.graph.operations() if "mm" in str(node.target)}
+    assert products == {torch.bfloat16}
+    with pytest.raises(BadOption, match=r"fits 'haed'. did you mean head\?"):
+        compiled(model, optimizer, batch, plan=Plan(precision={"haed": "bf16"}))
+
+
+@pytest.mark.parametrize("left", [[], ["fuse_loss", "share_equal"]])
+def test_precisions_are_carried_out_whatever_passes_are_left(left: list[str]) -> None:
+    """They are a pass too, which stands before one that may be left out: `wholestep show` leaves out all."""
+    model, optimizer, batch = made(2)
+    sch = wholestep.schedule(model)
+    sch["layers.*"].precision("bf16")
+    kept = [one for one in wholestep.default_passes() if name_of(one) in left]
+    step = compiled(model, optimizer, batch, sch, passes=Pipeline(kept), early_update=False)
+    products = {(node.meta["custom"]["module"][:4], _dtype(node)) for node in step.graph.operations() if "mm" in str(node.target)}
+    assert {("laye", torch.bfloat16), ("head", torch.float32)} <= products
 
 
 def _is_work(node: Any) -> bool:

@@ -52,7 +52,20 @@ def test_order_matters_where_it_does() -> None:
     assert len(matches(weighted, trace_pattern(lambda x, y: torch.add(torch.relu(x), y, alpha=2)))) == 1
 
 
+def test_an_attribute_that_is_computed_is_a_call() -> None:
+    transposed = fx.Graph()
+    x, w = transposed.placeholder("x"), transposed.placeholder("w")
+    flipped = transposed.call_function(getattr, (w, "T"))
+    transposed.output(transposed.call_function(torch.matmul, (x, flipped)))
+    assert len(matches(transposed, trace_pattern(lambda x, w: x @ w.T))) == 1
+    assert matches(transposed, trace_pattern(lambda x, w: x @ w.mT)) == []
+    with pytest.raises(BadOption, match="reads the attribute 'shape' of a value"):
+        trace_pattern(lambda x: x * x.shape[-1])
+
+
 def test_constants_are_equal() -> None:
+    assert found(lambda x: x + -0.0, lambda x: x + 0.0) == []
+    assert found(lambda x: torch.add(x, float("nan")), lambda x: x + float("nan")) == [{"add"}]
     assert found(lambda x: x.softmax(-1), lambda x: torch.softmax(x, 1)) == []
     assert found(lambda x: x.softmax(-1), lambda x: F.softmax(x, dim=-1)) == [{"softmax"}]
     assert found(lambda x: x * 2, lambda x: x * 2.0) == []

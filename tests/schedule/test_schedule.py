@@ -15,7 +15,7 @@ from torch import nn
 import wholestep
 from wholestep.errors import BadOption, NotBuiltYet
 from wholestep.schedule.modules import fits
-from wholestep.schedule.verb import VERBS
+from wholestep.schedule.verb import VERBS, make
 
 
 @pytest.mark.parametrize(
@@ -95,6 +95,19 @@ def test_lines_are_recorded_undone_printed_and_compared() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with pytest.raises(BadOption, match="nothing to undo of shard"):
         sch.undo("shard")
+
+
+def test_an_argument_that_is_written_out_is_the_default_all_the_same() -> None:
+    """A text from a file is equal to the default, and not the very object."""
+    written = make("shard", "head", param="".join(["wei", "ght"]), axis=0)
+    assert written == make("shard", "head") and written.to_table() == {"shard": "head"}
+
+
+def test_what_is_found_is_of_the_model() -> None:
+    """The loss that reads what a model returns, so that there is a graph, has additions and sums of its own."""
+    model, _, batch = made()
+    sch = wholestep.schedule(model, example=(batch["ids"],))
+    assert not sch.find(lambda x: x.sum()) and sch.find(lambda x, w, b: F.linear(x, w, b))
 
 
 def test_two_lines_that_contradict_each_other_are_both_named() -> None:

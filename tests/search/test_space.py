@@ -38,6 +38,25 @@ def test_every_combination_is_a_point(tmp_path: Path) -> None:
     assert str(last.recipe.lines[0]) == "recompute blocks.* ratio=1.0"
 
 
+def test_places_of_one_name_say_where_they_stand(tmp_path: Path) -> None:
+    search = 'precision = ["fp32", "bf16"]\nbatch = [4, 8]\nset = { batch = [1, 2] }'
+    space = read_space(write(tmp_path, search, '{ precision = ["head", "blocks.0"], to = "fp32" }'))
+    assert [axis.name for axis in space.axes] == ["batch", "precision", "set batch", "precision (line 1)"]
+    assert len(space.points) == 16 == len({point.name for point in space.points})
+
+
+@pytest.mark.parametrize(
+    ("verbs", "text"),
+    [
+        ("{ recompute = [5, 6] }", "line 1: recompute = 5. name the place in quotes"),
+        ('{ recompute = "blocks.*", ratio = [2020-01-01, 0.5] }', "2020-01-01 is a date. give a number, or a text"),
+    ],
+)
+def test_a_line_that_is_none_is_refused(tmp_path: Path, verbs: str, text: str) -> None:
+    with pytest.raises(WholestepError, match=text):
+        read_space(write(tmp_path, "batch = 4", verbs))
+
+
 @pytest.mark.parametrize(
     ("text", "values"),
     [

@@ -188,6 +188,6 @@ def layer_pattern(path: str) -> str:
 
 
 def holds_module(place: str, path: str) -> bool:
-    """Whether a path or pattern (`h.*`, `encoder`) names a module, or one that holds it."""
+    """Whether a path or pattern (`h.*`, `encoder`) names a module, or one that holds it; the empty path is the model."""
     parts = path.split(".")
-    return any(fnmatch.fnmatchcase(".".join(parts[: i + 1]), place) for i in range(len(parts)))
+    return not place or any(fnmatch.fnmatchcase(".".join(parts[: i + 1]), place) for i in range(len(parts)))

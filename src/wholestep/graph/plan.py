@@ -110,6 +110,7 @@ class Plan:
         for name in sorted(given.keys() - known):
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"fields are {', '.join(sorted(known))}"
+            hint = "a recipe is given by --recipe" if name == "verbs" else hint
             raise BadOption(f"a plan with an unknown field {name!r}", hint=hint)
         for name, value in given.items():
             if known[name].default == ():

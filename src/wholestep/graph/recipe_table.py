@@ -5,6 +5,7 @@ In: a TOML file. Out: its table. No torch: a file that is no recipe, or names a 
 
 from __future__ import annotations
 
+import datetime
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,12 +60,24 @@ def _check(table: dict[str, Any], known: Sequence[str]) -> None:
         )
     if not isinstance(expects, dict) or not all(isinstance(value, str) for value in expects.values()):
         raise BadOption("expects is no table of texts", hint="leave it out where the recipe is written by hand")
+    for given in (rows, table.get("search", {})):
+        odd = _date_in(given)
+        if odd is not None:
+            raise BadOption(f"{odd} is a date", hint="give a number, or a text in quotes")
     verbs = sorted(path.stem for path in _VERBS.glob("[a-z]*.py"))
     for number, row in enumerate(rows, start=1):
         if verbs and not any(name in verbs for name in row):
             first = next(iter(row))
             hint = _nearest(first, verbs) or f"verbs are {', '.join(verbs)}"
             raise BadOption(f"line {number}: there is no verb {first!r}", hint=hint)
+
+
+def _date_in(value: Any) -> str | None:
+    """A date or time of TOML, which no argument is and JSON does not have."""
+    if isinstance(value, dict | list):
+        entries = value.values() if isinstance(value, dict) else value
+        return next((found for entry in entries if (found := _date_in(entry)) is not None), None)
+    return str(value) if isinstance(value, datetime.date | datetime.time) else None
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from wholestep.graph.keys import operator_name, starred, value_keys
-from wholestep.graph.layers import layers_of
+from wholestep.graph.layers import holds_module, layers_of, without_calls
 from wholestep.graph.training_graph import TrainingGraph, module_of
 from wholestep.ops import linear_cross_entropy
 from wholestep.ops.attention import choice
@@ -43,6 +43,10 @@ class Asking:
     question: Question
     kernel: str
     """That it names already, or nothing."""
+
+    def fits(self, place: str) -> bool:
+        """Whether a place of a plan is the call's own key, or its module, a pattern of it, or a module that holds it."""
+        return self.key == place or holds_module(place, without_calls(self.module))
 
 
 def calls_that_ask(graph: TrainingGraph) -> Iterator[Asking]:

@@ -15,7 +15,7 @@ fp16 here scales no loss: that is `compile(precision="fp16")`.
 
 from __future__ import annotations
 
-import fnmatch
+import difflib
 import operator
 import warnings
 from collections import defaultdict
@@ -27,6 +27,7 @@ from torch import fx
 
 from wholestep.errors import BadOption, WholestepWarning
 from wholestep.graph.check import where
+from wholestep.graph.layers import holds_module, without_calls
 from wholestep.graph.training_graph import Role, TrainingGraph, module_of, phase_of
 from wholestep.graph.views import WHOLE_VIEWS
 from wholestep.ops.aten.precision import precision_of
@@ -248,24 +249,21 @@ class _Rewrite:
 
     def _precision_of(self, path: str | None) -> torch.dtype:
         if path not in self.paths:
-            fitting = [name for pattern, name in self.modules.items() if _fits(path or "", pattern)]
+            called = without_calls(path or "")
+            fitting = [name for place, name in self.modules.items() if holds_module(place, called)]
             self.paths[path] = PRECISIONS[fitting[-1]] if fitting else self.default
         return self.paths[path]
 
     def _refuse_unknown_patterns(self) -> None:
-        paths = {module_of(node) or "" for node in self.graph.operations()}
-        for pattern in self.modules:
-            if not any(_fits(path, pattern) for path in paths):
-                raise BadOption(
-                    f"amp: no module of the captured step fits {pattern!r}",
-                    hint=f"paths look like {', '.join(sorted(paths - {''})[:3])}",
-                )
-
-
-def _fits(path: str, pattern: str) -> bool:
-    """Whether the module or one that holds it fits the pattern; a second call of a module (`path#2`) is the module."""
-    parts = [part.partition("#")[0] for part in path.split(".")]
-    return any(fnmatch.fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
+        paths = {without_calls(module_of(node) or "") for node in self.graph.operations()}
+        known = sorted(
+            {".".join(path.split(".")[: i + 1]) for path in paths for i in range(path.count(".") + 1)} - {""}
+        )
+        for place in self.modules:
+            if not any(holds_module(place, path) for path in paths):
+                near = difflib.get_close_matches(place, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"paths look like {', '.join(known[:3])}"
+                raise BadOption(f"amp: no module of the captured step fits {place!r}", hint=hint)
 
 
 def _origin(node: fx.Node) -> fx.Node:

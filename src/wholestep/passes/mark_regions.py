@@ -18,6 +18,8 @@ from wholestep.passes.pipeline import compiler_pass
 
 MATCHED = "matched: "
 """Before the line of a recipe, in `Plan.fuse`."""
+THE_MODEL = "the model"
+"""The region of all that the empty path names."""
 
 
 @compiler_pass(numerics="rounding")
@@ -26,7 +28,7 @@ def mark_regions(graph: TrainingGraph, plan: Plan) -> TrainingGraph:
     if not plan.fuse:
         return graph
     nodes = [node for node in graph.operations() if phase_of(node) != "update"]
-    for place in sorted(plan.fuse, key=lambda place: place.count(".")):
+    for place in sorted(plan.fuse, key=lambda place: (place != "", place.count("."))):
         named = {node: region for node in nodes if (region := _region(node, place)) is not None}
         if not named:
             known = sorted({without_calls(module_of(node) or "") for node in nodes} - {""})
@@ -44,6 +46,8 @@ def _region(node: fx.Node, place: str) -> str | None:
     if place.startswith(MATCHED):
         mark = place.removeprefix(MATCHED)
         return f"{module}: {mark}" if mark in matched_by(node) else None
+    if not place:
+        return THE_MODEL
     parts = module.split(".")
     for count in range(1, len(parts) + 1):
         path = without_calls(".".join(parts[:count]))

@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import functools
 import importlib
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_
@@ -186,6 +187,14 @@ class Pipeline:
     def insert_before(self, name: str, one: Callable[..., TrainingGraph]) -> Pipeline:
         """A new pipeline with `one` right before the pass called `name`, in the same part."""
         return self._inserted(name, one, 0)
+
+    def at_the_place_of(self, name: str, one: Callable[..., TrainingGraph]) -> Pipeline:
+        """`one` right before a prepare pass of the table, or, where that pass is left out, behind those that come before it."""
+        if any(name_of(kept) == name for kept in self.passes):
+            return self.insert_before(name, one)
+        earlier = {row.name for row in itertools.takewhile(lambda row: row.name != name, TABLE)}
+        at = max((i for i, kept in enumerate(self.passes, start=1) if name_of(kept) in earlier), default=0)
+        return Pipeline([*self.passes[:at], one, *self.passes[at:]], self.apply)
 
     def replaced(self, name: str, one: Callable[..., TrainingGraph]) -> Pipeline:
         """A new pipeline with `one` in the place of the pass called `name`."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 
 from wholestep.errors import BadOption
-from wholestep.graph.layers import holds_module, without_calls
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.ops.tuned import Asking, calls_that_ask
@@ -26,7 +25,7 @@ def take_kernels(graph: TrainingGraph, plan: Plan) -> TrainingGraph:
     calls = list(calls_that_ask(graph))
     _refuse_unknown(plan, calls)
     for call in calls:
-        named = [name for place, name in plan.kernel.items() if _fits(call, place)]
+        named = [name for place, name in plan.kernel.items() if call.fits(place)]
         if named:
             reasons = {candidate.name: candidate.supports() for candidate in call.question.candidates}
             refuse_unusable(named[-1], call.question.what, f"in {call.key}, {call.question.call}", reasons)
@@ -34,15 +33,10 @@ def take_kernels(graph: TrainingGraph, plan: Plan) -> TrainingGraph:
     return graph
 
 
-def _fits(call: Asking, place: str) -> bool:
-    """Whether a place of the plan is the call's own key, or its module, a pattern of it, or a module that holds it."""
-    return call.key == place or holds_module(place, without_calls(call.module))
-
-
 def _refuse_unknown(plan: Plan, calls: list[Asking]) -> None:
     known = sorted({call.key for call in calls})
     for place, name in plan.kernel.items():
-        if not any(_fits(call, place) for call in calls):
+        if not any(call.fits(place) for call in calls):
             near = difflib.get_close_matches(place, known, n=1)
             hint = (
                 f"did you mean {near[0]}?"

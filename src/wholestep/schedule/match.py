@@ -26,7 +26,8 @@ from wholestep.schedule.pattern import Pattern
 _VIEWS = frozenset(
     ("view", "reshape", "transpose", "permute", "t", "expand", "squeeze", "unsqueeze", "flatten", "getitem", "narrow", "select",
      "chunk", "split", "unbind", "detach", "contiguous", "to", "view_as", "movedim", "swapaxes", "unflatten", "expand_as", "mT",
-     "T", "diagonal", "slice", "type_as", "float", "real", "imag", "as_strided", "broadcast_to", "tensor_split", "unfold")
+     "T", "H", "mH", "diagonal", "slice", "type_as", "float", "real", "imag", "as_strided", "broadcast_to", "tensor_split",
+     "unfold")
 )  # fmt: skip
 """Calls whose results may share memory with their input, for graphs that do not know."""
 

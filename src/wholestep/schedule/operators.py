@@ -45,6 +45,8 @@ _TORCH = (
 """Modules whose functions are torch's, or plain arithmetic."""
 _LISTS = ("size", "dims", "repeats", "shape")
 """Arguments that a method also takes one by one: `x.view(2, -1)`."""
+_ATTRIBUTES = ("T", "mT", "H", "mH", "real", "imag")
+"""Attributes of a tensor that are computed from it."""
 _IRRELEVANT = ("_stacklevel",)
 
 
@@ -88,6 +90,8 @@ def call_to(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         written = _OPERATORS.get(plain, _OPERATORS.get(f"{plain}_", target)) if plain != target else target
         name: str = _SAME.get(target, written)
         return Call(name, _bound(name, None, args, kwargs))
+    if target is getattr and len(args) == 2 and args[1] in _ATTRIBUTES:
+        return Call(args[1], {"self": args[0]})
     name, opaque = _named(target)
     return Call(name, _bound(name, target if inspect.isfunction(target) else None, args, kwargs), opaque)
 
@@ -198,4 +202,6 @@ def same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, slice) and isinstance(other, slice):
         return all(map(same, (one.start, one.stop, one.step), (other.start, other.stop, other.step)))
+    if type(one) is float and type(other) is float:
+        return one.hex() == other.hex()  # NaN is itself, and -0.0 is not 0.0: x + 0.0 and x + -0.0 differ
     return type(one) is type(other) and bool(one == other)

@@ -54,6 +54,9 @@ def trace_pattern(function: Callable[..., Any]) -> Pattern:
             what = "captures a tensor" if node.op == "get_attr" else f"calls the module {node.target}"
             raise BadOption(f"the pattern {name} {what}", hint=f"make it a parameter; {HELP}")
         if found is not None:
+            if found.name == "builtins.getattr":
+                what = f"reads the attribute {node.args[1]!r} of a value"
+                raise BadOption(f"the pattern {name} {what}", hint="write what it is as a number, or call a method")
             if found.writes:
                 raise BadOption(f"the pattern {name} writes in place ({found.name})", hint="use the form that does not")
             calls[node] = found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from wholestep.graph.recipe_table import END, FORMAT, read_table
 from wholestep.schedule import verbs  # noqa: F401 - registers them
 from wholestep.schedule.modules import Modules
 from wholestep.schedule.recipe import Recipe
-from wholestep.schedule.verb import AUTO, VERBS, make
+from wholestep.schedule.verb import AUTO, VERBS, Verb, make
 
 HEAD = """\
 # A recipe of Wholestep: how a model runs, one verb a line. Use it with: wholestep train MODEL --recipe FILE
@@ -71,7 +72,7 @@ def read_recipe(path: Path) -> Recipe:
     """The recipe in a file; it is not held against a model yet."""
     table = read_table(path)
     try:
-        lines = tuple(_line(i, row) for i, row in enumerate(table.get("verbs", []), start=1))
+        lines = tuple(line_of(i, row) for i, row in enumerate(table.get("verbs", []), start=1))
     except BadOption as error:
         raise BadOption(f"{path}: {error.what}", hint=error.hint) from None
     recipe = Recipe(lines, table.get("expects", {}), path.name)
@@ -81,8 +82,14 @@ def read_recipe(path: Path) -> Recipe:
     return recipe
 
 
-def _line(number: int, row: dict[str, Any]) -> Any:
-    name = next((key for key in row if key in VERBS), next(iter(row)))
+def verb_of(row: Mapping[str, Any]) -> str:
+    """The verb of a line as a file has it."""
+    return next((key for key in row if key in VERBS), next(iter(row)))
+
+
+def line_of(number: int, row: Mapping[str, Any]) -> Verb:
+    """A line as a file has it, as a verb."""
+    name = verb_of(row)
     try:
         at = row[name]
         if name in VERBS and not isinstance(at, str):

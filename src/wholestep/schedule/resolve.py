@@ -13,7 +13,7 @@ import fnmatch
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph, matched_by, module_of, phase_of
 from wholestep.graph.views import is_cheap_view
 from wholestep.ops.record import may_recompute
-from wholestep.ops.tuned import calls_that_ask
+from wholestep.ops.tuned import Asking, calls_that_ask
 from wholestep.ops.tuner import TUNER
 from wholestep.schedule.cuts import cuts_of, localised, shard_table, syncs_of
 from wholestep.schedule.modules import Modules, inside, nearest
@@ -151,16 +151,20 @@ class Scheduled:
             graph.target.is_gpu and not torch.cuda.is_available()
         ):  # planned here, to run elsewhere: nothing can be asked
             return {}
+        calls = list(calls_that_ask(graph)) if lines else []
         found: dict[str, str] = {}
         for line in lines:
             if line.take is not None:
-                found |= dict.fromkeys(plan_places(line.at, self.modules), line.take)
+                places = [place for place in plan_places(line.at, self.modules) if any(c.fits(place) for c in calls)]
+                if not places:
+                    raise BadOption(f"{self.recipe.place(line)}: the step has no choice there", hint=_choices(calls))
+                found |= dict.fromkeys(places, line.take)
         forbidding = [line for line in lines if line.forbid is not None]
         if not forbidding:
             return found
         met: dict[int, set[str]] = {id(line): set() for line in forbidding}
         """Line -> the implementations that the calls have which it is about."""
-        for call in calls_that_ask(graph):
+        for call in calls:
             about = [line for line in forbidding if self._is_about(line, call)]
             for line in about:
                 met[id(line)] |= {candidate.name for candidate in call.question.candidates}
@@ -178,8 +182,7 @@ class Scheduled:
         for line in forbidding:
             known = sorted(met[id(line)])
             if not known:
-                hint = "attentions and chunked losses have several implementations"
-                raise BadOption(f"{self.recipe.place(line)}: the step has no choice there", hint=hint)
+                raise BadOption(f"{self.recipe.place(line)}: the step has no choice there", hint=_choices(calls))
             if line.forbid not in known:  # one that the machine lacks is known all the same
                 hint = nearest(line.forbid, known, f"they are {', '.join(known)}")
                 raise BadOption(f"{self.recipe.place(line)}: no implementation has that name", hint=hint)
@@ -190,6 +193,12 @@ class Scheduled:
             return bool(call.key == line.at)
         paths = self.modules.first_names(self.modules.select(line.at)).values()
         return any(inside(without_calls(call.module), path) for path in paths)
+
+
+def _choices(calls: Sequence[Asking]) -> str:
+    """Where a step has calls with several implementations."""
+    known = ", ".join(sorted({call.key for call in calls})[:3])
+    return f"there is one in {known}" if known else "attentions and chunked losses have several implementations"
 
 
 class _Decided:

@@ -200,7 +200,10 @@ class Schedule(Place):
         pattern = trace_pattern(what)
         graph = self.forward()
         paths = {id(module): path for path, module in self.model.named_modules()}
-        return found_in(graph.module.graph, pattern, paths, lambda path: any(inside(path, at) for at in scopes))
+        found = found_in(graph.module.graph, pattern, paths, lambda path: any(inside(path, at) for at in scopes))
+        return [
+            one for one in found if all(node.meta.get("nn_module_stack") for node in one.match.nodes)
+        ]  # of the model
 
     def exchanges(self, mesh: Mesh) -> Localised:
         """What ranks of a mesh exchange in the forward pass, module by module, with bytes and the reason: it follows from `shard`.

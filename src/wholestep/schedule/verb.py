@@ -89,18 +89,15 @@ class Verb:
     # ---- as data ----
 
     def arguments(self) -> dict[str, Any]:
-        """All that is not as by default, without the place."""
-        own = dataclasses.fields(self)[1:]
-        return {f.name: getattr(self, f.name) for f in own if getattr(self, f.name) is not _default(f)}
+        """All that is not as by default, without the place. A text that was read from a file is not the very default, but equal."""
+        own = {field.name: (getattr(self, field.name), _default(field)) for field in dataclasses.fields(self)[1:]}
+        return {n: v for n, (v, usual) in own.items() if not (v is usual or (isinstance(v, str) and v == usual))}
 
     def to_table(self) -> dict[str, Any]:
         """For a file: `{recompute = "layers.*", ratio = 0.5}`."""
-        table: dict[str, Any] = {self.name: self.at}
-        for field in dataclasses.fields(self)[1:]:
-            value = getattr(self, field.name)
-            if value is not _default(field):
-                table[field.name] = _written(value, self) if field.metadata.get("object") else value
-        return table
+        of_objects = {field.name for field in dataclasses.fields(self) if field.metadata.get("object")}
+        given = self.arguments().items()
+        return {self.name: self.at} | {n: _written(v, self) if n in of_objects else v for n, v in given}
 
     def meaning(self) -> dict[str, Any]:
         """The arguments, with functions and classes by name: a line of a file is equal to the one that was written to it."""

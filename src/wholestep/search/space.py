@@ -28,7 +28,7 @@ from wholestep.options import CHOICES
 from wholestep.schedule import verbs  # noqa: F401 - registers them
 from wholestep.schedule.modules import nearest
 from wholestep.schedule.recipe import Recipe
-from wholestep.schedule.verb import VERBS, make
+from wholestep.schedule.recipe_file import line_of, verb_of
 
 SETTINGS = ("batch", "seq", "precision", "memory", "backend", "data", "set")
 """Of `[search]`, beside the model; each but `set`, a table of such values, may be a list or a range."""
@@ -101,14 +101,7 @@ class Space:
 
 def recipe_of_lines(lines: Sequence[Mapping[str, Any]], expects: Mapping[str, str], source: str) -> Recipe:
     """A recipe from the tables of a file."""
-    made = []
-    for number, line in enumerate(lines, start=1):
-        name = _verb_of(line)
-        try:
-            made.append(make(name, line[name], **{key: value for key, value in line.items() if key != name}))
-        except BadOption as error:
-            raise BadOption(f"line {number}: {error.what}", hint=error.hint) from None
-    return Recipe(tuple(made), expects, source)
+    return Recipe(tuple(line_of(number, line) for number, line in enumerate(lines, start=1)), expects, source)
 
 
 def read_space(path: Path) -> Space:
@@ -210,17 +203,27 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def _names(chosen: Mapping[Place, tuple[Any, ...]], lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
-    """Name for people -> values, in the order of `chosen`; a verb that stands there twice is told by its line."""
-    named = [_verb_of(line) for line in lines]
+    """Name for people -> values, in the order of `chosen`; of places with one name all but a setting say where they stand."""
+    named = [verb_of(line) for line in lines]
 
-    def name(place: Place) -> str:
+    def short(place: Place) -> str:
         if not isinstance(place[0], int):
             return str(place[-1])
         verb = named[place[0]]
-        told = verb if place[1] == verb else f"{verb} {place[1]}"
-        return told if named.count(verb) == 1 else f"{told} (line {place[0] + 1})"
+        return verb if place[1] == verb else f"{verb} {place[1]}"
+
+    def name(place: Place) -> str:
+        told = short(place)
+        if len(place) == 1 or sum(short(other) == told for other in chosen) == 1 == _times(named, place):
+            return told
+        return f"set {told}" if place[0] == "set" else f"{told} (line {place[0] + 1})"
 
     return {name(place): values for place, values in chosen.items()}
+
+
+def _times(named: Sequence[str], place: Place) -> int:
+    """How many lines have the verb of a place; one for a place that is in none."""
+    return named.count(named[place[0]]) if isinstance(place[0], int) else 1
 
 
 def _points(
@@ -244,10 +247,6 @@ def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadOption(f"{value!r} is no number")
     return value
-
-
-def _verb_of(line: Mapping[str, Any]) -> str:
-    return next((name for name in line if name in VERBS), next(iter(line)))
 
 
 def _refuse_unknown(table: Mapping[str, Any], known: Sequence[str], what: str) -> None:

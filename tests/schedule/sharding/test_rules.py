@@ -32,6 +32,12 @@ def column_row(p: Any, x: Any) -> Any:
     return (F.linear(hidden, p["b"], p["bb"]) + x).square().mean()
 
 
+def transposed_weights(p: Any, x: Any) -> Any:
+    """As attributes."""
+    hidden = F.gelu(x @ p["a"].T + p["ab"])
+    return (hidden @ p["b"].mT + p["bb"] + x).square().mean()
+
+
 def heads(p: Any, x: Any) -> Any:
     """Attention of 4 heads, written out."""
     q, k, v = (F.linear(x, p[n]).view(2, 5, 4, 4).transpose(1, 2) for n in "qkv")
@@ -279,6 +285,7 @@ ENDS = torch.tensor([2, 2, 5], dtype=torch.int32)
 CASES: dict[str, Case] = {
     "column, row": (column_row, LINEAR, (X3,), {"a": 0, "b": 1}),
     "column, row, biases": (column_row, LINEAR, (X3,), {"a": 0, "ab": 0, "b": 1}),
+    "transposed weights": (transposed_weights, LINEAR, (X3,), {"a": 0, "b": 1}),
     "a bias alone": (column_row, LINEAR, (X3,), {"ab": 0}),
     "the last bias": (column_row, LINEAR, (X3,), {"bb": 0}),
     "rows alone": (column_row, LINEAR, (X3,), {"a": 1, "b": 1}),

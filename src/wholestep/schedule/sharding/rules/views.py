@@ -114,7 +114,7 @@ def _taken_apart(p: Program, dim: int) -> bool:
     return False
 
 
-@rule("permute", "transpose", "t", "movedim", "moveaxis", "swapaxes", "swapdims", "adjoint", "mT", "T", "numpy_T")
+@rule("permute", "transpose", "t", "movedim", "moveaxis", "swapaxes", "swapdims", "adjoint", "mT", "T", "mH", "H")
 def permute(p: Program, call: Called) -> Any:
     x = call.first
     return p.again(call, x.layout if x.cut is None else x.cut.at(moved(call, x)))
@@ -197,12 +197,7 @@ def about(p: Program, call: Called) -> Any:
 
 @rule("builtins.getattr")
 def attribute(p: Program, call: Called) -> Any:
-    x, name = call.args[:2]
-    if name in ("T", "mT", "H", "mH"):
-        return (
-            p.call("t" if x.dim == 2 else "adjoint", x) if name in ("mT", "mH") or x.dim == 2 else p.refuse_cut(name, x)
-        )
-    return _asked(p, x, name, ())
+    return _asked(p, call.args[0], call.args[1], ())
 
 
 def _asked(p: Program, x: Value, name: str, rest: tuple[Any, ...]) -> Any:
