@@ -11,6 +11,7 @@ from tests.trust import (
     burned_in,
     carried,
     code_changed,
+    compared,
     data,
     derivatives,
     equal_layers,
@@ -47,7 +48,7 @@ FILES = (
     burned_in, values_read, code_changed, outside, structure, left_behind, carried, optimizers, hooks, randomness, data,
     python_values, loops, interrupted, stale_cache, refusals, equal_layers, aliases, switches, techniques, updates,
     objects, protocols, opaque, idioms, recipes, held_by_modules, batches, derivatives,
-    objectives, numbers, own_code, absences,
+    objectives, numbers, own_code, absences, compared,
 )  # fmt: skip
 
 LOUD: dict[str, str] = {
@@ -102,6 +103,16 @@ LOUD: dict[str, str] = {
     "objects_made_by_a_metaclass": "Scaling.__call__",
     "object_that_counts_its_end": "Term.__del__",
     "protocol_that_an_object_comes_to_meet": "protocol",
+    "partial_functions_that_become_one": "functools.partial",
+    "tuples_that_become_one": "two tuples",
+    "key_that_is_equal_to_another": "class Named are keys",
+    "key_with_a_field_that_is_not_compared": "class Task are keys",
+    "set_of_ones_own_that_is_written_to": "class Seen is written to",
+    "truth_of_a_set_of_ones_own": "Full.__bool__",
+    "tuple_with_a_subscript_of_its_own": "Doubled.__getitem__",
+    "number_that_names_another_place": "First.__index__",
+    "objects_that_share_their_attributes": "share their attributes",
+    "object_made_with_shared_attributes": "__dict__",
     **dict.fromkeys(  # whatever the reason is called, it is told
         (
             "list_that_grows", "range_replaced", "batch_norm_with_cumulative_average", "queue_with_a_tensor_pointer",

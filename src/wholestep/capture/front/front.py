@@ -160,6 +160,20 @@ class Front:
             raise CaptureRefused(off)
         if self.entries:
             self._count_miss(arguments)
+        try:
+            return self._captured(arguments)
+        except CaptureRefused as refused:
+            if not self.entries or self.specialised or not isinstance(refused.__cause__, Exception):
+                raise
+            self.specialised = (
+                True  # what Dynamo could follow before may hold a number that it takes for one that varies now
+            )
+            try:
+                return self._captured(arguments)
+            except CaptureRefused:
+                raise refused from refused.__cause__
+
+    def _captured(self, arguments: dict[str, Any]) -> Entry:
         began = time.perf_counter()
         made: list[LossGraph] = []
         failed: list[Exception] = []
