@@ -38,6 +38,7 @@ from wholestep.capture.front import (  # noqa: F401 - tell Dynamo what to do oth
     own_containers,
     replaced,
     texts,
+    written,
 )
 from wholestep.capture.front.assumed import assuming
 from wholestep.capture.front.growing import growing
@@ -157,14 +158,15 @@ def switched_off() -> str | None:
 
 
 @contextlib.contextmanager
-def settings(loggers: Any, lists: Iterable[str] = (), **more: Any) -> Iterator[None]:
+def settings(loggers: Any, lists: Iterable[str] = (), update: Iterable[Any] = (), **more: Any) -> Iterator[None]:
     """Dynamo's settings as a faithful capture needs them, for this process, while the context is open."""
     with compat.ONE_AT_A_TIME, compat.guards_not_timed(), dynamo.config.patch(**_wanted(loggers, more)), quiet():
         growing.on, growing.lists, assuming.on, assuming.sparse = True, frozenset(lists), True, set()
+        growing.update = tuple(update)
         try:
             yield
         finally:
-            growing.on, growing.lists, assuming.on = False, frozenset(), False
+            growing.on, growing.lists, growing.update, assuming.on = False, frozenset(), (), False
             equal_layers.forget_layers()
 
 
@@ -249,6 +251,7 @@ def capture_call(
     dynamic: bool | None,
     loggers: Any,
     lists: Iterable[str] = (),
+    update: Iterable[Any] = (),
     **more: Any,
 ) -> Frame | None:
     """Capture one call of `function`; `take` gets the graph and returns what is called in its place.
@@ -283,7 +286,7 @@ def capture_call(
     known = {id(entry.code) for entry in _debug_get_cache_entry_list(function.__code__)}
     compiled = _compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
     try:
-        with settings(loggers, lists, **more), contextlib.suppress(Stopped):
+        with settings(loggers, lists, update, **more), contextlib.suppress(Stopped):
             compiled(**arguments)
     finally:
         taking.clear()

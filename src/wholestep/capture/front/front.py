@@ -28,6 +28,7 @@ from wholestep.capture.front.sparse import detach_parts
 from wholestep.capture.front.traced import traced
 from wholestep.capture.front.unguardable import refuse_surroundings
 from wholestep.capture.front.unguarded import Unguarded
+from wholestep.capture.front.written import read_by_the_update
 from wholestep.capture.subject import Subject, model_loss, no_loss
 from wholestep.capture.undo import RandomStates
 from wholestep.errors import BadLoss, CaptureRefused, WholestepError
@@ -198,6 +199,7 @@ class Front:
                     dynamic=self.dynamic,
                     loggers=self._loggers,
                     lists=self.lists,
+                    update=read_by_the_update(self.subject.optimizer),
                     **more,
                 )
             if failed and isinstance(failed[0], BadLoss) and self.subject.loss_fn is model_loss:

@@ -21,7 +21,8 @@ from torch._dynamo.variables.misc import DebuggingVariable, LoggingLoggerVariabl
 from torch._dynamo.variables.tensor import SymNodeVariable
 
 growing = threading.local()
-"""`growing.lists`: where the lists are found, as Dynamo writes it; `growing.on`: whether a capture is ours."""
+"""`growing.lists`: where the lists are found, as Dynamo writes it; `growing.on`: whether a capture is ours; `growing.update`:
+what the captured update reads."""
 
 
 class GrowingList(ListVariable):
