@@ -419,3 +419,29 @@ def numpy_confusion_matrix() -> Made:
         return F.cross_entropy(logits, b[1])
 
     return train(loss, batches=labelled(), state=lambda: matrix)
+
+
+class Counting(Net):
+    steps = 0
+
+
+@case
+def counter_of_a_class_read_through_an_object() -> Made:
+    Counting.steps = 0
+
+    def loss(m: Any, b: Any) -> torch.Tensor:
+        Counting.steps += 1
+        return mse(m, b) / m.steps
+
+    return train(loss, model=Counting(), state=lambda: Counting.steps)
+
+
+@more
+def default_type_set_by_the_loss() -> Made:
+    def loss(m: Any, b: Any) -> torch.Tensor:
+        found = mse(m, b) * torch.ones(())
+        torch.set_default_dtype(torch.float64)
+        return found
+
+    change = lambda i: torch.set_default_dtype(torch.float32)  # noqa: E731
+    return train(loss, change, state=torch.get_default_dtype, cleanup=lambda: torch.set_default_dtype(torch.float32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import types
 from typing import Any
@@ -192,3 +193,90 @@ def missing_keys_answered_by_the_class() -> Made:
             weights["a"] = 0.1
 
     return train(lambda m, b: mse(m, b) * weights["a"], change, cleanup=lambda: setattr(WithDefaults, "default", 1.0))
+
+
+def in_a_text(read: Any, values: list[Any]) -> Made:
+    """The loss times read(number), where the number is another one at every second step or so."""
+    model = Net()
+    model.number = values[0]
+    change = lambda i: setattr(model, "number", values[i])  # noqa: E731
+    return train(lambda m, b: mse(m, b) * read(m.number), change, model=model)
+
+
+SHARES, STAGES = [0.66, 1.11, 1.11, 2.16, 2.16, 0.66], [4, 2, 2, 11, 11, 4]
+
+
+@case
+def number_rounded_by_its_text() -> Made:
+    return in_a_text(lambda n: float(f"{n:.1f}"), SHARES)
+
+
+@more
+def number_written_by_format() -> Made:
+    return in_a_text(lambda n: float(format(n, ".1f")), SHARES)
+
+
+@more
+def text_of_a_number_compared() -> Made:
+    return in_a_text(lambda n: 2.0 if f"{n}" == "11" else 0.5, STAGES)
+
+
+@case
+def text_of_a_number_as_a_key() -> Made:
+    return in_a_text(lambda n: {f"{n}": 2.0}.get("11", 0.5), STAGES)
+
+
+@more
+def text_of_a_number_as_the_key_of_a_table() -> Made:
+    return in_a_text(lambda n: {"stage4": 1.0, "stage2": 2.0, "stage11": 0.5}[f"stage{n}"], STAGES)
+
+
+@case
+def whole_number_rounded_to_tens() -> Made:
+    return in_a_text(lambda n: round(n, -1) * 0.1, STAGES)
+
+
+@more
+def number_rounded_by_name() -> Made:
+    return in_a_text(lambda n: round(n, ndigits=1), SHARES)
+
+
+@case
+def number_asked_whether_it_is_finite() -> Made:
+    return in_a_text(lambda n: n if math.isfinite(n) else 0.5, [0.5, 1.0, 1.0, math.inf, 1.0, math.nan])
+
+
+@more
+def quotient_and_rest_of_a_number() -> Made:
+    return in_a_text(lambda n: divmod(n, 3)[1] + 0.5, STAGES)
+
+
+@case
+def numbers_in_lines_of_a_logger() -> Made:
+    """`log.info("step %d loss %.3f", step, loss.item())` and the like, at every step."""
+    model, lines = Net(), Lines()
+    model.number = 0
+    logger = logging.getLogger("tests.trust.numbers")
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+    def loss(m: Any, b: Any) -> torch.Tensor:
+        found = mse(m, b)
+        logger.info("step %d loss %.3f", m.number, found.item())
+        logger.info(f"step {m.number} loss {found.item():.3f}")
+        return found
+
+    change = lambda i: setattr(model, "number", i)  # noqa: E731
+    return train(
+        loss, change, model=model, state=lambda: list(lines.texts), cleanup=lambda: logger.removeHandler(lines)
+    )
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())

@@ -276,3 +276,28 @@ def several_backward_passes_for_one_step() -> Made:
         return first * weights[0] + second * weights[1] / (grads.detach() + 1.0)
 
     return train(loss, lambda i: weights[1].fill_(0.3 * i))
+
+
+@case
+def rate_set_by_the_loss() -> Made:
+    """A warm-up that stands in the training function: the update of this very step takes the new rate."""
+    model = Net()
+    optimizer = momentum(model.parameters())
+
+    def loss(m: Any, b: Any) -> torch.Tensor:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+        return mse(m, b)
+
+    return train(loss, model=model, optimizer=optimizer, state=lambda: optimizer.param_groups[0]["lr"])
+
+
+@more
+def gradient_given_by_the_loss() -> Made:
+    """What the backward then adds to."""
+
+    def loss(m: Any, b: Any) -> torch.Tensor:
+        m.a.weight.grad = torch.full_like(m.a.weight, 0.1)
+        return mse(m, b)
+
+    return train(loss)

@@ -18,7 +18,7 @@ import torch
 from wholestep import compat
 from wholestep.capture.assemble import functional, lift_constants
 from wholestep.capture.chunked_loss import WHOLE_LOGITS_BYTES
-from wholestep.capture.front.dynamo import quiet
+from wholestep.capture.front.quiet import quiet
 from wholestep.capture.nonfinite import keep_all, keep_buffers
 from wholestep.capture.optimizers import UpdatePlan
 from wholestep.capture.provenance import attribute_backward

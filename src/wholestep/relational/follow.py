@@ -120,8 +120,8 @@ def follow(message: Any, asked: Asked) -> Guarded:
         # a user who switches torch.compile off does not mean this
         with _as_followed(), _disable_current_modes(), torch.compiler.set_stance("default"):
             frame = private.capture_call(
-                function, {"message": message}, lambda graph: graph, dynamic=False, loggers=loggers, lists=(), disable=False,
-                **private.SPECIALISED,
+                function, {"message": message}, lambda graph: graph, dynamic=False, loggers=loggers, lists=(), update=(),
+                disable=False, **private.SPECIALISED,
             )  # fmt: skip
         if frame is None or _eager.program is None:
             raise CaptureRefused("it makes no graph")

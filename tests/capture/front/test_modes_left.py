@@ -10,7 +10,8 @@ from torch import nn
 from torch._C import _functorch as levels
 
 import wholestep
-from wholestep.capture.front.modes_left import modes_put_back
+from wholestep.capture.front.modes_left import default_dtype_put_back, modes_put_back
+from wholestep.errors import CaptureRefused
 
 
 def test_modes_are_put_back() -> None:
@@ -20,6 +21,13 @@ def test_modes_are_put_back() -> None:
         raise ValueError
     assert torch.is_grad_enabled()
     assert levels.get_dynamic_layer_stack_depth() == 0
+
+
+def test_a_default_dtype_that_is_left_behind_is_refused_and_put_back() -> None:
+    before = torch.get_default_dtype()
+    with pytest.raises(CaptureRefused, match="default dtype"), default_dtype_put_back():
+        torch.set_default_dtype(torch.float64)
+    assert torch.get_default_dtype() == before
 
 
 @pytest.mark.filterwarnings("ignore::wholestep.errors.WholestepWarning")

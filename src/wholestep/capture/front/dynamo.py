@@ -35,11 +35,15 @@ from wholestep.capture.front import (  # noqa: F401 - tell Dynamo what to do oth
     added_guards,
     equal_layers,
     own_code,
+    own_containers,
     replaced,
+    texts,
+    written,
 )
 from wholestep.capture.front.assumed import assuming
 from wholestep.capture.front.growing import growing
 from wholestep.capture.front.modes_left import functions_put_back
+from wholestep.capture.front.quiet import TALKATIVE, quiet
 from wholestep.capture.front.sparse import attach_parts, is_matrix
 
 SAFE = {
@@ -154,14 +158,15 @@ def switched_off() -> str | None:
 
 
 @contextlib.contextmanager
-def settings(loggers: Any, lists: Iterable[str] = (), **more: Any) -> Iterator[None]:
+def settings(loggers: Any, lists: Iterable[str] = (), update: Iterable[Any] = (), **more: Any) -> Iterator[None]:
     """Dynamo's settings as a faithful capture needs them, for this process, while the context is open."""
     with compat.ONE_AT_A_TIME, compat.guards_not_timed(), dynamo.config.patch(**_wanted(loggers, more)), quiet():
         growing.on, growing.lists, assuming.on, assuming.sparse = True, frozenset(lists), True, set()
+        growing.update = tuple(update)
         try:
             yield
         finally:
-            growing.on, growing.lists, assuming.on = False, frozenset(), False
+            growing.on, growing.lists, growing.update, assuming.on = False, frozenset(), (), False
             equal_layers.forget_layers()
 
 
@@ -189,7 +194,7 @@ class QuickSettings:
     def __enter__(self) -> None:
         compat.ONE_AT_A_TIME.acquire()
         self.kept = [_put(entry, value) for entry, value in self.entries]
-        self.silenced = [logger for logger in _TALKATIVE if not logger.disabled]
+        self.silenced = [logger for logger in TALKATIVE if not logger.disabled]
         for logger in self.silenced:
             logger.disabled = True
         growing.on = True
@@ -212,28 +217,6 @@ def _put(entry: Any, value: Any) -> Any:
         return before
     entry.user_override = value
     return held
-
-
-_INNER = ("utils", "symbolic_convert", "metrics_context", "convert_frame")
-_OTHERS = ("torch._dynamo", "torch._guards", "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
-_TALKATIVE = [logging.getLogger(name) for name in (*(f"torch._dynamo.{name}" for name in _INNER), *_OTHERS)]
-"""A batch of a wrong size has them write hundreds of lines about an error that the user's own code then tells in one."""
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """What torch logs about a capture that it gives up, or cannot count, is told by us."""
-    kept = [logger.disabled for logger in _TALKATIVE]
-    for logger in _TALKATIVE:
-        logger.disabled = True
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*lru_cache.*")
-            warnings.filterwarnings("ignore", message=".*Dynamo detected.*")
-            yield
-    finally:
-        for logger, disabled in zip(_TALKATIVE, kept, strict=True):
-            logger.disabled = disabled
 
 
 class IgnoredLoggers(set):
@@ -268,6 +251,7 @@ def capture_call(
     dynamic: bool | None,
     loggers: Any,
     lists: Iterable[str] = (),
+    update: Iterable[Any] = (),
     **more: Any,
 ) -> Frame | None:
     """Capture one call of `function`; `take` gets the graph and returns what is called in its place.
@@ -302,7 +286,7 @@ def capture_call(
     known = {id(entry.code) for entry in _debug_get_cache_entry_list(function.__code__)}
     compiled = _compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
     try:
-        with settings(loggers, lists, **more), contextlib.suppress(Stopped):
+        with settings(loggers, lists, update, **more), contextlib.suppress(Stopped):
             compiled(**arguments)
     finally:
         taking.clear()

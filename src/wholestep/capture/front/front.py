@@ -28,6 +28,7 @@ from wholestep.capture.front.sparse import detach_parts
 from wholestep.capture.front.traced import traced
 from wholestep.capture.front.unguardable import refuse_surroundings
 from wholestep.capture.front.unguarded import Unguarded
+from wholestep.capture.front.written import read_by_the_update
 from wholestep.capture.subject import Subject, model_loss, no_loss
 from wholestep.capture.undo import RandomStates
 from wholestep.errors import BadLoss, CaptureRefused, WholestepError
@@ -162,6 +163,20 @@ class Front:
             raise CaptureRefused(off)
         if self.entries:
             self._count_miss(arguments)
+        try:
+            return self._captured(arguments)
+        except CaptureRefused as refused:
+            if not self.entries or self.specialised or not isinstance(refused.__cause__, Exception):
+                raise
+            self.specialised = (
+                True  # what Dynamo could follow before may hold a number that it takes for one that varies now
+            )
+            try:
+                return self._captured(arguments)
+            except CaptureRefused:
+                raise refused from refused.__cause__
+
+    def _captured(self, arguments: dict[str, Any]) -> Entry:
         began = time.perf_counter()
         made: list[LossGraph] = []
         failed: list[Exception] = []
@@ -186,6 +201,7 @@ class Front:
                     dynamic=self.dynamic,
                     loggers=self._loggers,
                     lists=self.lists,
+                    update=read_by_the_update(self.subject.optimizer),
                     **more,
                 )
             if failed and isinstance(failed[0], BadLoss) and self.subject.loss_fn is model_loss:

@@ -8,6 +8,7 @@ Dynamo does with `print`; should the loss look at the list in any other way, its
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch._dynamo.guards import GuardBuilder
@@ -17,9 +18,11 @@ from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.misc import DebuggingVariable, LoggingLoggerVariable
+from torch._dynamo.variables.tensor import SymNodeVariable
 
 growing = threading.local()
-"""`growing.lists`: where the lists are found, as Dynamo writes it; `growing.on`: whether a capture is ours."""
+"""`growing.lists`: where the lists are found, as Dynamo writes it; `growing.on`: whether a capture is ours; `growing.update`:
+what the captured update reads."""
 
 
 class GrowingList(ListVariable):
@@ -98,10 +101,23 @@ def _write(self: LoggingLoggerVariable, tx: Any, name: str, args: list[Any], kwa
     return _plain_write(self, tx, name, args, kwargs)
 
 
+def _can_write(plain: Callable[..., bool]) -> Callable[..., bool]:
+    """Numbers that vary, or that are read from tensors, are written as texts of them are."""
+
+    def can(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        known = [arg.realize() if isinstance(arg, LazyVariableTracker) else arg for arg in args]
+        if getattr(growing, "on", False):
+            known = [arg for arg in known if not isinstance(arg, SymNodeVariable)]
+        return plain(function, known, kwargs)
+
+    return can
+
+
 _LEVELS = ("debug", "info", "warning", "error", "critical", "exception", "log")
 _plain_wrap, _plain_log, _plain_write = (
     VariableBuilder.wrap_listlike, DebuggingVariable.call_function, LoggingLoggerVariable.call_method,
 )  # fmt: skip
 VariableBuilder.wrap_listlike = _wrap_listlike
 DebuggingVariable.call_function = _log
+DebuggingVariable.can_reorder_logs = staticmethod(_can_write(DebuggingVariable.can_reorder_logs))
 LoggingLoggerVariable.call_method = _write

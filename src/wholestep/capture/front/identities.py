@@ -24,6 +24,7 @@ from torch._dynamo.variables import (
 
 from wholestep import compat
 from wholestep.capture.front.assumed import assuming, follow_instruction
+from wholestep.capture.front.distinct import keep_two
 
 
 class _Looked(threading.local):
@@ -59,6 +60,7 @@ def _note_asked(value: Any) -> None:
 def _comparing(plain: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     def compare(tx: Any, inst: Any) -> None:
         _note_compared(tx.stack[-2:])
+        keep_two(tx.stack[-2:], _HOW[inst.opname])
         plain(tx, inst)
 
     return compare
@@ -73,21 +75,25 @@ def _noting_keys(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 _ASKS = (id, hash)
-_COMPARES = (operator.is_, operator.is_not, operator.eq, operator.ne, operator.contains)
+_COMPARES = {
+    operator.is_: "is", operator.is_not: "is", operator.eq: "==", operator.ne: "==", operator.contains: "in",
+}  # fmt: skip
+_HOW = {"IS_OP": "is", "COMPARE_OP": "==", "CONTAINS_OP": "in"}
 
 
 def _calling(plain: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if self.fn in _ASKS:
             _note_asked(args[0])
-        elif self.fn in _COMPARES:
+        elif self.fn in _COMPARES and len(args) == 2:
             _note_compared(args)
+            keep_two(args[::-1] if self.fn is operator.contains else args, _COMPARES[self.fn])
         return plain(self, tx, args, kwargs)
 
     return call
 
 
-for _name in ("IS_OP", "COMPARE_OP", "CONTAINS_OP"):
+for _name in _HOW:
     follow_instruction(_name, _comparing)
 compat.HashedVariable.__init__ = _noting_keys(compat.HashedVariable.__init__)  # a dictionary's key, a member of a set
 BuiltinVariable.call_function = _calling(BuiltinVariable.call_function)

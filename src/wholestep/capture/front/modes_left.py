@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch._C import _functorch as levels
 
+from wholestep.errors import CaptureRefused
+
 _LEAVE = {
     levels.TransformType.Vmap: levels._vmap_decrement_nesting,
     levels.TransformType.Grad: levels._grad_decrement_nesting,
@@ -39,3 +41,17 @@ def functions_put_back() -> Iterator[None]:
     except BaseException:
         torch._C._set_torch_function_state(before)
         raise
+
+
+@contextlib.contextmanager
+def default_dtype_put_back() -> Iterator[None]:
+    """A loss that sets it and does not set it back leaves it so at every step, which a captured one would not."""
+    before = torch.get_default_dtype()
+    try:
+        yield
+        if torch.get_default_dtype() != before:
+            raise CaptureRefused(
+                "the loss leaves another default dtype behind (torch.set_default_dtype); set it outside"
+            )
+    finally:
+        torch.set_default_dtype(before)

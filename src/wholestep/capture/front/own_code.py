@@ -2,7 +2,7 @@
 
 - A class or a member of an enum is a constant to Dynamo, so `Settings["rate"]` and `len(Registry)` are computed once, for good,
   by the code that the class, its metaclass or the enum has for them.
-- Numbers, texts, tuples and members of enums are true as Python's own are, whatever `__bool__` their class has.
+- Numbers, texts, tuples, sets and members of enums are true as Python's own are, whatever `__bool__` their class has.
 - `Config(...)` runs `__call__` of a metaclass of one's own, which Dynamo passes over, and `Mode("x")` runs `_missing_`, once.
 - An object that the loss makes is never made by a captured step, and made more than once by Dynamo: `__del__` would be counted.
 """
@@ -20,26 +20,19 @@ from torch._dynamo.variables import BuiltinVariable, LazyVariableTracker, UserDe
 
 from wholestep.capture.front.assumed import follow_instruction
 from wholestep.capture.front.growing import growing
-from wholestep.capture.front.unguardable import is_users, what_it_reads, where_is
+from wholestep.capture.front.unguardable import users_method, what_it_reads, where_is
 
 _LOOKS = {"isinstance", "issubclass", "type", "getattr", "hasattr", "setattr", "super", "id", "callable"}
 """Builtin functions that ask a class for no operator; checks of instances are refused in `unguardable.py`."""
 _OTHER_SIDE = {"ne": "eq", "lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "not": "bool"}
 _WALKS = {"list", "tuple", "set", "sorted", "sum", "enumerate", "zip", "any", "all", "map", "max", "min"}
-_JUDGED = (enum.Enum, int, float, str, bytes, tuple)
+_JUDGED = (enum.Enum, int, float, str, bytes, tuple, set, frozenset)
 _TRUTHS = (
     "POP_JUMP_IF_TRUE", "POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_BACKWARD_IF_TRUE", "JUMP_IF_TRUE_OR_POP",
     "POP_JUMP_IF_FALSE", "POP_JUMP_FORWARD_IF_FALSE", "POP_JUMP_BACKWARD_IF_FALSE", "JUMP_IF_FALSE_OR_POP",
     "UNARY_NOT", "TO_BOOL",
 )  # fmt: skip
 """Instructions that ask whether a value is true, in all versions of Python."""
-
-
-def _users_method(owner: type, name: str) -> types.FunctionType | None:
-    """The method of that name, where the user wrote it."""
-    found = next((vars(cls)[name] for cls in owner.__mro__ if name in vars(cls)), None)
-    found = getattr(found, "__func__", found)
-    return found if isinstance(found, types.FunctionType) and is_users(found.__code__) else None
 
 
 def _methods(function: Callable[..., Any]) -> Iterator[str]:
@@ -57,12 +50,12 @@ def _methods(function: Callable[..., Any]) -> Iterator[str]:
 def _computed_once(function: Callable[..., Any], value: Any) -> types.FunctionType | None:
     """The method that Dynamo would run to fold a call of a builtin function with this constant."""
     if isinstance(value, type):
-        found = [_users_method(type(value), name) for name in _methods(function)]
+        found = [users_method(type(value), name) for name in _methods(function)]
         if "__getitem__" in _methods(function):
-            found.append(_users_method(value, "__class_getitem__"))
+            found.append(users_method(value, "__class_getitem__"))
         return next(filter(None, found), None)
     if isinstance(value, enum.Enum):
-        found = [_users_method(type(value), name) for name in _methods(function)]
+        found = [users_method(type(value), name) for name in _methods(function)]
         return next((method for method in found if method is not None and what_it_reads(method)), None)
     return None
 
@@ -95,13 +88,13 @@ def _folding(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _making(plain: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if getattr(growing, "on", False):
-            made = _users_method(type(self.value), "__call__")
+            made = users_method(type(self.value), "__call__")
             if made is not None:
                 _refuse(made, "makes the objects of a class and is not traced; make them outside of the loss")
-            found = _users_method(self.value, "_missing_") if issubclass(self.value, enum.Enum) else None
+            found = users_method(self.value, "_missing_") if issubclass(self.value, enum.Enum) else None
             if found is not None and what_it_reads(found):
                 _refuse(found, "is code of an enum, which is run once and not traced")
-            gone = _users_method(self.value, "__del__")
+            gone = users_method(self.value, "__del__")
             if gone is not None:
                 _refuse(gone, "ends an object that the loss makes, and is not traced; make it outside of the loss")
         return plain(self, tx, args, kwargs)
@@ -115,9 +108,11 @@ def _judging(plain: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     def judge(tx: Any, inst: Any) -> None:
         if getattr(growing, "on", False):
             value = _object(tx.stack[-1])
-            judged = _users_method(type(value), "__bool__") if isinstance(value, _JUDGED) else None
+            judged = users_method(type(value), "__bool__") if isinstance(value, _JUDGED) else None
             if judged is not None:
-                _refuse(judged, "says whether a number, text, tuple or member of an enum is true, and is not traced")
+                _refuse(
+                    judged, "says whether a number, text, tuple, set or member of an enum is true, and is not traced"
+                )
         plain(tx, inst)
 
     return judge

@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from wholestep import compat
 from wholestep.capture.front import traced as marks
-from wholestep.capture.front.modes_left import modes_put_back
+from wholestep.capture.front.modes_left import default_dtype_put_back, modes_put_back
+from wholestep.capture.front.quiet import quiet
 from wholestep.capture.modes import is_user_file
 from wholestep.capture.sites import TooFewKeys
 from wholestep.errors import CaptureRefused, WholestepError
@@ -233,7 +234,7 @@ class Replay(fx.Interpreter):
         torch._C._set_cudnn_enabled(self.cudnn.pop() if enabled is None else enabled)
 
     def run(self, *args: Any, **options: Any) -> Any:
-        with modes_put_back():
+        with modes_put_back(), default_dtype_put_back(), quiet():
             try:
                 return super().run(*args, **options)
             finally:

@@ -34,8 +34,26 @@ _MENTIONED = {
 """A name in code of the user's own -> why it is refused."""
 
 
+_TYPED = ("<stdin>", "<string>", "<console>", "<ipython-input", "<python-input", "<doctest")
+"""What stands for a file where code was typed at a prompt, piped in, given to `python -c` or to `exec`."""
+
+
 def is_users(code: types.CodeType) -> bool:
-    return is_own_file(code.co_filename)
+    return is_own_file(code.co_filename) or (code.co_filename.startswith(_TYPED) and not _of_a_dataclass(code))
+
+
+def _of_a_dataclass(code: types.CodeType) -> bool:
+    """Methods that `dataclasses` writes; Python 3.10 does not tell them from others of their names."""
+    return getattr(code, "co_qualname", "__create_fn__" if code.co_name.startswith("__") else "").startswith(
+        "__create_fn__"
+    )
+
+
+def users_method(owner: type, name: str) -> types.FunctionType | None:
+    """The method of that name, where the user wrote it."""
+    found = next((vars(cls)[name] for cls in owner.__mro__ if name in vars(cls)), None)
+    found = getattr(found, "__func__", found)
+    return found if isinstance(found, types.FunctionType) and is_users(found.__code__) else None
 
 
 def is_users_class(cls: type) -> bool:
@@ -76,7 +94,9 @@ def refuse_unguardable(
     if not mentioned.isdisjoint(("isinstance", "issubclass")):
         for cls in named:
             _refuse_own_check(cls)
+    _refuse_shared_attributes(read)
     for place, value in read:
+        _refuse_own_subscript(value)
         if isinstance(value, functools._lru_cache_wrapper):
             _refuse_impure_cache(value)
         if isinstance(value, random.Random) and value is not random._inst:
@@ -95,6 +115,30 @@ def refuse_unguardable(
         optimizer = None if subject is None else subject.optimizer
         if value is optimizer and value is not None and "state" in mentioned:
             raise CaptureRefused("the loss reads optimizer.state; return what it needs as aux, or pass it in the batch")
+
+
+_SUBSCRIPTS = ((tuple, "__getitem__"), (int, "__index__"))
+"""By which Dynamo itself reads what a tuple holds, or a list at a place that a number tells."""
+
+
+def _refuse_own_subscript(value: Any) -> None:
+    for kind, name in _SUBSCRIPTS:
+        method = users_method(type(value), name) if isinstance(value, kind) else None
+        if method is not None:
+            told = f"{method.__qualname__} is code of a number or a tuple, which is not traced where Dynamo itself reads a place"
+            raise CaptureRefused(told, where=where_is(method))
+
+
+def _refuse_shared_attributes(read: Sequence[tuple[str, Any]]) -> None:
+    """Two objects with one `__dict__`: what is written to one of them shows in the other."""
+    owners: dict[int, Any] = {}
+    for _, value in read:
+        if not isinstance(value, type | types.FunctionType) and is_users_class(type(value)):
+            table = getattr(value, "__dict__", None)
+            if isinstance(table, dict) and owners.setdefault(id(table), value) is not value:
+                raise CaptureRefused(
+                    f"two objects of class {type(value).__qualname__} share their attributes (__dict__)"
+                )
 
 
 def _reads_attributes(place: str, value: dict, read: Sequence[tuple[str, Any]]) -> bool:

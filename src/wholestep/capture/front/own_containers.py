@@ -1,0 +1,83 @@
+"""Containers that a loss looks into, and which Dynamo orders or compares in another way than Python does.
+
+- An OrderedDict of which only the order changes (`move_to_end`) would be left as it was: it is written anew.
+- Objects as keys are compared by who they are, or field by field, whatever `__eq__` their class has; a text of a number that varies
+  is another key than it will be: refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.variables import ConstDictVariable, UserDefinedObjectVariable, user_defined
+from torch._dynamo.variables.misc import StringFormatVariable
+
+from wholestep import compat
+from wholestep.capture.front.growing import growing
+
+
+def _refuse(what: str) -> None:
+    unimplemented(gb_type=what, context="", explanation="", hints=[])
+
+
+def _in_another_order(plain: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def has_new_items(self: Any) -> bool:
+        now, before = [key.vt for key in self.items], list(self.original_items)
+        return plain(self) or (now != before and set(now) == set(before) and getattr(growing, "on", False))
+
+    return has_new_items
+
+
+def _compared_as_keys(plain: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    def equal(self: Any, other: Any) -> bool:
+        if getattr(growing, "on", False) and isinstance(other, type(self)) and _value(self) is not _value(other):
+            for key in (self, other):
+                _refuse_own_equality(key.vt)
+        return plain(self, other)
+
+    return equal
+
+
+def _value(key: Any) -> Any:
+    return getattr(key.vt, "value", key.vt)
+
+
+def _hashed(plain: Callable[..., None]) -> Callable[..., None]:
+    def init(self: Any, key: Any) -> None:
+        plain(self, key)
+        if getattr(growing, "on", False):
+            if isinstance(self.vt, StringFormatVariable):
+                _refuse("a text that is made of a number that varies is a key")
+            if isinstance(self.vt, user_defined.FrozenDataClassVariable) and not _by_all_fields(self.vt.value):
+                _refuse_own_equality(self.vt)
+
+    return init
+
+
+def _by_all_fields(value: Any) -> bool:
+    """Whether a dataclass has the `__eq__` and the `__hash__` that Dynamo takes it to have."""
+    methods = (type(value).__eq__, type(value).__hash__)
+    generated = all("__create_fn__" in getattr(method, "__qualname__", "") for method in methods)
+    return generated and all(field.compare and field.hash is not False for field in dataclasses.fields(value))
+
+
+def _refuse_own_equality(key: Any) -> None:
+    """Two keys of equal hash are about to be compared."""
+    if not isinstance(key, UserDefinedObjectVariable):
+        return
+    method = type(key.value).__eq__
+    followed = isinstance(key, user_defined.FrozenDataClassVariable) and _by_all_fields(key.value)
+    if isinstance(method, types.FunctionType) and not followed:
+        _refuse(
+            f"objects of class {type(key.value).__qualname__} are keys, and are compared by an __eq__ that is not traced"
+        )
+
+
+if hasattr(ConstDictVariable, "has_new_items"):
+    ConstDictVariable.has_new_items = _in_another_order(ConstDictVariable.has_new_items)
+compat.HashedVariable.__eq__ = _compared_as_keys(compat.HashedVariable.__eq__)
+compat.HashedVariable.__init__ = _hashed(compat.HashedVariable.__init__)

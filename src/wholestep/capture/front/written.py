@@ -1,0 +1,94 @@
+"""What a loss writes and Dynamo replays too late, elsewhere or not at all: refused by name.
+
+The replay follows the graph, and the update is part of the graph: `optimizer.param_groups[0]["lr"] = ...` and `p.grad = ...`
+inside of the loss would miss it. An attribute that was written to a class is not seen through its objects until then; an object
+that is given the `__dict__` of another one shares it only while it is traced; a set of a class of one's own is not written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables import TensorVariable, UnspecializedNNModuleVariable, user_defined
+
+from wholestep.capture.front.assumed import follow_instruction
+from wholestep.capture.front.growing import growing
+
+_SETS: Any = getattr(user_defined, "UserDefinedSetVariable", ())
+
+
+def read_by_the_update(optimizer: Any) -> Iterable[Any]:
+    """Containers that the captured update reads at every step, before the replay."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [groups, *groups, *(group["params"] for group in groups)]
+
+
+def _refuse(what: str) -> None:
+    unimplemented(gb_type=what, context="", explanation="", hints=[])
+
+
+def _replaying(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def write(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(growing, "on", False):
+            of_the_update = {id(held) for held in getattr(growing, "update", ())}
+            for place, kept in self.id_to_variable.items():
+                if place in of_the_update and self.is_modified(kept):
+                    _refuse("the loss writes to the groups of the optimizer; do it before the step")
+                if isinstance(kept, _SETS) and kept.source is not None and _is_written(self, kept):
+                    _refuse(
+                        f"a set of class {type(kept.value).__qualname__} is written to, which is not replayed; use a set"
+                    )
+        return plain(self, *args, **kwargs)
+
+    return write
+
+
+def _is_written(effects: Any, kept: Any) -> bool:
+    held = getattr(kept, "_base_vt", None) or getattr(kept, "_set_vt", None)
+    return held is not None and effects.is_modified(held)
+
+
+def _storing(plain: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    def store(tx: Any, inst: Any) -> None:
+        if getattr(growing, "on", False):
+            owner, value = tx.stack[-1], tx.stack[-2]
+            if inst.argval == "__dict__" and value.source is not None:
+                _refuse("an object is given the __dict__ of another one; copy what it holds")
+            if inst.argval == "grad" and isinstance(owner.realize(), TensorVariable) and not _is_none(value):
+                _refuse("a gradient is given to a tensor inside of the loss; use a hook, or do it behind the step")
+        plain(tx, inst)
+
+    return store
+
+
+def _is_none(variable: Any) -> bool:
+    return variable.is_python_constant() and variable.as_python_constant() is None
+
+
+def _looking(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def look(self: Any, tx: Any, name: str) -> Any:
+        effects = tx.output.side_effects
+        if getattr(growing, "on", False) and effects.store_attr_mutations:
+            kind = self.value if isinstance(self.value, type) else type(self.value)
+            for cls in kind.__mro__:
+                written = effects.id_to_variable.get(id(cls))
+                if cls is not self.value and name in effects.store_attr_mutations.get(written, ()):
+                    told = f"{cls.__qualname__}.{name} is written by the loss, and then read through an object or another class"
+                    _refuse(f"{told}; read {cls.__qualname__}.{name}")
+        return plain(self, tx, name)
+
+    return look
+
+
+SideEffects.codegen_update_mutated = _replaying(SideEffects.codegen_update_mutated)
+follow_instruction("STORE_ATTR", _storing)
+for _kind in (
+    user_defined.UserDefinedObjectVariable,
+    user_defined.UserDefinedClassVariable,
+    UnspecializedNNModuleVariable,
+):
+    if "var_getattr" in vars(_kind):
+        _kind.var_getattr = _looking(_kind.var_getattr)

@@ -1,0 +1,84 @@
+"""Containers of classes of one's own: written as Python writes them, or refused by name."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.runtime.twins import Side, Twins, class_batches, classify, small_mlp
+
+import wholestep
+from wholestep.errors import WholestepWarning
+
+BATCHES = class_batches(4)
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_the_order_of_a_dictionary_is_written(last: bool) -> None:
+    def make() -> Side:
+        model, names = small_mlp(), OrderedDict(a=1, b=2, c=3)
+
+        def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+            names.move_to_end("b", last=last)
+            return classify(model, batch)
+
+        return Side(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, names)
+
+    twins = Twins(make, BATCHES[0], check="off")
+    twins.train(BATCHES)
+    assert list(twins.ours.extra) == list(twins.theirs.extra)
+    assert twins.step.rung == "whole step", twins.step.explain()
+
+
+class Seen(set):
+    def add(self, value: Any) -> None:
+        super().add(value)
+
+
+class Named:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Named) and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+SEEN, NAMED = Seen(), {Named("a"): 2.0}
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [(lambda: SEEN.add(1), "class Seen is written to"), (lambda: NAMED.get(Named("a")), "class Named are keys")],
+)
+def test_it_is_refused_by_name(act: Callable[[], Any], told: str) -> None:
+    model = small_mlp()
+
+    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+        act()
+        return classify(model, batch)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = wholestep.compile(model, loss_fn, optimizer, BATCHES[0], backend="interpret", cache=False)
+    with pytest.warns(WholestepWarning, match=told):
+        for batch in BATCHES[:2]:
+            step(batch)
+    assert step.rung == "eager"
+
+
+def test_the_same_object_is_a_key_as_ever() -> None:
+    """Only keys that are equal and not one object are compared by their class."""
+    key = Named("b")
+    weights = {key: 0.5}
+    model = small_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = wholestep.compile(
+        model, lambda m, b: classify(m, b) * weights[key], optimizer, BATCHES[0], backend="interpret", cache=False
+    )
+    step(BATCHES[0])
+    assert step.rung == "whole step", step.explain()
