@@ -6,8 +6,8 @@ The first is worked out on a stand-in that lies dense in memory, because announc
 others, and torch's tensors without data let `view` merge dimensions around one of size 1 that do not lie beside each other. The
 second keeps the layout, and with it the bits of what reads it. Lowering calls `view` as `reshape`.
 
-Bitwise: x * 1, x / 1 and x - 0 keep every bit; x + 0 and x - -0.0 do not (-0 + 0 is +0); x + 0 is dropped for integers only. Of complex numbers
-none does: a factor of 1 is 1 + 0i, and makes NaN of what is infinite.
+Bitwise: x * 1, x / 1 and x - 0 keep every bit; x - -0.0 and x + 0 do not (-0 + 0 is +0), and the last is dropped for integers only.
+Of complex numbers none does: a factor of 1 is 1 + 0i, and makes NaN of what is infinite.
 """
 
 from __future__ import annotations
