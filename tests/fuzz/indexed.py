@@ -117,7 +117,8 @@ def turned_complex(room: Room) -> bool:
         f"torch.fft.irfft(torch.fft.rfft({{0}}), n={last})", "torch.fft.fft({0}).real", "torch.fft.rfft({0}).abs()",
         "torch.fft.fft2({0}).abs()" if value.dim() > 1 else "torch.fft.fft({0}).imag", "torch.fft.ifft({0} + 1j * {0}).real",
         "torch.stft({0}.flatten(), 4, hop_length=2, window=torch.ones(4), return_complex=True).abs()",
-        "torch.view_as_real(torch.complex({0}, {0} * 0.5)).sum(-1)", "(torch.polar({0}.abs() + 0.1, {0}) * 1j).imag",
+        "torch.view_as_real(torch.complex({0}, {0} * 0.5).conj().resolve_conj()).sum(-1)",
+        "(torch.polar({0}.abs() + 0.1, {0}) * 1).conj().imag",
     ]  # fmt: skip
     if room.source.random() < 0.15:
         weight = room.add_member(f"nn.Parameter(torch.randn({last}, dtype=torch.complex64))", "p")
