@@ -427,3 +427,16 @@ def weights_in_one_flat_tensor() -> Made:
             model.flat.mul_(0.5)
 
     return train(model=model, change=change)
+
+
+@case
+def weights_added_to_by_the_loss() -> Made:
+    """`layer.bias += ...`: Python stores the parameter where it was."""
+
+    def loss(m: Any, b: Any) -> torch.Tensor:
+        with torch.no_grad():
+            m.b.bias += 0.1
+        return mse(m, b)
+
+    model = Net()
+    return train(loss, model=model, state=lambda: isinstance(model.b.bias, nn.Parameter))

@@ -107,6 +107,7 @@ LOUD: dict[str, str] = {
     "rate_set_by_the_loss": "groups of the optimizer",
     "gradient_given_by_the_loss": "a gradient is given",
     "counter_of_a_class_read_through_an_object": "Counting.steps is written",
+    "counter_of_a_class_read_through_a_derived_one": "Counting.steps is written",
     "partial_functions_that_become_one": "functools.partial",
     "tuples_that_become_one": "two tuples",
     "key_that_is_equal_to_another": "class Named are keys",

@@ -436,6 +436,21 @@ def counter_of_a_class_read_through_an_object() -> Made:
     return train(loss, model=Counting(), state=lambda: Counting.steps)
 
 
+class CountingToo(Counting):
+    pass
+
+
+@more
+def counter_of_a_class_read_through_a_derived_one() -> Made:
+    Counting.steps = 0
+
+    def loss(m: Any, b: Any) -> torch.Tensor:
+        Counting.steps += 1
+        return mse(m, b) / CountingToo.steps
+
+    return train(loss, state=lambda: Counting.steps)
+
+
 @more
 def default_type_set_by_the_loss() -> Made:
     def loss(m: Any, b: Any) -> torch.Tensor:

@@ -162,7 +162,7 @@ def settings(loggers: Any, lists: Iterable[str] = (), update: Iterable[Any] = ()
     """Dynamo's settings as a faithful capture needs them, for this process, while the context is open."""
     with compat.ONE_AT_A_TIME, compat.guards_not_timed(), dynamo.config.patch(**_wanted(loggers, more)), quiet():
         growing.on, growing.lists, assuming.on, assuming.sparse = True, frozenset(lists), True, set()
-        growing.update = tuple(update)
+        growing.update, growing.stale = tuple(update), None
         try:
             yield
         finally:

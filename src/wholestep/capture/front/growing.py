@@ -22,7 +22,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable
 
 growing = threading.local()
 """`growing.lists`: where the lists are found, as Dynamo writes it; `growing.on`: whether a capture is ours; `growing.update`:
-what the captured update reads."""
+what the captured update reads; `growing.stale`: what was read too early, in words."""
 
 
 class GrowingList(ListVariable):

@@ -63,7 +63,11 @@ def _view(inputs: list[fx.Node], result: fx.Node) -> View:
                 )
         return copies[node]
 
-    graph.output(copied(result))
+    found = copied(result)
+    if found.op == "placeholder":  # `weight += x`: the very tensor that was written to
+        place = next(i for i, node in enumerate(inputs) if copies[node] is found)
+        return lambda args: args[place]
+    graph.output(found)
     function = fx.GraphModule(torch.nn.Module(), graph)
 
     def view(args: Sequence[Any]) -> torch.Tensor:

@@ -33,6 +33,8 @@ def _refuse(what: str) -> None:
 def _replaying(plain: Callable[..., Any]) -> Callable[..., Any]:
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(growing, "on", False):
+            if getattr(growing, "stale", None):  # told here: Dynamo catches what is raised while it looks into a class
+                _refuse(growing.stale)
             of_the_update = {id(held) for held in getattr(growing, "update", ())}
             for place, kept in self.id_to_variable.items():
                 if place in of_the_update and self.is_modified(kept):
@@ -70,14 +72,15 @@ def _is_none(variable: Any) -> bool:
 
 def _looking(plain: Callable[..., Any]) -> Callable[..., Any]:
     def look(self: Any, tx: Any, name: str) -> Any:
-        effects = tx.output.side_effects
-        if getattr(growing, "on", False) and effects.store_attr_mutations:
+        if getattr(growing, "on", False):
             kind = self.value if isinstance(self.value, type) else type(self.value)
-            for cls in kind.__mro__:
-                written = effects.id_to_variable.get(id(cls))
-                if cls is not self.value and name in effects.store_attr_mutations.get(written, ()):
+            for kept, names in tx.output.side_effects.store_attr_mutations.items():
+                cls: Any = getattr(kept, "value", None)
+                own = cls is self.value and name != "__dict__"
+                inherited = isinstance(cls, type) and cls in (*kind.__mro__, *type(kind).__mro__)
+                if inherited and not own and (name in names or name == "__dict__"):
                     told = f"{cls.__qualname__}.{name} is written by the loss, and then read through an object or another class"
-                    _refuse(f"{told}; read {cls.__qualname__}.{name}")
+                    growing.stale = f"{told}; read {cls.__qualname__}.{name}"
         return plain(self, tx, name)
 
     return look
