@@ -27,7 +27,7 @@ from wholestep.passes.trips import Trip, Trips
 from wholestep.plan.peak import Timeline
 from wholestep.plan.seconds import Clock
 
-WINDOWS = 16
+WINDOWS = 8
 """Each of the forward pass and of the rest."""
 SHARES = 4
 """Into which the equal layers are cut: a quarter, a half, three quarters or all of them leave."""
