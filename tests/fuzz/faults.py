@@ -126,6 +126,15 @@ def _lose_biases(graph: TrainingGraph) -> None:
             node.kwargs = {**node.kwargs, "beta": 0}
 
 
+def _lose_biases_of_pieces(graph: TrainingGraph) -> None:
+    """Nothing is added to the last product before a cut."""
+    product = None
+    for node in graph.operations():
+        if product is not None and "piece" in node.meta["custom"]:
+            product.kwargs = {**product.kwargs, "beta": 0}
+        product = node if node.target is aten.addmm.default else product
+
+
 def _exchange_copies(graph: TrainingGraph) -> None:
     """Of what comes back, two tensors of one kind are taken for each other."""
     kinds: dict[Any, fx.Node] = {}
@@ -268,6 +277,7 @@ FAULTS = (
     Fault("take_kernels", "an attention that names its kernel is causal", _after("take_kernels", _hide_the_future)),
     Fault("mark_regions", "a product that is fused loses its bias", _after("mark_regions", _lose_biases)),
     Fault("recompute", "what is recomputed drops others", _after("recompute", _draw_anew)),
+    Fault("cut_layers", "the product before a cut loses its bias", _after("cut_layers", _lose_biases_of_pieces)),
     Fault("offload", "two values change places on their way", _after("offload", _exchange_copies)),
     Fault("stream_state", "two states change places on their way", _after("stream_state", _exchange_copies)),
     Fault("update_early", "a weight of the first layer stays stale", _after("update_early", _leave_weights_stale)),

@@ -173,7 +173,7 @@ class MemoryPlanner:
             waits = [(self.waits[n], 1.0) for n in span.moved]
             leaving, coming = list(waits), list(waits)
             for index, move in zip(self.away, self.moves):
-                if span.state_only and move.value is not None:
+                if span.counts not in ("both", "state" if move.value is None else "values"):
                     continue
                 out, back = (sum(way.get(n, 0) for n in span.moved) for way in (move.out, move.back))
                 if out:

@@ -14,6 +14,7 @@ import bisect
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 from torch import fx
 
@@ -27,7 +28,7 @@ from wholestep.passes.trips import Trip, Trips
 from wholestep.plan.peak import Timeline
 from wholestep.plan.seconds import Clock
 
-WINDOWS = 16
+WINDOWS = 8
 """Each of the forward pass and of the rest."""
 SHARES = 4
 """Into which the equal layers are cut: a quarter, a half, three quarters or all of them leave."""
@@ -84,10 +85,12 @@ class Moves:
         """Of the forward pass from every window to the end, where all is gone that leaves; of the rest from its beginning to every
         window, until when only so much can have come. State comes and goes in the window of its update."""
         for number in range(WINDOWS):
-            yield Span(range(number, WINDOWS), range(number + 1, WINDOWS))
-            yield Span(range(WINDOWS, WINDOWS + number + 1), range(WINDOWS, WINDOWS + number))
+            until = range(WINDOWS, WINDOWS + number + 1)
+            yield Span(range(number, WINDOWS), range(number + 1, WINDOWS), "values")
+            yield Span(until, until[:-1], "values")
+            yield Span(until, until, "both")
         for number in range(WINDOWS, 2 * WINDOWS + 1):
-            yield Span(range(number, number + 1), range(number, number + 1), state_only=True)
+            yield Span(range(number, number + 1), range(number, number + 1), "state")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,7 +101,7 @@ class Span:
     """Those in which they begin to leave, or have to be back."""
     time: range
     """Those whose seconds they surely have."""
-    state_only: bool = False
+    counts: Literal["values", "state", "both"]
 
 
 def make_moves(
