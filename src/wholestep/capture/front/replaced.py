@@ -145,16 +145,22 @@ for _function, _ours in IN_GRAPH.items():
     TorchInGraphFunctionVariable._get_handlers()[_function] = _handler(_ours)
 
 
-def _by_numbers(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """Dynamo's handler; None leaves the call to the default, which takes the number for a constant."""
-    if not getattr(assuming, "on", False):
-        return None
-    ours = composed(function.value, args, kwargs, lambda value: isinstance(value, SymNodeVariable))
-    return None if ours is None else _handler(ours)(function, tx, *args, **kwargs)
+def _by_numbers(plain: Callable[..., Any] | None) -> Callable[..., Any]:
+    def handle(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        """Dynamo's, of a function that would take a number for a constant."""
+        known = getattr(assuming, "on", False)
+        varies = lambda value: isinstance(value, SymNodeVariable)  # noqa: E731
+        ours = composed(function.value, args, kwargs, varies) if known else None
+        if ours is not None:
+            return _handler(ours)(function, tx, *args, **kwargs)
+        return None if plain is None else plain(function, tx, *args, **kwargs)
+
+    return handle
 
 
 for _function in COMPOSED:
-    TorchInGraphFunctionVariable._get_handlers()[_function] = _by_numbers
+    _known = TorchInGraphFunctionVariable._get_handlers()
+    _known[_function] = _by_numbers(_known.get(_function))
 
 
 def _one_hot(x: torch.Tensor, num_classes: int) -> torch.Tensor:
