@@ -268,7 +268,11 @@ def test_precisions_are_carried_out_whatever_passes_are_left(left: list[str]) ->
     sch["layers.*"].precision("bf16")
     kept = [one for one in wholestep.default_passes() if name_of(one) in left]
     step = compiled(model, optimizer, batch, sch, passes=Pipeline(kept), early_update=False)
-    products = {(node.meta["custom"]["module"][:4], _dtype(node)) for node in step.graph.operations() if "mm" in str(node.target)}
+    products = {
+        (node.meta["custom"]["module"][:4], _dtype(node))
+        for node in step.graph.operations()
+        if "mm" in str(node.target)
+    }
     assert {("laye", torch.bfloat16), ("head", torch.float32)} <= products
 
 
