@@ -158,7 +158,12 @@ def test_where_nothing_can_be_made_the_reason_is_the_error(tmp_path: Path) -> No
         search(tmp_path, Maker(), predict=lambda point: Prediction(reason="no such model"))
 
 
-@pytest.mark.parametrize("text", ["not JSON", "[]", '{"format": "wholestep-search-1", "rows": [1]}'])
+RECORDED = '{"format": "wholestep-search-1", "rows": [%s]}'
+ROW = '{"key": "a", "status": "ok"%s}'
+DAMAGED = ["1", *(ROW % more for more in ("", ', "seconds": 0', ', "seconds": "x"', ', "seconds": 1, "made_with": 3'))]
+
+
+@pytest.mark.parametrize("text", ["not JSON", "[]", *(RECORDED % row for row in DAMAGED)])
 def test_a_file_that_is_not_ours_is_not_overwritten(tmp_path: Path, text: str) -> None:
     path = tmp_path / "recipe.search.json"
     path.write_text(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import wholestep
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, WholestepWarning
 from wholestep.schedule import Recipe
 from wholestep.schedule.verb import make
 from wholestep.verify.by_verb import awkward, verify_by_verb
@@ -57,6 +58,17 @@ def test_the_wrong_line_is_found_by_bisection(wrong: int) -> None:
     asked.clear()
     verify_by_verb(verify, MODEL, torch.zeros(1), RECIPE, each=True, edge_batches=())
     assert asked == list(range(wrong + 2))
+
+
+def test_what_is_said_of_a_part_of_the_recipe_is_not_told(recwarn: pytest.WarningsRecorder) -> None:
+    """A mesh without the line that cuts is a recipe that nobody wrote."""
+
+    def verify(recipe: Recipe, edges: Any) -> Report:
+        warnings.warn(f"{len(recipe)} lines", WholestepWarning, stacklevel=2)
+        return report_of(len(recipe) < 1)
+
+    verify_by_verb(verify, MODEL, torch.zeros(1), RECIPE, each=False, edge_batches=())
+    assert [str(one.message) for one in recwarn] == ["7 lines"]
 
 
 def test_a_model_that_differs_by_itself_blames_no_line() -> None:

@@ -153,3 +153,27 @@ def test_bad_requests_are_named() -> None:
         wholestep.verify(model, loss_fn, None, batches(1), backend="fast")
     with pytest.raises(BadBatch, match="no batch"):
         wholestep.verify(model, loss_fn, None, [], backend="interpret")
+
+
+@pytest.mark.parametrize(("off", "ok"), [(3e-5, True), (3e-5j, False)])
+def test_the_norm_of_clipping_may_round_as_torchs_does(off: complex, ok: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A float32 sum over all gradients in their order is off by some 1e-5, here by as much on any CPU; a factor that is off while
+    the norm is right is no rounding."""
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def rounded(parameters: Any, limit: float) -> torch.Tensor:
+        total = clip(parameters, limit)
+        for parameter in parameters:
+            parameter.grad *= 1 - abs(off)
+        return total * (1 + off.real)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", rounded)
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
+    sch = wholestep.schedule(model)
+    sch["0"].shard("weight", 0)
+    report = wholestep.verify(
+        model, lambda model, batch: model(batch).square().mean(), torch.optim.AdamW(model.parameters()), batch, recipe=sch,
+        mesh=wholestep.Mesh(tp=2), clip_norm=1e-3, steps=1, backend="interpret",
+    )  # fmt: skip
+    assert report.ok is ok, str(report)

@@ -7,6 +7,7 @@ that has changed since is told, and the point is measured again.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -77,10 +78,18 @@ def _read(path: Path) -> dict[str, Row]:
             f"{path} cannot be read: {error}", hint="move it away, or give --record another name"
         ) from error
     rows = document.get("rows") if isinstance(document, dict) and document.get("format") == FORMAT else None
-    if not isinstance(rows, list) or not all(
-        isinstance(row, dict) and "key" in row and "status" in row for row in rows
-    ):
+    if not isinstance(rows, list) or not all(map(_is_row, rows)):
         raise BadOption(
             f"{path} holds no results of `wholestep search`", hint="move it away, or give --record another name"
         )
     return {row["key"]: row for row in rows}
+
+
+def _is_row(row: Any) -> bool:
+    """Whether it is what `add` wrote: one that was measured has a time, which points are compared by."""
+    if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("key", "status")):
+        return False
+    if not isinstance(row.get("made_with", {}), dict):
+        return False
+    seconds = row.get("seconds")
+    return row["status"] != "ok" or (isinstance(seconds, int | float) and 0 < seconds < math.inf)

@@ -8,6 +8,7 @@ half. A recipe is a list, so the wrong verb is found by bisection over its begin
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from wholestep.capture.batch import flatten, unflatten
-from wholestep.errors import BadBatch, WholestepError
+from wholestep.errors import BadBatch, WholestepError, WholestepWarning
 from wholestep.schedule import Recipe
 from wholestep.verify.report import Report
 
@@ -29,7 +30,10 @@ def verify_by_verb(
     edges = awkward(listed[0], model, accumulate) if edge_batches is None and listed else edge_batches or ()
 
     def checked(count: int) -> Report:
-        return verify(Recipe(recipe.lines[:count], recipe.expects, recipe.source), edges)
+        with warnings.catch_warnings():
+            if count < len(recipe):  # what is said about a part is said about a recipe that nobody wrote
+                warnings.simplefilter("ignore", WholestepWarning)
+            return verify(Recipe(recipe.lines[:count], recipe.expects, recipe.source), edges)
 
     def unless_incomplete(count: int) -> Report | None:
         """None where lines make sense only with later ones: a weight that is cut before its bias is."""
