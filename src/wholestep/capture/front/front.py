@@ -293,11 +293,12 @@ _HELP = {
 """A word of what Dynamo met -> what would help."""
 _EAGER_ONLY = (
     "_getframe", "saved_tensors_hooks", "`Optimizer.", "Tensor.backward", "autograd.backward", "`now`", "`today`", "`utcnow`",
-    "`setattr`", "not traced",
+    "`setattr`", "not traced", "groups of the optimizer", "written by the loss", "not replayed", "__dict__", "a gradient is given",
+    "default dtype", "is a key",
 )  # fmt: skip
 """What torch.compile with graph breaks does in another way than eager: frames are cut, what is saved is not what eager saves,
 an update or a backward inside of the loss meets graphs that were made before it, dates are compared once for all, a class's own
-counter is counted once for all (torch 2.11), and so is what code of a class answers (`own_code.py`)."""
+counter is counted once for all (torch 2.11), and so is what code of a class answers (`own_code.py`, `written.py`)."""
 
 
 def guarded_place(missed: str) -> str:

@@ -73,7 +73,7 @@ def _is_none(variable: Any) -> bool:
 def _looking(plain: Callable[..., Any]) -> Callable[..., Any]:
     def look(self: Any, tx: Any, name: str) -> Any:
         if getattr(growing, "on", False):
-            kind = self.value if isinstance(self.value, type) else type(self.value)
+            kind: Any = self.value if isinstance(self.value, type) else type(self.value)
             for kept, names in tx.output.side_effects.store_attr_mutations.items():
                 cls: Any = getattr(kept, "value", None)
                 own = cls is self.value and name != "__dict__"
