@@ -30,14 +30,14 @@ def is_narrow(inner: int, columns: int) -> bool:
     return max(inner, columns) <= NARROW
 
 
-def split_of(rows: int) -> int:
+def split_of(rows: int, most: int = SPLIT) -> int:
     """Rows of a part: a power of two, smaller where there would be few parts."""
-    return min(max(1 << (-(-rows // PARTS) - 1).bit_length(), LEAST_SPLIT), SPLIT)
+    return min(max(1 << (-(-rows // PARTS) - 1).bit_length(), LEAST_SPLIT), most)
 
 
-def splits_of(rows: Amount) -> Amount:
+def splits_of(rows: Amount, most: int = SPLIT) -> Amount:
     """How many parts, or of rows whose number is a symbol how many at most."""
-    return -(-rows // split_of(rows)) if isinstance(rows, int) else rows // SPLIT + PARTS
+    return -(-rows // split_of(rows, most)) if isinstance(rows, int) else rows // most + PARTS
 
 
 def reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:

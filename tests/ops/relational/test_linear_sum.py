@@ -76,12 +76,12 @@ def test_a_step_that_keeps_no_rows_trains_as_one_that_does(monkeypatch: pytest.M
 
 
 def test_it_is_for_short_sums_of_narrow_rows_on_a_gpu() -> None:
-    def asked(entries: int = 40, wide: int = 64, device: str = "meta", learned: bool = False) -> bool:
+    def asked(entries: int = 20, wide: int = 64, device: str = "meta", learned: bool = False) -> bool:
         x, w = (torch.empty(*shape, device=device) for shape in ((5, wide), (3, wide, wide)))
         return linear_sum.pays(x, torch.empty(40, device=device, requires_grad=learned), w, 10, entries)
 
     assert asked() and not asked(device="cpu") and not asked(learned=True)
-    assert not asked(entries=41) and not asked(wide=grouped_mm.NARROW + 1)
+    assert not asked(entries=21) and not asked(wide=grouped_mm.NARROW + 1)
 
 
 TRIED = """
@@ -124,7 +124,7 @@ INTERPRETED = (
     TRIED
     + """
 segments_triton.CHUNK, gather_triton.TILE, gather_triton.COLUMNS = 8, 256, 32
-kernels.ROWS, kernels.WEIGHTS_ROWS, kernels.split_of = 16, 16, lambda rows: 32
+kernels.rows_of, kernels.WEIGHTS_ROWS, kernels.split_of = lambda columns: 16, 16, lambda *_: 32
 kernels.narrow_precision = lambda: "ieee"
 for counts, ends in TABLES:
     try_one(counts, ends, 5, 3, torch.float32)

@@ -43,8 +43,11 @@ LIBRARY.define(
     "Tensor back_index, Tensor? back_edge, Tensor to_ptr, Tensor to_index, Tensor? to_edge, Tensor back_to_ptr, "
     "Tensor back_to_index, Tensor? back_to_edge) -> Tensor"
 )
-MOST_ENTRIES = 4
-"""Per row: where there are more, sums are made once and kept."""
+MOST_ENTRIES = 2
+"""Per row: where there are more, sums are made once and kept. On an H200 a layer with 1.4 entries per row on either side gets faster
+by it, one with 3.3 takes 5.5 ms for 3.7."""
+MOST_SPLIT = 512
+"""Rows of a part of the gradient of weights: 1.47 ms for 1.70 with 1024, on an H200."""
 
 
 def pays(x: Tensor, weight: Tensor | None, w: Tensor, rows: int, entries: int) -> bool:
@@ -214,7 +217,7 @@ def bytes_between(w: Tensor, ptr: Tensor) -> int:
 
 def _parts_bytes(call: Call) -> int:
     rows, groups = call.shape("ptr")[0] - 1, call.shape("ends")[0]
-    return 4 * (grouped_mm.splits_of(rows) + groups) * call.shape("x")[1] * call.shape("grad")[1]
+    return 4 * (grouped_mm.splits_of(rows, MOST_SPLIT) + groups) * call.shape("x")[1] * call.shape("grad")[1]
 
 
 def _product_flops(call: Call) -> int:

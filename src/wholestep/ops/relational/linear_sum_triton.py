@@ -23,13 +23,18 @@ from wholestep.ops.grouped_mm_triton import narrow_precision
 from wholestep.ops.grouped_narrow_triton import add_parts, first_group, ready, slots_of, tile_of
 from wholestep.ops.relational import segments_triton as segments
 from wholestep.ops.relational.gather_triton import flat_rows, sums, sums_of_chunks
+from wholestep.ops.relational.linear_sum import MOST_SPLIT
 
-ROWS, NUM_WARPS = 64, 4
-"""Of a product."""
+NUM_WARPS = 4
 WEIGHTS_ROWS, WEIGHTS_WARPS = 32, 4
 """Of a gradient of weights, which holds sums of both sides."""
 Side = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """x, ptr, index, edge."""
+
+
+def rows_of(columns: int) -> int:
+    """Rows of a program of a product. On an H200 64 columns take 0.81 ms for 1.19 with 64 rows, 32 columns 0.76 for 0.71."""
+    return 32 if columns > 32 else 64
 
 
 @triton.jit
@@ -110,8 +115,9 @@ def summed_mm(
         return out.zero_()
     table, sizes, fixed = sums_of_chunks(flat_rows(x), weight, ptr, index, edge)
     del fixed["PER_HEAD"]
-    _rows_kernel[(triton.cdiv(rows, ROWS),)](
-        *table, *sizes[:2], w, out, ends, rows, columns, *w.stride(), GROUPS=groups, SLOTS=slots_of(groups), ROWS=ROWS,
+    tile = rows_of(columns)
+    _rows_kernel[(triton.cdiv(rows, tile),)](
+        *table, *sizes[:2], w, out, ends, rows, columns, *w.stride(), GROUPS=groups, SLOTS=slots_of(groups), ROWS=tile,
         COLUMNS=tile_of(columns), INNER=tile_of(inner), CHUNK=segments.CHUNK, PRECISION=narrow_precision(),
         num_warps=NUM_WARPS, num_stages=1, **fixed,
     )  # fmt: skip
@@ -132,7 +138,7 @@ def summed_mm_weights(of_x: Side, of_grad: Side, weight: Tensor | None, ends: Te
         sums_of_chunks(flat_rows(x), None if edge is None else weight, ptr, index, edge)
         for x, ptr, index, edge in (of_x, of_grad)
     )
-    split = split_of(rows)
+    split = split_of(rows, MOST_SPLIT)
     splits = triton.cdiv(rows, split)
     partial = out.new_empty(splits + groups, inner, columns, dtype=torch.float32)
     _parts_kernel[(splits,)](
