@@ -359,5 +359,5 @@ def pipeline_for(options: Options, scheduled: Scheduled | None = None) -> Pipeli
         pipeline = pipeline.replaced("channels_last", functools.partial(channels_last, asked=plan.layout))
     if options.clip_scope == "layer":
         pipeline = pipeline.replaced("update_early", functools.partial(update_early, clip="layer", min_bytes=1))
-    early = any(name_of(one) == "update_early" for one in (*pipeline.passes, *pipeline.apply))
+    early = "update_early" in [*map(name_of, pipeline.passes), *map(name_of, pipeline.apply)]
     return pipeline.without("update_early") if early and options.early_update is False else pipeline
