@@ -300,7 +300,8 @@ def passes_for(case: Case) -> dict[str, Pass]:
     found["mark_regions"] = _as(
         "mark_regions", lambda graph: marked(graph, drawn_regions(graph, case.plan_seed)), "rounding"
     )  # type: ignore[call-arg]
-    found["cut_layers"] = functools.partial(found["cut_layers"], plan=Plan(cut_layers=True))
+    pieces = functools.partial(found["cut_layers"], plan=Plan(cut_layers=True))
+    found["cut_layers"] = _as("cut_layers", pieces, "bitwise")
     for name, drawn in (("offload", drawn_moves), ("stream_state", drawn_state)):
         found[name] = _as(
             name,

@@ -104,7 +104,7 @@ def test_by_structure_and_not_by_names(tmp_path: Path) -> None:
         "begin.weight": 0, "begin.bias": 0, "middle.weight": 0, "middle.bias": 0, "end.weight": 1,
     }  # fmt: skip
     text = sch.text()
-    assert '{ shard = "rows.*.one.2", param = "weight", axis = 1 },  # what ranks make of it is summed' in text
+    assert '{ shard = "rows.*.one.2", axis = 1 },  # what ranks make of it is summed' in text
     assert (
         "# rows.*.two.a stays whole: cut along dimension 0, ranks would take apart" in text
         and "; rows.0, cumsum:" in text
