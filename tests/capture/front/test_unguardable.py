@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import types
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from tests.runtime.twins import Side, class_batches, classify, interpreted, small_mlp
 from torch import nn
 
-from wholestep.capture.front.unguardable import what_it_reads
+from wholestep.capture.front.unguardable import is_users_class, what_it_reads
 from wholestep.errors import WholestepWarning
 
 BATCH = class_batches(1)[0]
@@ -72,3 +74,12 @@ def test_variables_are_found_wherever_they_are_read() -> None:
     assert what_it_reads(turned) is None
     for function in (scaled, scaled_inside, scaled_in_a_list, scaled_by_another):
         assert what_it_reads(function) == "t", function
+
+
+def test_classes_of_python_are_not_the_users() -> None:
+    """Those of builtin modules have no file, as classes have none that were typed at a prompt."""
+    typed: dict[str, Any] = {"__name__": "typed"}
+    exec("class Typed: pass", typed)
+    assert is_users_class(Options) and is_users_class(typed["Typed"])
+    for cls in (types.MethodType, dict, itertools.count, types.SimpleNamespace, torch.Tensor, nn.Linear):
+        assert not is_users_class(cls), cls

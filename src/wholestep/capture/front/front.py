@@ -327,6 +327,11 @@ def described(missed: str, variables: Sequence[str] = ()) -> str:
     return f"{text[:160]} ({line[1]})" if line else text[:160]
 
 
+def _as_written(raised: str) -> str:
+    """`ValueError('no')` of `ValueError([ConstantVariable(str: 'no')])`, as torch 2.11 has it."""
+    return re.sub(r"ConstantVariable\(\w+: ('[^']*'|[^()]*)\)", r"\1", raised).replace("([", "(").replace("])", ")")
+
+
 def refusal(error: Exception) -> CaptureRefused:
     """What Dynamo met, where in the user's code, and what would help."""
     stack = getattr(error, "real_stack", None)
@@ -339,7 +344,7 @@ def refusal(error: Exception) -> CaptureRefused:
         what, lines = private.SKIPPED_AT_RANDOM, []
     raised = re.search(r"raised exception (\w+\(.*\))", str(error))
     if raised:
-        what, lines = f"it raises {raised[1]} while it is traced", []
+        what, lines = f"it raises {_as_written(raised[1])} while it is traced", []
     explained = next(
         (line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Explanation:")), ""
     )

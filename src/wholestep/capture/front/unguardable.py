@@ -62,6 +62,8 @@ def is_users_class(cls: type) -> bool:
 
 @functools.lru_cache(maxsize=4096)  # asked of every object that was read
 def _is_own_module(name: str) -> bool:
+    if name in sys.builtin_module_names:  # they have no file, as what was typed at a prompt has none
+        return False
     return is_own_file(getattr(sys.modules.get(name), "__file__", None) or "")
 
 
