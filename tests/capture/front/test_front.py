@@ -502,3 +502,30 @@ def test_a_step_that_nobody_holds_is_freed_with_its_model(backend: str) -> None:
     left = trained()
     gc.collect()
     assert [reference() for reference in left] == [None] * 5
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        lambda x: (x * 2.0).requires_grad_(),
+        lambda x: (x * 2.0).detach().requires_grad_(True),
+        lambda x: torch.zeros_like(x).requires_grad_(),
+    ],
+)
+def test_a_value_that_the_loss_made_may_require_a_gradient(leaf: Any) -> None:
+    """Torch 2.13 traces it, 2.11 by our own code: penalties on gradients are whole steps on both."""
+
+    def make() -> Side:
+        model = small_mlp()
+
+        def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+            between = leaf(batch[0])
+            (slope,) = torch.autograd.grad(model(between).square().sum(), between, create_graph=True)
+            return classify(model, batch) + slope.square().mean()
+
+        return Side(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn)
+
+    batches = class_batches(3)
+    twins = Twins(make, batches[0], check="off")
+    twins.train(batches)
+    assert twins.step.rung == "whole step", twins.step.explain()

@@ -368,4 +368,5 @@ decorators.mark_static_address = _not_for_us(decorators.mark_static_address)
 TorchInGraphFunctionVariable._get_handlers()[torch.rand] = _scalar_draw
 compat.mend_lstm()
 compat.keep_validation()
+compat.trace_requires_grad(lambda: getattr(growing, "on", False))
 compat.note_picked_sizes()
