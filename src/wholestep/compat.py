@@ -257,7 +257,7 @@ def mend_lstm() -> None:
 
 
 def trace_requires_grad(wanted: Callable[[], bool]) -> None:
-    """torch 2.11 gives up where a value that a loss made is told to require a gradient, as penalties on gradients do; 2.13 traces it."""
+    """torch 2.11 gives up where a value that a loss made is told to require a gradient (penalties on gradients); 2.13 traces it."""
     from torch._dynamo.variables import TensorVariable
 
     plain = TensorVariable.method_requires_grad_
