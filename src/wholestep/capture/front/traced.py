@@ -55,6 +55,14 @@ for _mark in MARKS:
     torch.compiler.allow_in_graph(_mark)
 
 
+def kind_of(value: Any) -> str:
+    """The name of its class, which Dynamo of torch 2.11 cannot tell of a number's."""
+    for number, name in ((bool, "bool"), (int, "int"), (float, "float")):
+        if isinstance(value, number):
+            return name
+    return type(value).__name__
+
+
 def traced(loss_fn: Any, model: Any, batch: Any, hooked: tuple, autocast: tuple | None, share: float) -> Any:
     """The user's loss under the autocast that `precision` asks for; then the marks, and hooks on parameters.
 
@@ -71,10 +79,10 @@ def traced(loss_fn: Any, model: Any, batch: Any, hooked: tuple, autocast: tuple 
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
         loss, aux = result
     if not isinstance(loss, torch.Tensor):
-        return mark_bad_loss(type(loss).__name__)
+        return mark_bad_loss(kind_of(loss))
     for name, value in aux.items():
         if not isinstance(value, torch.Tensor):
-            return mark_bad_aux(str(name), type(value).__name__)
+            return mark_bad_aux(str(name), kind_of(value))
     told = mark_loss(loss)
     marked = {name: mark_aux(name, value) for name, value in aux.items()}
     if hooked:
