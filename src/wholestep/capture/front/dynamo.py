@@ -33,6 +33,8 @@ from torch._guards import TracingContext
 from wholestep import compat
 from wholestep.capture.front import (  # noqa: F401 - tell Dynamo what to do otherwise
     added_guards,
+    asked,
+    decomposed,
     equal_layers,
     own_code,
     own_containers,
