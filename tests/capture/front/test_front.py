@@ -287,7 +287,7 @@ def test_how_a_guard_is_named() -> None:
 
 
 def test_a_reason_has_the_words_of_what_the_code_raises() -> None:
-    a_library = {"torch": torch, "__name__": "transformers.helpers"}
+    a_library = {"torch": torch, "__name__": "transformers.helpers", "__builtins__": __builtins__}
     compiled = types.FunctionType((lambda: torch.compiler.is_compiling()).__code__, a_library)
 
     class Refuses(nn.Module):
