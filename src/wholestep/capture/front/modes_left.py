@@ -39,8 +39,9 @@ def modes_put_back() -> Iterator[None]:
 def dispatcher_put_back() -> Iterator[None]:
     """Derivatives that are taken forwards within `vmap`, where tracing them fails, leave most of torch's dispatcher off for the
     thread, autograd too: frames of the error hold guards of torch's that put back, once they go, what held within it. The level of
-    such derivatives stays entered."""
+    such derivatives stays entered, and hooks of saved tensors stay forbidden."""
     included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    refused = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     with torch._C._ForceDispatchKeyGuard(included, excluded):
         try:
             yield
@@ -52,6 +53,8 @@ def dispatcher_put_back() -> Iterator[None]:
             if forward_ad._current_level < 0:
                 with contextlib.suppress(RuntimeError):  # where none was entered
                     torch._C._exit_dual_level(level=0)
+            if refused is None:
+                torch._C._autograd._saved_tensors_hooks_enable()
             raise
 
 
