@@ -46,6 +46,16 @@ def assert_close(ours: Side, theirs: Side, tolerance: float = 1e-6) -> None:
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=name)
 
 
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+@pytest.mark.parametrize("check", ["off", "first"])
+def test_a_loss_of_one_place_keeps_its_dimensions(shape: tuple[int, ...], check: str) -> None:
+    step, ours, _ = pair(lambda m, b: classify(m, b).reshape(shape), check=check)
+    for batch in BATCHES[:2]:
+        expected = classify(ours.model, batch).detach()
+        torch.testing.assert_close(step(batch), expected.reshape(shape))
+    assert step.rung == "whole step"
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, pickle.dumps])
 def test_a_step_cannot_be_copied_and_says_what_can(duplicate: Any) -> None:
     step, _, _ = pair(check="off")

@@ -39,6 +39,7 @@ from tests.trust import (
     techniques,
     updates,
     values_read,
+    ways_round,
 )
 from tests.trust.case import CASES, Case
 
@@ -48,7 +49,7 @@ FILES = (
     burned_in, values_read, code_changed, outside, structure, left_behind, carried, optimizers, hooks, randomness, data,
     python_values, loops, interrupted, stale_cache, refusals, equal_layers, aliases, switches, techniques, updates,
     objects, protocols, opaque, idioms, recipes, held_by_modules, batches, derivatives,
-    objectives, numbers, own_code, absences, compared,
+    objectives, numbers, own_code, absences, compared, ways_round,
 )  # fmt: skip
 
 LOUD: dict[str, str] = {
@@ -118,6 +119,15 @@ LOUD: dict[str, str] = {
     "number_that_names_another_place": "First.__index__",
     "objects_that_share_their_attributes": "share their attributes",
     "object_made_with_shared_attributes": "__dict__",
+    "metaclass_written_by_the_loss": "Meta.scale is written",
+    "table_of_a_module_of_python_written": "module's __dict__",
+    "table_of_a_module_of_python_updated": "module's __dict__",
+    "globals_of_a_function_written": "module's __dict__",
+    "slot_read_through_its_descriptor": "through a descriptor",
+    "table_read_through_its_descriptor": "through a descriptor",
+    "checkpointed_batch_norm_and_dropout": "random numbers",
+    "checkpointed_average_of_activations": "activation checkpoint",
+    "hessian_of_every_sample": "torch.func.hessian",
     **dict.fromkeys(  # whatever the reason is called, it is told
         (
             "list_that_grows", "batch_norm_with_cumulative_average", "queue_with_a_tensor_pointer",

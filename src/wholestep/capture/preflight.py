@@ -175,27 +175,47 @@ def set_aside(subject: Subject) -> Iterator[None]:
         stack.enter_context(subject.edits.set_aside())
         # recomputed in the backward, a random number would be drawn without its key
         stack.enter_context(_attributes(flagged, "gradient_checkpointing", False))
-        stack.enter_context(
-            _replaced(
-                torch_checkpoint, CheckpointFunction=_Direct, _checkpoint_without_reentrant_generator=_direct_generator
-            )
-        )
+        stack.enter_context(_replaced(torch_checkpoint, **_direct(subject.root)))
         stack.enter_context(_attributes(compiled, "_compiled_call_impl", None))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_replaced(torch, cond=_cond))
         yield
 
 
-class _Direct:
-    """In place of a checkpoint: the function itself."""
+def _direct(module: nn.Module) -> dict[str, Any]:
+    """In place of both kinds of checkpoint: the function itself, and once more for the statistics of `module` that it writes, which
+    eager computes twice."""
 
-    @staticmethod
-    def apply(function: Callable, preserve: bool, *args: Any) -> Any:
-        return function(*args)
+    def versions() -> list[int]:
+        return [buffer._version for buffer in module.buffers() if not buffer.is_inference()]
 
+    class Direct:
+        @staticmethod
+        def apply(function: Callable, preserve: bool, *args: Any) -> Any:
+            before = versions()
+            result = function(*args)
+            if versions() != before:
+                with torch.no_grad():
+                    function(*args)
+            return result
 
-def _direct_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
-    yield
+    def generator(
+        function: Callable,
+        preserve: Any,
+        context: Any,
+        check: Any,
+        debug: Any,
+        early_stop: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Iterator[None]:
+        before = versions()
+        yield
+        if versions() != before and torch.is_grad_enabled():
+            with torch.no_grad():
+                function(*args, **kwargs)
+
+    return {"CheckpointFunction": Direct, "_checkpoint_without_reentrant_generator": generator}
 
 
 def _cond(pred: Any, true_fn: Callable, false_fn: Callable, operands: Any = ()) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from wholestep.capture.front import dynamo as private
+from wholestep.capture.front.checkpoints import writes_twice
 from wholestep.capture.front.unguardable import refuse_unguardable
 from wholestep.capture.front.unguarded import Unguarded
 from wholestep.capture.ladder import COMPILED, EAGER
@@ -69,6 +70,8 @@ class CompiledLoss:
             raise RuntimeError(
                 "hooks of saved tensors see what the compiled backward keeps, which is not what eager keeps"
             )
+        if writes_twice(graph):
+            raise RuntimeError("eager writes statistics in an activation checkpoint twice for a batch")
         context = private.TracingContext.try_get()
         self.codes += [] if context is None else context.traced_code
         with config.patch(EAGER_NUMBERS):

@@ -42,7 +42,8 @@ def backward(
         clear_gradients(subject.optimizer)
     for batch in batches:
         with subject.edits.applied(), autocast_for(subject):
-            loss, aux = check_loss((loss_fn or subject.loss_fn)(subject.model, batch))
+            returned = (loss_fn or subject.loss_fn)(subject.model, batch)
+            loss, aux = check_loss(returned)
         weight = aux.get("weight")
         if count == 1:
             objective = loss
@@ -51,7 +52,8 @@ def backward(
         if subject.loss_scale is not None:
             objective = objective * subject.loss_scale.on(subject.device)[0]
         objective.backward()
-        results.append((loss.detach(), {n: v.detach() for n, v in aux.items()}))
+        shape = (returned[0] if isinstance(returned, tuple) else returned).shape
+        results.append((loss.detach().reshape(shape), {n: v.detach() for n, v in aux.items()}))
     return results
 
 
@@ -108,7 +110,7 @@ def combine(results: Sequence[Result]) -> Result:
     """One loss and aux for all micro-batches: means, weighted by aux["weight"] when it is there (which is summed)."""
     if len(results) == 1:
         return results[0]
-    losses = torch.stack([loss for loss, _ in results])
+    losses = torch.stack([loss.reshape(()) for loss, _ in results])
     if "weight" in results[0][1]:
         weights = torch.stack([aux["weight"].reshape(()).to(losses.dtype) for _, aux in results])
         share = weights / weights.sum()

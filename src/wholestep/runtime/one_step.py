@@ -90,7 +90,7 @@ class OneStep:
             named = self._one(variant, args, numbers)
         except EagerDid as did:
             loss, aux = did.result
-            raise EagerDid((loss, aux | graph.live_aux(args))) from None
+            raise EagerDid((loss.reshape(graph.loss_shape), aux | graph.live_aux(args))) from None
         return graph.results(named, returned, args)
 
     def _without_guards(self) -> tuple[Result, torch.Tensor | None]:

@@ -287,13 +287,16 @@ def test_how_a_guard_is_named() -> None:
 
 
 def test_a_reason_has_the_words_of_what_the_code_raises() -> None:
+    a_library = {"torch": torch, "__name__": "transformers.helpers", "__builtins__": __builtins__}
+    compiled = types.FunctionType((lambda: torch.compiler.is_compiling()).__code__, a_library)
+
     class Refuses(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if torch.compiler.is_dynamo_compiling():
+            if compiled():
                 raise ValueError("this layer is not for tracing")
             return self.linear(x)
 

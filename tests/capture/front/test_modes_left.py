@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
@@ -47,3 +48,33 @@ def test_so_are_function_modes_after_a_guard_that_cannot_be_asked() -> None:
     setattr(model, "1", nn.Linear(4, 1, bias=False))
     step(torch.ones(2, 4))
     assert torch._C._is_torch_function_enabled()
+
+
+@pytest.mark.filterwarnings("ignore::wholestep.errors.WholestepWarning")
+@pytest.mark.parametrize(
+    "curvature",
+    [
+        lambda f: torch.func.vmap(torch.func.hessian(f)),
+        lambda f: lambda x: torch.stack([torch.func.hessian(f)(r) for r in x]),
+    ],
+    ids=["mapped", "stacked"],
+)
+def test_so_is_the_dispatcher_after_derivatives_that_cannot_be_traced(curvature: Any) -> None:
+    model, batch = nn.Linear(3, 1), torch.randn(2, 3)
+    loss_fn = lambda m, b: curvature(lambda x: m(x).square().sum())(b).square().mean()  # noqa: E731
+    excluded = torch._C._dispatch_tls_local_exclude_set().raw_repr()
+    step = wholestep.compile(
+        model,
+        loss_fn,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        batch,
+        backend="interpret",
+        cache=False,
+        check="off",
+    )
+    assert torch._C._dispatch_tls_local_exclude_set().raw_repr() == excluded
+    with torch.autograd.graph.save_on_cpu():  # may be entered
+        pass
+    expected = loss_fn(model, batch)
+    assert torch.equal(step(batch), expected.detach())
+    assert "torch.func.hessian" in step.explain()

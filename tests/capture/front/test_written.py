@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,29 @@ def give_gradient(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model[0].weight.grad = torch.ones_like(model[0].weight)
 
 
+LEVEL = 1.0
+
+
+def write_through_a_table(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    sys.modules[__name__].__dict__["LEVEL"] = LEVEL * 2
+    return LEVEL
+
+
+def read_through_a_descriptor(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    SLOTTED.level += 1.0
+    return Slotted.level.__get__(SLOTTED)
+
+
+class Slotted:
+    __slots__ = ("level",)
+
+    def __init__(self) -> None:
+        self.level = 1.0
+
+
+SLOTTED = Slotted()
+
+
 @pytest.mark.parametrize(
     ("act", "told"),
     [
@@ -44,6 +68,8 @@ def give_gradient(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         (set_rate, "groups of the optimizer"),
         (add_group, "groups of the optimizer"),
         (give_gradient, "a gradient is given"),
+        (write_through_a_table, "module's __dict__ is written to"),
+        (read_through_a_descriptor, "read through a descriptor"),
     ],
 )
 def test_it_is_refused_by_name(act: Callable[..., Any], told: str) -> None:

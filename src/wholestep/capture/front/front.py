@@ -23,6 +23,7 @@ from torch import fx
 from wholestep import compat
 from wholestep.capture.front import dynamo as private
 from wholestep.capture.front.loss_graph import LossGraph
+from wholestep.capture.front.modes_left import about_derivatives
 from wholestep.capture.front.replay import user_line
 from wholestep.capture.front.sparse import detach_parts
 from wholestep.capture.front.traced import traced
@@ -340,6 +341,9 @@ def refusal(error: Exception) -> CaptureRefused:
         return CaptureRefused(compat.about_picked_places(error), where=where, curable=True, compiled=True)
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     what = lines[0] if lines else type(error).__name__
+    told = about_derivatives(str(error))
+    if told is not None:
+        return CaptureRefused(told, where=where, curable=True, compiled=True)
     if private.SKIPPED_AT_RANDOM in str(error):
         what, lines = private.SKIPPED_AT_RANDOM, []
     raised = re.search(r"raised exception (\w+\(.*\))", str(error))

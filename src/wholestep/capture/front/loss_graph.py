@@ -20,6 +20,7 @@ from torch import fx
 
 from wholestep import compat
 from wholestep.capture.front import traced as marks
+from wholestep.capture.front.checkpoints import RANDOM, is_checkpoint
 from wholestep.capture.front.empty_parts import copy_in_place_of_cat
 from wholestep.capture.front.numbers import Argument, HostPart, split_numbers
 from wholestep.capture.front.opaque import derivatives, refuse_opaque, replaced, written
@@ -73,7 +74,8 @@ class LossGraph:
         """Who runs it, where a rewrite has made it the program of one rank."""
         placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         self.arguments = _arguments(placeholders)
-        _check_marks(self.module)
+        self.loss_shape = _check_marks(self.module)
+        """As the user's code returns it: a loss of one place may have dimensions."""
         _check_backward(self.module)
         _check_replaced(self.module)
         _check_nested(self.module)
@@ -92,7 +94,7 @@ class LossGraph:
         for device in ("cpu", "cuda"):
             self.surroundings += [torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)]
         self.enters_autocast = sum(_is_autocast(n) for n in self.module.graph.nodes)
-        self.checkpoints = any(_is_checkpoint(n) for n in module.graph.nodes)
+        self.checkpoints = any(is_checkpoint(n) for n in module.graph.nodes)
 
     def detaches(self, argument: int) -> bool:
         """Whether nothing but `detach` is done with a tensor: then its history does not matter."""
@@ -128,7 +130,7 @@ class LossGraph:
             elif returned.kind == NOTHING:
                 found.append(None)
             else:
-                value = values[LOSS] if returned.kind == LOSS else values[returned.name]
+                value = values[LOSS].reshape(self.loss_shape) if returned.kind == LOSS else values[returned.name]
                 found.append(value.item() if returned.number else value)
         return tuple(found)
 
@@ -137,7 +139,7 @@ class LossGraph:
         graphs = [m.graph for m in self.module.modules() if isinstance(m, fx.GraphModule)]
         names = [target_name(n.target) for g in graphs for n in g.nodes if n.op in ("call_function", "call_method")]
         return sum(
-            16 if _RECURRENT.search(name) else 1 for name in names if _RANDOM.search(name) or _RECURRENT.search(name)
+            16 if _RECURRENT.search(name) else 1 for name in names if RANDOM.search(name) or _RECURRENT.search(name)
         )
 
     @functools.cached_property
@@ -183,9 +185,6 @@ _PROPERTIES: dict[str, Callable[[torch.Tensor, int], Any]] = {
     "STORAGE_OFFSET": lambda t, dim: t.storage_offset(),
 }
 
-_RANDOM = re.compile(
-    r"drop|rand|bernoulli|normal|uniform|exponential|multinomial|attention|poisson|rrelu|gumbel|cauchy|geometric"
-)
 _RECURRENT = re.compile(r"^(lstm|gru|rnn_tanh|rnn_relu)$")
 
 
@@ -195,10 +194,6 @@ def _is_autocast(node: fx.Node) -> bool:
     return (
         len(node.args) < 3 or node.args[2] is not False
     )  # (device, dtype, enabled, cache): switched off is no conflict
-
-
-def _is_checkpoint(node: fx.Node) -> bool:
-    return node.op == "call_function" and target_name(node.target) == "tag_activation_checkpoint"
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:
@@ -246,8 +241,8 @@ def _take_out(module: fx.GraphModule, results: Iterable[int]) -> None:
     output.args = (tuple(kept),)
 
 
-def _check_marks(module: fx.GraphModule) -> None:
-    """Errors about the loss, as early as its graph is known."""
+def _check_marks(module: fx.GraphModule) -> tuple[int, ...]:
+    """The shape of the loss; errors about it, as early as its graph is known."""
     losses = []
     for node in module.graph.nodes:
         if node.target is marks.mark_bad_loss:
@@ -269,6 +264,8 @@ def _check_marks(module: fx.GraphModule) -> None:
             )
         if not value.is_floating_point():
             raise BadLoss(f"the loss has dtype {value.dtype}", hint="a loss must be a floating-point scalar")
+        return tuple(value.shape)
+    return ()
 
 
 def _check_nested(module: fx.GraphModule) -> None:

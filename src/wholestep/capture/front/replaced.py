@@ -1,7 +1,7 @@
 """Functions of torch's that Dynamo does not trace: others run in their place.
 
 In: a call that Dynamo meets while it captures for us. Out: the same call of a function of ours, which Dynamo then follows
-and which computes the same by operators of `ws`. Elsewhere nothing is replaced, but for one operator that torch traces wrongly.
+and which computes the same by operators of `ws`. Elsewhere nothing is replaced.
 """
 
 from __future__ import annotations
@@ -185,27 +185,6 @@ if (
 ):  # torch 2.11 checks nothing
     _handlers = TorchInGraphFunctionVariable._get_handlers()
     _handlers[F.one_hot] = _checked_one_hot(_handlers[F.one_hot])
-
-
-def _margin_loss(input: torch.Tensor, target: torch.Tensor, reduction: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """F.multilabel_margin_loss as it is computed; torch (2.11, 2.13) traces it as if what stands behind the end of a row's targets
-    named class 0."""
-    rows, named = torch.atleast_2d(input), torch.atleast_2d(target)
-    counts = (named == -1).cumsum(-1) == 0
-    places = torch.arange(rows.shape[1], device=rows.device)
-    is_target = ((named.unsqueeze(-1) == places) & counts.unsqueeze(-1)).any(1)
-    chosen = rows.gather(-1, torch.where(counts, named, 0))
-    margins = torch.relu(1.0 - chosen.unsqueeze(-1) + rows.unsqueeze(1)) / rows.shape[1]
-    counted = counts.unsqueeze(-1) & ~is_target.unsqueeze(1)
-    loss = torch.where(counted, margins, 0.0).sum((1, 2))
-    loss = loss.mean() if reduction == 1 else loss.sum() if reduction == 2 else loss.reshape(input.shape[:-1])
-    return loss, is_target.to(input.dtype).reshape(target.shape)
-
-
-_margins = torch.ops.aten.multilabel_margin_loss_forward.default
-if torch._C.DispatchKey.Autograd in _margins.py_kernels:
-    _margins.py_kernels[torch._C.DispatchKey.Autograd] = _margin_loss
-    _margins._dispatch_cache.clear()
 
 
 def _replacing(plain: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from wholestep import compat
 from wholestep.capture.front import traced as marks
-from wholestep.capture.front.modes_left import default_dtype_put_back, modes_put_back
+from wholestep.capture.front.checkpoints import Checkpointed
+from wholestep.capture.front.modes_left import about_derivatives, default_dtype_put_back, modes_put_back
 from wholestep.capture.front.quiet import quiet
 from wholestep.capture.modes import is_user_file
 from wholestep.capture.sites import TooFewKeys
@@ -77,6 +78,7 @@ class Replay(fx.Interpreter):
         """Whether it was used, outside of each block of torch.backends.cudnn.flags."""
         self.entered: list[Any] = []
         """Autocasts and inference modes that are not left yet."""
+        self.checkpointed = Checkpointed()
         self.sources: dict[str, str | None] = {}
         self.calls: dict[str, fx.Node] = {}
         self.numbers: dict[int, torch.Tensor] = {}
@@ -117,7 +119,8 @@ class Replay(fx.Interpreter):
                 raise CaptureRefused(compat.about_picked_places(error), where=source) from error
             except Exception as error:
                 lines = str(error).strip().splitlines() or [""]
-                raise CaptureRefused(f"{type(error).__name__}: {lines[0][:200]}", where=source) from error
+                told = about_derivatives(str(error)) or f"{type(error).__name__}: {lines[0][:200]}"
+                raise CaptureRefused(told, where=source) from error
         self._note_calls(n, stack)
         return value
 
@@ -217,7 +220,7 @@ class Replay(fx.Interpreter):
         elif str(target).startswith("transformers.grouped_mm_fallback"):
             return torch.ops.ws.grouped_mm(*args, *kwargs.values())
         elif target_name(target) == "tag_activation_checkpoint":
-            return args[0](*args[1:])
+            return self.checkpointed.run(args[0], args[1:])
         elif target is torch.scalar_tensor and isinstance(args[0], torch.Tensor):
             # a result that Python reads as a number: not one that promotes types any more
             return args[0].detach().to(kwargs.get("dtype") or torch.get_default_dtype()).clone()
@@ -236,7 +239,9 @@ class Replay(fx.Interpreter):
     def run(self, *args: Any, **options: Any) -> Any:
         with modes_put_back(), default_dtype_put_back(), quiet():
             try:
-                return super().run(*args, **options)
+                result = super().run(*args, **options)
+                self.checkpointed.write_again()
+                return result
             finally:
                 while self.entered:
                     self.entered.pop().__exit__(None, None, None)

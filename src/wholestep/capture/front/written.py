@@ -3,16 +3,20 @@
 The replay follows the graph, and the update is part of the graph: `optimizer.param_groups[0]["lr"] = ...` and `p.grad = ...`
 inside of the loss would miss it. An attribute that was written to a class is not seen through its objects until then; an object
 that is given the `__dict__` of another one shares it only while it is traced; a set of a class of one's own is not written to.
+What is written through the `__dict__` of a module of Python, or read of an object through a slot's descriptor, goes past what
+Dynamo has noted.
 """
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import TensorVariable, UnspecializedNNModuleVariable, user_defined
+from torch._dynamo.variables.base import VariableTracker
 
 from wholestep.capture.front.assumed import follow_instruction
 from wholestep.capture.front.growing import growing
@@ -36,7 +40,10 @@ def _replaying(plain: Callable[..., Any]) -> Callable[..., Any]:
             if getattr(growing, "stale", None):  # told here: Dynamo catches what is raised while it looks into a class
                 _refuse(growing.stale)
             of_the_update = {id(held) for held in getattr(growing, "update", ())}
+            tables = {id(held) for held in self.keepalive if isinstance(held, dict) and "__builtins__" in held}
             for place, kept in self.id_to_variable.items():
+                if place in tables and self.is_modified(kept):
+                    _refuse("a module's __dict__ is written to by the loss; write its attributes (setattr)")
                 if place in of_the_update and self.is_modified(kept):
                     _refuse("the loss writes to the groups of the optimizer; do it before the step")
                 if isinstance(kept, _SETS) and kept.source is not None and _is_written(self, kept):
@@ -95,3 +102,25 @@ for _kind in (
 ):
     if "var_getattr" in vars(_kind):
         _kind.var_getattr = _looking(_kind.var_getattr)
+
+
+def _calling(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if getattr(growing, "on", False) and name == "__get__" and args:
+            owner = args[0].realize()
+            if isinstance(_descriptor(self), _OF_C) and tx.output.side_effects.has_pending_mutation(owner):
+                _refuse(
+                    f"an object is written to and then read through a descriptor ({_descriptor(self).__name__}) of its class, "
+                    "which is not traced; read the attribute"
+                )
+        return plain(self, tx, name, args, kwargs)
+
+    return call
+
+
+def _descriptor(variable: Any) -> Any:
+    return vars(variable).get("descriptor", vars(variable).get("value"))
+
+
+_OF_C = (types.MemberDescriptorType, types.GetSetDescriptorType)
+VariableTracker.call_method = _calling(VariableTracker.call_method)
