@@ -146,6 +146,12 @@ def recorded_node(value: torch.Tensor) -> fx.Node:
     return get_proxy_slot(value, mode.tracer).proxy.node
 
 
+def as_recorded(value: torch.Tensor) -> torch.Tensor:
+    """What the trace at work may return for a value: itself, if the trace has made it."""
+    mode = get_proxy_mode()
+    return value.detach() if mode is None or get_proxy_slot(value, mode.tracer, None) is None else value
+
+
 def annotate(**facts: Any) -> Any:
     """Context: every node made inside carries `facts` in meta["custom"]."""
     return fx_traceback.annotate(facts)
@@ -423,15 +429,11 @@ def grow_segments() -> bool:
     False where this torch cannot change that any more.
     """
     names = ((torch._C, "_accelerator_setAllocatorSettings"), (torch.cuda.memory, "_set_allocator_settings"))
-    for setter in (
-        getattr(holder, name, None) for holder, name in names
-    ):  # the newer name first: the other warns there
-        if setter is None:
-            continue
+    for holder, name in names:  # the newer one first: the other warns there
         try:
-            setter("expandable_segments:True")
+            getattr(holder, name)("expandable_segments:True")
             return True
-        except (RuntimeError, ValueError):
+        except (AttributeError, RuntimeError, ValueError):
             continue
     return False
 

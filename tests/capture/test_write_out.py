@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from tests.runtime.twins import Side, Twins, class_batches, classify
 from torch import nn
 
+import wholestep
+from wholestep import compat
 from wholestep.capture import repeats, trace
 from wholestep.graph.equality import describe_value
 
@@ -67,8 +69,53 @@ class Scaled(Stack):
         return self.last(x)
 
 
-def side(model: nn.Module) -> Side:
-    return Side(model, torch.optim.AdamW(model.parameters(), lr=0.01), classify)
+class Counting(Stack):
+    """A buffer that is written outside of the layers: the record is traced once more, to remove the write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def decayed_apart(model: nn.Module) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    return torch.optim.AdamW(
+        [{"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}, {"params": matrices}], lr=0.01
+    )
+
+
+def halves(model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups that meet within a layer that is left out."""
+    parameters = list(model.parameters())
+    return torch.optim.AdamW([{"params": parameters[:26]}, {"params": parameters[26:], "lr": 0.1}], lr=0.01)
+
+
+def group_per_layer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": list(part.parameters())} for part in (model.first, *model.layers, model.last)])
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters())
+
+
+def nothing(model: nn.Module) -> None:
+    """Gradients are handed over."""
+
+
+def backwards(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(reversed(list(model.parameters())), lr=0.01, momentum=0.9)
+
+
+def side(model: nn.Module, optimizer: Callable[[nn.Module], torch.optim.Optimizer | None] = adamw) -> Side:
+    return Side(model, optimizer(model), classify)
 
 
 def program(capture: Any) -> list[Any]:
@@ -120,6 +167,8 @@ ALIKE: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
     "accumulated": (lambda model: None, {"accumulate": 2}),
     "input without a gradient": (freeze, {}),
     "frozen biases": (freeze_all_biases, {}),
+    "losses that scale": (lambda model: None, {"precision": "fp16"}),
+    "steps left out": (lambda model: None, {"nonfinite": "skip"}),
 }
 
 
@@ -132,14 +181,55 @@ def test_the_program_is_that_of_a_full_trace(
         change(model)
         return side(model)
 
+    assert_alike(make, written, monkeypatch, **options)
+
+
+def compiled(made: Side, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return wholestep.compile(
+        made.model, made.loss_fn, made.optimizer, BATCHES[0], check="off", backend="interpret", verbose=False, cache=False,
+        **options,
+    )  # fmt: skip
+
+
+def assert_alike(make: Callable[[], Side], written: list[int], monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     found = []
     for least in (99, 6):
         monkeypatch.setattr(repeats, "LEAST", least)
-        step = Twins(make, BATCHES[0], check="off", **options).step
-        found.append(program(step._latest.capture))
+        found.append(program(compiled(make(), **options)._latest.capture))
     assert written == [DEPTH - repeats.KEPT - 1]
     for full, ours in zip(*found, strict=True):
         assert full == ours
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [
+        (Stack, decayed_apart),
+        (Stack, halves),
+        (Stack, group_per_layer),
+        (Counting, backwards),
+        (Stack, adafactor),
+        (Stack, nothing),
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_whatever_updates_the_parameters(
+    kind: type[Stack], optimizer: Any, written: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_alike(lambda: side(kind(), optimizer), written, monkeypatch)
+
+
+def test_parameters_of_layers_that_are_left_out_are_no_inputs_of_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    plain = compat.trace
+    monkeypatch.setattr(
+        compat, "trace", lambda f, fakes, **more: (given.append(len(fakes)), plain(f, fakes, **more))[1]
+    )
+    for least in (99, 6):
+        monkeypatch.setattr(repeats, "LEAST", least)
+        compiled(side(Stack()))
+    assert given[0] - given[1] == 3 * 6 * (DEPTH - repeats.KEPT - 1)  # weight and moments
 
 
 def freeze_one(model: Stack) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from operator import is_
 
@@ -104,6 +105,19 @@ def used_before_made(graph: TrainingGraph) -> None:
     node.args = (last, *node.args[1:])
 
 
+def named_alike(graph: TrainingGraph) -> None:
+    toy_graphs.first(graph, "backward").name = toy_graphs.first(graph, "forward").name
+
+
+def attribute_of_nothing(graph: TrainingGraph) -> None:
+    with graph.graph.inserting_before(graph.output_node), warnings.catch_warnings(action="ignore"):
+        graph.graph.get_attr("gone.weight")
+
+
+def from_another_graph(graph: TrainingGraph) -> None:
+    toy_graphs.first(graph, "forward").args = tuple(toy_graphs.mlp().graph.placeholders[:1])
+
+
 def not_an_operator(graph: TrainingGraph) -> None:
     with graph.graph.inserting_before(graph.output_node):
         node = graph.graph.call_method("neg", (graph.placeholders[0],))
@@ -126,7 +140,10 @@ BREAKS: list[tuple[Callable[[TrainingGraph], None], str]] = [
     (forward_reads_update, "a forward node reads sub"),
     (missing_gradient, r"gradients\['net.0.weight'\] names the node gone"),
     (missing_boundary, r"boundaries\['net.0'\] names the node gone"),
-    (used_before_made, "malformed"),
+    (used_before_made, "malformed: .*before it has been defined"),
+    (named_alike, "malformed: .*redefined name"),
+    (attribute_of_nothing, "malformed: .*nonexistent attribute"),
+    (from_another_graph, "malformed: .*does not belong to this Graph"),
     (not_an_operator, "a call_method node"),
 ]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,18 +85,21 @@ def _refuse_trained_constants(live: list[torch.Tensor], subject: Subject) -> Non
 
 def functional(
     recorded: fx.GraphModule,
-    fakes: list[Any],
+    fakes: Callable[[], list[Any]],
     inputs: Sequence[Input],
     meanings: list[Output],
     mode: compat.FakeMode,
     *,
     num_sites: int = 0,
 ) -> TrainingGraph:
-    """The second tracing where something mutates, then the TrainingGraph; keys beyond `num_sites` were not taken."""
+    """The second tracing where something mutates, then the TrainingGraph; keys beyond `num_sites` were not taken.
+
+    `fakes`: makes those of the inputs, which only a second tracing needs.
+    """
     remove_unread(recorded.graph)
     if not any(_mutates(node) for node in recorded.graph.nodes):
         return _assemble(recorded, inputs, meanings, num_sites)  # already functional: half of the tracing time saved
-    module = compat.trace(lambda *flat: fx.Interpreter(recorded).run(*flat), fakes, mode=mode, functional=True)
+    module = compat.trace(lambda *flat: fx.Interpreter(recorded).run(*flat), fakes(), mode=mode, functional=True)
     return _assemble(module, inputs, meanings, num_sites)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from wholestep import compat
+from wholestep.capture.absent import Absent
 from wholestep.capture.assemble import functional, lift_constants
 from wholestep.capture.chunked_loss import WHOLE_LOGITS_BYTES
 from wholestep.capture.front.quiet import quiet
@@ -131,20 +132,19 @@ def _check_surroundings(subject: Subject, reading: Reading) -> None:
 
 
 def _trace(tracer: Tracer) -> tuple[TrainingGraph, tuple[torch.Tensor, ...]]:
-    order = tracer.order
+    order, traced = tracer.order, list(tracer.fakes)
     meanings: list[Output] = []
     drawn = 0
 
     def whole(*flat: torch.Tensor) -> list[Any]:
         nonlocal drawn
-        values = dict(zip(order, flat, strict=True))
-        sites = Sites([values[e] for e in order if e.role is Role.KEY], tracer.ranks.mesh)
+        values = dict(zip(traced, flat, strict=True))
+        sites = Sites([values[e] for e in traced if e.role is Role.KEY], tracer.ranks.mesh)
         outputs, described = tracer.step(values, sites)
         meanings[:], drawn = described, sites.used
         return outputs
 
-    fakes = [tracer.fakes[e] for e in order]
-    recorded = compat.trace(whole, fakes, mode=tracer.mode)
+    recorded = compat.trace(whole, list(tracer.fakes.values()), mode=tracer.mode)
     unseen = compat.facts_of_data(tracer.mode) - {one.fact for one in tracer.facts}
     if unseen:
         raise CaptureRefused(
@@ -158,7 +158,10 @@ def _trace(tracer: Tracer) -> tuple[TrainingGraph, tuple[torch.Tensor, ...]]:
     first = sum(entry.role is Role.CONSTANT for entry in order)
     constants = lift_constants(recorded, tracer.subject, tracer.mode)
     inputs = order + [Input(Role.CONSTANT, f"constant{first + i}") for i in range(len(constants))]
-    fakes = fakes + [compat.to_fake(tracer.mode, c) for c in constants]
+
+    def fakes() -> list[torch.Tensor]:
+        return [*tracer.fakes_of_all(), *(compat.to_fake(tracer.mode, c) for c in constants)]
+
     graph = functional(recorded, fakes, inputs, meanings, tracer.mode, num_sites=drawn)
     graph.target, graph.ranks = tracer.subject.target, tracer.ranks
     if tracer.subject.nonfinite == "skip":
@@ -176,6 +179,7 @@ def _trace_update(tracer: Tracer) -> TrainingGraph:
     update.subject, update.plans, update.mode, update.captured_update = subject, tracer.plans, tracer.mode, True
     update.ranks = tracer.ranks
     update.holds = update.go = None  # looked at before the update
+    update.absent = Absent({})
     update.fakes = {Input(Role.PARAMETER, n): tracer.fakes[Input(Role.PARAMETER, n)] for n in tracer.used}
     with tracer.mode:
         update.add_update_inputs(subject.device)
@@ -198,6 +202,6 @@ def _trace_update(tracer: Tracer) -> TrainingGraph:
 
     fakes = list(update.fakes.values())
     recorded = compat.trace(whole, fakes, mode=tracer.mode)
-    graph = functional(recorded, fakes, update.order, meanings, tracer.mode)
+    graph = functional(recorded, lambda: fakes, update.order, meanings, tracer.mode)
     graph.ranks = tracer.ranks
     return graph

@@ -14,6 +14,7 @@ import torch
 
 from wholestep import compat
 from wholestep.capture import loss_scale, optimizers
+from wholestep.capture.absent import Absent, Listed
 from wholestep.capture.batch import flatten, unflatten
 from wholestep.capture.chunked_loss import WHOLE_LOGITS_BYTES, ChunkedLoss
 from wholestep.capture.forward import Forward, run_loss
@@ -72,15 +73,21 @@ class Tracer:
         self.go: torch.Tensor | None = None
         names = {id(p): n for n, p in subject.trained.items()}
         self.plans = optimizers.plan_updates(subject.optimizer, names) if self.captured_update else []  # type: ignore[arg-type]
-        self.fakes: dict[Input, torch.Tensor] = {}
+        self.watch = None if run is None or reading is None else Watch(run, self._places(reading), reading.graph.paths)
+        self.absent = Absent({})
+        if self.watch is not None and subject.accumulate == 1 and not self.ranks.several:
+            self.absent = self.watch.leave_out(self.plans, list(subject.trained))
+        self.fakes: dict[Input, Any] = {}
+        """None until `add_inputs` has the order: an input that the trace is made without."""
         for name, tensor in subject.parameters.items():
-            self.fakes[Input(Role.PARAMETER, name)] = local_part(self.ranks, name, self.fake_of(tensor), self.mode)
+            there = name not in self.absent.twins
+            fake = local_part(self.ranks, name, self.fake_of(tensor), self.mode) if there else None
+            self.fakes[Input(Role.PARAMETER, name)] = fake
         for name, tensor in subject.buffers.items():
             self.fakes[Input(Role.BUFFER, name)] = self.fake_of(tensor)
         self._add_given(batch, dynamic)
         self.aux_names: tuple[str, ...] = ()
         self.used: list[str] = []
-        self.watch = None if run is None or reading is None else Watch(run, self._places(reading), reading.graph.paths)
 
     def _places(self, reading: Reading) -> dict[Any, Input]:
         nodes = [n for n in reading.graph.module.graph.nodes if n.op == "placeholder"]
@@ -124,7 +131,7 @@ class Tracer:
     def _leaves(self, values: dict[Input, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Parameters as fresh leaves."""
         trained = self.subject.trained
-        parameters = self.subject.parameters
+        parameters = [n for n in self.subject.parameters if n not in self.absent.twins]
         return {n: values[Input(Role.PARAMETER, n)].detach().requires_grad_(n in trained) for n in parameters}
 
     def forward(self, values: dict[Input, torch.Tensor], sites: Sites) -> tuple[Forward, dict]:
@@ -142,9 +149,10 @@ class Tracer:
     def _replayed(
         self, reading: Reading, values: dict[Input, torch.Tensor], leaves: dict, sites: Sites, chunked: ChunkedLoss
     ) -> Forward:
+        places = [None if place is None else self.absent.twin(place) or place for place in reading.places]
         args = [
             None if place is None else leaves[place.name] if place.role is Role.PARAMETER else values[place]
-            for place in reading.places
+            for place in places
         ]
         numbers = []
         for i, integer in enumerate(reading.graph.host.integer):
@@ -200,7 +208,7 @@ class Tracer:
             results.append((tensor.detach(), self._update_of(Input(Role.BUFFER, name))))
         # carried out as outputs only to learn their nodes; `_assemble` takes them off again
         results += [(g, Output(OutputKind.GRADIENT, f"gradient/{n}")) for n, g in grads.items()]
-        results += [(t.detach(), Output(OutputKind.AUX, f"boundary/{n}")) for n, t in run.outputs.items()]
+        results += [(compat.as_recorded(t), Output(OutputKind.AUX, f"boundary/{n}")) for n, t in run.outputs.items()]
         return [value for value, _ in results], [meaning for _, meaning in results]
 
     def _assume(self, assumed: list[Assumed]) -> None:
@@ -239,7 +247,7 @@ class Tracer:
                 "the loss does not depend on any trained parameter",
                 hint="check for .detach(), torch.no_grad() or a wrong optimizer in loss_fn",
             )
-        trained = list(self.subject.trained)
+        trained = [n for n in self.subject.trained if n not in self.absent.twins]
         compat.number_backward(loss)
         grads = torch.autograd.grad(
             loss, [leaves[n] for n in trained], allow_unused=True, retain_graph=hooked is not None
@@ -248,11 +256,11 @@ class Tracer:
             grads = tuple(None if g is None else h for g, h in zip(grads, hooked, strict=True))
         found = {n: g for n, g in zip(trained, grads, strict=True) if g is not None}
         if self.watch is not None:
-            found = self.watch.add_gradients(found, trained)
+            found = self.watch.add_gradients(found, list(self.subject.trained))
         for name, grad in found.items():
             if grad.layout is not torch.strided:
                 raise CaptureRefused(f"the gradient of {name} is sparse")
-        self.used = list(found)
+        self.used = self.absent.with_absent(self.subject.trained, found)
         return found
 
     def _update_of(self, entry: Input) -> Output:
@@ -302,6 +310,7 @@ class Tracer:
             new_params, new_states = optimizers.call_update(
                 plan, params, [grads[n] for n in members], states, hyper, scale
             )
+            self._note_lists(new_params[0], members, plan.names)
             for i, name in enumerate(members):
                 results.append((new_params[i], self._update_of(Input(Role.PARAMETER, name))))
                 for key in plan.state_keys:
@@ -313,10 +322,12 @@ class Tracer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm of the gradients, and what the update multiplies them by."""
         counted = grads | norms_of_parts(self.ranks, grads)
-        in_torch_order = [counted[n] for n in self.parameter_order() if n in grads]
+        order = self.parameter_order()
+        members = [n for n in order if n in grads]
         limit = values.get(Input(Role.HYPER, "clip_norm"))
         given = torch.ones((), dtype=torch.float64, device=self.subject.device) if limit is None else limit
-        norm, scale = ws.clip(in_torch_order, given)
+        norm, scale = ws.clip([counted[n] for n in members], given)
+        self._note_lists(norm, members, order)
         if limit is None:  # finite gradients have a norm that is; the factor is not used
             scale = torch.ones_like(scale)
         if SCALE not in values:
@@ -326,6 +337,12 @@ class Tracer:
         if limit is not None:  # as clip_grad_norm_ on unscaled gradients
             scale = ((norm + 1e-6).reciprocal() * limit.to(norm.dtype)).clamp(max=1.0)
         return norm, scale * inverse
+
+    def _note_lists(self, result: torch.Tensor, members: Sequence[str], names: Sequence[str]) -> None:
+        """That the operator which gave `result` took lists of `members`, of the parameters `names`."""
+        if self.absent.twins:
+            operator = compat.recorded_node(result).args[0]
+            self.absent.lists[operator] = Listed(members, self.absent.with_absent(names, set(members)))
 
     def parameter_order(self) -> list[str]:
         """The optimizer's order: a norm over gradients depends on it in the last bits."""
@@ -338,7 +355,6 @@ class Tracer:
 
     def add_inputs(self, num_sites: int) -> None:
         """Complete the input list; keys that no random site takes are dropped after tracing."""
-        self.given = dict(self.fakes)
         subject, device = self.subject, self.subject.device
         accumulating = subject.accumulate > 1
         with self.mode:
@@ -357,6 +373,16 @@ class Tracer:
                 self.fakes[Input(Role.KEY, f"site{site}")] = torch.empty((), dtype=torch.int64, device=device)
         self.order = list(self.fakes)
         self.place = {entry: i for i, entry in enumerate(self.order)}
+        self.fakes = {entry: fake for entry, fake in self.fakes.items() if fake is not None}
+
+    def fakes_of_all(self) -> list[torch.Tensor]:
+        """Also of inputs that the trace was made without."""
+        found = []
+        for entry in self.order:
+            twin = self.absent.twin(entry)
+            fake = self.fakes[twin or entry]
+            found.append(fake if twin is None else compat.stand_in(self.mode, fake, fake.device))
+        return found
 
     def _has_weight(self) -> bool:
         if self.reading is None:
@@ -370,8 +396,9 @@ class Tracer:
                 parameter = self.fakes[Input(Role.PARAMETER, name)]
                 for key in plan.state_keys:
                     assert self.subject.optimizer is not None
-                    fake = plan.update.new_state(self.subject.optimizer, key, parameter)
-                    self.fakes[Input(Role.STATE, f"{name}/{key}")] = fake.detach()
+                    there = parameter is not None
+                    fake = plan.update.new_state(self.subject.optimizer, key, parameter) if there else None
+                    self.fakes[Input(Role.STATE, f"{name}/{key}")] = None if fake is None else fake.detach()
             size = optimizers.hyper_size(plan)
             self.fakes[Input(Role.HYPER, plan.hyper_name)] = torch.empty(size, dtype=torch.float64, device=device)
         if self.subject.clip_norm is not None:

@@ -1,13 +1,15 @@
 """A run of equal layers of which four were traced is written out: copies of the third one's nodes, forward and backward.
 
 In: the record of a step in which values of a run's third layer stood for those of the layers between it and the last
-(`repeats.py`). Out: the record that tracing all of them would have given, node by node, name by name. What makes that certain is
-looked at: the second and the third layer were traced, and their nodes must be equal but for what belongs to each (parameters,
-keys, the value that comes in and the gradient that does); anything else, and the step is traced in full.
+(`repeats.py`), and which has no parameters of those (`absent.py`). Out: the record that tracing all of them would have given,
+node by node, name by name. What makes that certain is looked at: the second and the third layer were traced, and their nodes
+must be equal but for what belongs to each (parameters, keys, the value that comes in and the gradient that does); anything
+else, and the step is traced in full.
 """
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,10 +18,12 @@ import torch
 from torch import fx
 
 from wholestep import compat
+from wholestep.capture.absent import Absent, Listed, of_another, owner
+from wholestep.capture.optimizers import UpdatePlan
 from wholestep.capture.repeats import KEPT, Run
 from wholestep.capture.sites import Sites
 from wholestep.graph.equality import describe_value
-from wholestep.graph.training_graph import Input, Output, Role
+from wholestep.graph.training_graph import Input, Output, OutputKind, Role
 
 _DETACH = torch.ops.aten.detach.default
 _LAST = KEPT - 1
@@ -53,9 +57,22 @@ class Watch:
         """Layer -> the last node before its backward, and the gradient that it gets."""
         self.stand_ins: dict[fx.Node, tuple[int, fx.Node]] = {}
         """In the place of a gradient of a layer that is left out -> which, and the gradient in the layer that was traced."""
+        self.absent = Absent({})
         self.assumed = 0
         self.graph: fx.Graph | None = None
         self.sites: Sites | None = None
+
+    def leave_out(self, plans: Sequence[UpdatePlan], trained: Sequence[str]) -> Absent:
+        """From now on the parameters of layers that are left out are absent, as far as one node updates them and their twins."""
+        plan_of = {name: i for i, plan in enumerate(plans) for name in plan.names}
+        twins, known = {}, set(trained)
+        for layer in range(KEPT, len(self.run.layers) - 1):
+            for old, new in zip(self._own(_LAST), self._own(layer), strict=False):
+                alike = (old.name in known) == (new.name in known) and plan_of.get(old.name) == plan_of.get(new.name)
+                if old.role is new.role is Role.PARAMETER and alike:
+                    twins[new.name] = (old.name, layer)
+        self.absent = Absent(twins, trained)
+        return self.absent
 
     def before(self, node: fx.Node) -> None:
         i = self.first.get(node)
@@ -89,7 +106,7 @@ class Watch:
             own = self._own(j)
             _must([e.role for e in kept] == [e.role for e in own])
             for old, new in zip(kept, own, strict=True):
-                if old.role is Role.PARAMETER:
+                if old.role is Role.PARAMETER and new.name not in self.absent.twins:
                     _must((old.name in trained) == (new.name in trained) and new.name not in gradients)
                     if old.name in gradients:
                         alias = gradients[old.name].detach()
@@ -115,21 +132,24 @@ def _last_node(graph: fx.Graph) -> fx.Node:
     return next(iter(reversed(graph.nodes)))
 
 
-def write_out(
-    recorded: fx.GraphModule, watch: Watch, order: Sequence[Input], meanings: Sequence[Output]
-) -> fx.GraphModule:
-    """The record with all layers; raises NotAlike."""
+def write_out(recorded: fx.GraphModule, watch: Watch, order: Sequence[Input], meanings: list[Output]) -> fx.GraphModule:
+    """The record with all layers, and `meanings` with those of their results; raises NotAlike."""
     return compat.GraphModule(recorded, _Writing(recorded.graph, watch, order, meanings).graph())
 
 
 class _Writing:
-    def __init__(self, old: fx.Graph, watch: Watch, order: Sequence[Input], meanings: Sequence[Output]) -> None:
-        self.old, self.watch, self.meanings = old, watch, meanings
+    def __init__(self, old: fx.Graph, watch: Watch, order: Sequence[Input], meanings: list[Output]) -> None:
+        self.old, self.watch, self.order, self.meanings = old, watch, order, meanings
+        self.absent, self.place = watch.absent, {entry: i for i, entry in enumerate(order)}
         self.nodes = list(old.nodes)
         self.at = {node: i for i, node in enumerate(self.nodes)}
         _must(set(watch.reached) >= set(range(KEPT)) and set(watch.ended) == set(range(KEPT)))
         placeholders = [node for node in self.nodes if node.op == "placeholder"]
-        self.inputs = dict(zip(order, placeholders, strict=True))
+        traced = [entry for entry in order if self.absent.twin(entry) is None]
+        self.inputs = dict(zip(traced, placeholders, strict=True))
+        self.entries = {node: entry for entry, node in self.inputs.items()}
+        self.added: dict[Input, fx.Node] = {}
+        """Inputs that the record has not, in the new graph."""
         self.keys = [node for entry, node in self.inputs.items() if entry.role is Role.KEY]
         self.key_number = {node: i for i, node in enumerate(self.keys)}
         self.forward = [self._between(watch.began[i], watch.ended[i]) for i in range(KEPT)]
@@ -154,8 +174,11 @@ class _Writing:
         """What the copied layer reads -> what another layer reads in its place."""
         found: dict[fx.Node, Any] = {self.watch.outs[_LAST - 1]: comes_in, self.gradient: gradient}
         for old, new in zip(self.watch._own(_LAST), self.watch._own(layer), strict=True):
-            a, b = self.inputs[old], self.inputs[new]
-            found[a], found[self.leaves[a]] = b, self.leaves[b]
+            a = self.inputs[old]
+            if new in self.added:
+                found[a] = found[self.leaves[a]] = self.added[new]
+            else:
+                found[a], found[self.leaves[a]] = self.inputs[new], self.leaves[self.inputs[new]]
         begin, end = self.watch.keys[_LAST]
         for number in range(begin, end):
             found[self.keys[number]] = self.keys[keys + number - begin]
@@ -187,15 +210,23 @@ class _Writing:
         self.new = fx.Graph(tracer_cls=self.old._tracer_cls)
         self.copies: dict[fx.Node, fx.Node] = {}
         self.written: dict[int, dict[fx.Node, fx.Node]] = {}
+        self.news: dict[tuple[str, fx.Node], fx.Node] = {}
+        """Parameter that is absent, what its twin or a state of that becomes -> what it becomes."""
         layers = len(self.watch.run.layers)
         end, turn = self.at[self.watch.ended[_LAST]], self.at[self.watch.reached[_LAST][0]]
+        self._write_inputs()
         for i, node in enumerate(self.nodes):
+            if node in self.copies:
+                continue
             if node in self.watch.stand_ins:
                 layer, gradient = self.watch.stand_ins[node]
                 _must(gradient in self.written[layer])
                 self.copies[node] = self.written[layer][gradient]
             elif node.op == "output":
-                self.new.output(tuple(map(self._result, node.args[0], self.meanings)))
+                self._write_results(node.args[0])
+            elif node in self.absent.lists:
+                _must(i > turn)
+                self._write_listed(node, self.absent.lists[node])
             else:
                 self._emit(node, self._reader(end < i <= turn))
             if i == end:
@@ -223,8 +254,7 @@ class _Writing:
 
     def _emit(self, node: fx.Node, read: Any, prefix: tuple[str, str] | None = None) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), read)
-        name = node.name if node.op == "placeholder" else _NUMBER.sub("", node.name)
-        made = self.new.create_node(node.op, node.target, args, kwargs, name, node.type)
+        made = self.new.create_node(node.op, node.target, args, kwargs, _NUMBER.sub("", node.name), node.type)
         made.meta = dict(node.meta)
         if prefix is None:
             self.copies[node] = made
@@ -262,6 +292,112 @@ class _Writing:
         self.images[layer][self.gradient] = self.copies[self.gradient]
         self._write(layer, self.backward[_LAST], self.images[layer])
         self.copies[self.gradient] = self.written[layer][self.watch.reached[_LAST - 1][1]]
+
+    # ---- inputs, updates and results of parameters that the record has not ----
+
+    def _write_inputs(self) -> None:
+        for i, entry in enumerate(self.order):
+            twin = self.absent.twin(entry)
+            node = self.inputs[twin or entry]
+            name = f"arg{i}_1"  # as make_fx calls them
+            made = self.new.create_node("placeholder", name, (), {}, name, node.type)
+            made.meta = dict(node.meta)
+            if twin is None:
+                self.copies[node] = made
+            else:
+                self.added[entry] = made
+
+    def _write_listed(self, node: fx.Node, listed: Listed) -> None:
+        """An operator on lists of all parameters, and what it gives for each."""
+        at = {name: i for i, name in enumerate(listed.traced)}
+        count = len(at)
+
+        def whole(argument: Any) -> Any:
+            of_all = isinstance(argument, list | tuple) and all(isinstance(entry, fx.Node) for entry in argument)
+            if not of_all or len(argument) != count:
+                return fx.map_arg(argument, self.copies.__getitem__)
+            return [self._of(name, argument[at[self._traced(name)]]) for name in listed.names]
+
+        made = self.new.create_node(
+            node.op, node.target, tuple(map(whole, node.args)), {}, _NUMBER.sub("", node.name), node.type
+        )
+        made.meta = dict(node.meta)
+        self.copies[node] = made
+        _must(not node.kwargs)
+        if isinstance(node.meta["val"], list):
+            self._write_given(node, made, [at[self._traced(name)] for name in listed.names], listed)
+
+    def _write_given(self, node: fx.Node, made: fx.Node, places: Sequence[int], listed: Listed) -> None:
+        """The lists that an update gives, one after the other: new parameters, and new states."""
+        count, values = len(listed.traced), node.meta["val"]
+        given = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        _must(len(given) == len(node.users) == len(values) and len(values) % count == 0)
+        chosen = [first + place for first in range(0, len(values), count) for place in places]
+        made.meta["val"] = [values[i] for i in chosen]
+        for index, i in enumerate(chosen):
+            new = self.new.create_node(
+                "call_function", operator.getitem, (made, index), {}, _NUMBER.sub("", given[i].name)
+            )
+            new.meta = dict(given[i].meta)
+            name = listed.names[index % len(places)]
+            if name in self.absent.twins:
+                self.news[name, given[i]] = new
+            else:
+                self.copies[given[i]] = new
+
+    def _traced(self, name: str) -> str:
+        return self.absent.twins[name][0] if name in self.absent.twins else name
+
+    def _of(self, name: str, node: fx.Node) -> fx.Node:
+        """What a node of the record, which belongs to a parameter or to its twin, is for the parameter."""
+        if name not in self.absent.twins:
+            return self.copies[node]
+        if node in self.entries:
+            return self.added[of_another(self.entries[node], name)]
+        if (name, node) in self.news:
+            return self.news[name, node]
+        written = self.written[self.absent.twins[name][1]]
+        _must(node in written)
+        return written[node]
+
+    def _write_results(self, values: Sequence[Any]) -> None:
+        """All that the record returns, and in their places the same for parameters that it has not."""
+        members: dict[tuple, dict[str, list[int]]] = {}
+        groups = [self._group(value, meaning) for value, meaning in zip(values, self.meanings, strict=True)]
+        for i, group in enumerate(groups):
+            if group is not None:
+                members.setdefault(group[0], {}).setdefault(group[1], []).append(i)
+        found: list[tuple[Any, Output]] = []
+        for i, group in enumerate(groups):
+            if group is None:
+                found.append((self._result(values[i], self.meanings[i]), self.meanings[i]))
+            elif group[0] in members:
+                mine = members.pop(group[0])
+                order = group[0][1].names if isinstance(group[0][1], Listed) else self.absent.trained
+                for name in self.absent.with_absent(order, mine):
+                    for j in mine[self._traced(name)]:
+                        found.append((self._of(name, values[j]), self._meaning(name, self.meanings[j])))
+        self.meanings[:] = [meaning for _, meaning in found]
+        self.new.output(tuple(value for value, _ in found))
+
+    def _group(self, value: Any, meaning: Output) -> tuple[tuple, str] | None:
+        """The results among which those of absent parameters have their places, and the parameter that this one is of."""
+        if not isinstance(value, fx.Node) or not self.absent.twins:
+            return None
+        if meaning.kind is OutputKind.GRADIENT:
+            prefix = "gradient/" if meaning.name.startswith("gradient/") else ""
+            return ("gradients", prefix), meaning.name.removeprefix(prefix)
+        listed = self.absent.lists.get(value.args[0]) if value.target is operator.getitem else None  # type: ignore[arg-type]
+        name = owner(self.order[meaning.target]) if meaning.target is not None else None
+        return None if listed is None or name is None else (("update", listed), name)
+
+    def _meaning(self, name: str, meaning: Output) -> Output:
+        if name not in self.absent.twins:
+            return meaning
+        if meaning.target is None:
+            return Output(meaning.kind, meaning.name.removesuffix(self._traced(name)) + name)
+        entry = of_another(self.order[meaning.target], name)
+        return Output(meaning.kind, str(entry), self.place[entry])
 
     def _result(self, value: Any, meaning: Output) -> Any:
         if not isinstance(value, fx.Node):

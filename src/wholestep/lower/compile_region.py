@@ -37,6 +37,7 @@ from wholestep.graph.training_graph import tensors_in
 from wholestep.lower import region_cache
 from wholestep.lower.driver import build_driver
 from wholestep.lower.interpret import constants_of
+from wholestep.lower.overlap import vector_isa
 from wholestep.lower.regions import Region
 from wholestep.lower.statements import statement_of
 
@@ -146,9 +147,11 @@ def _compile(module: fx.GraphModule, signature: str) -> Callable[[list[Any]], Se
     with config.patch(_known_settings(config)), _compiling(mode):
         compiled = None if symbolic else region_cache.load(signature, given)
         if compiled is None:
+            on_cpu = any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in given)
+            if on_cpu:
+                vector_isa()
             compiled = _compile_anew(module, [_fresh(value, mode) for value in given], mode)
             if symbolic is None:
-                on_cpu = any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in given)
                 region_cache.remember(signature, compiled, on_cpu=on_cpu)
     # The object's own __call__ does bookkeeping for torch.compile; the callable inside is the generated code.
     return getattr(compiled, "current_callable", None) or compiled

@@ -22,6 +22,25 @@ extern "C"  void  kernel(const float* in_ptr0, float* out_ptr0)
 """
 
 
+_PROBING = threading.RLock()
+
+
+@contextlib.contextmanager
+def probing() -> Iterator[None]:
+    """One thread at a time finds out which vector instructions this CPU has: while torch tries some out it changes the compiler
+    flags of an object that all threads share, and two threads at once leave flags that no later process would compile with."""
+    with _PROBING:
+        yield
+
+
+def vector_isa() -> str:
+    """The instructions that Inductor compiles for on this CPU; probed once per process."""
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    with probing():
+        return str(pick_vec_isa())
+
+
 def warm_up(device: str = "cpu") -> None:
     """Start Inductor's compile workers, and on the CPU its first compilation, in the background.
 
@@ -40,6 +59,7 @@ def warm_up(device: str = "cpu") -> None:
             if (
                 device == "cpu"
             ):  # g++ runs under threads; the worker processes are for Triton, and cost seconds to start
+                vector_isa()
                 AsyncCompile().cpp_pybinding(["const float*", "float*"], _TRIVIAL_KERNEL)
             elif hasattr(AsyncCompile, "warm_pool"):
                 AsyncCompile.warm_pool()

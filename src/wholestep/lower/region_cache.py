@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from wholestep.lower.overlap import probing, vector_isa
+
 FORMAT = 1
 
 
@@ -59,7 +61,7 @@ def remember(signature: str, compiled: Any, *, on_cpu: bool) -> None:
         path = _path(signature)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
-        isa = _vector_isa() if on_cpu else None
+        isa = vector_isa() if on_cpu else None
         temporary.write_text(json.dumps({"format": FORMAT, "key": key, "vector_isa": isa}))
         os.replace(temporary, path)
 
@@ -156,12 +158,6 @@ def _own_sources() -> str:
     return digest.hexdigest()
 
 
-def _vector_isa() -> str:
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
-
-    return str(pick_vec_isa())
-
-
 @functools.cache
 def _same_vector_isa(expected: str) -> bool:
     """Whether this CPU would get the instruction set that the code on disk was compiled for.
@@ -172,7 +168,7 @@ def _same_vector_isa(expected: str) -> bool:
     """
     from torch._inductor import config, cpu_vec_isa
 
-    with config.patch({"cpp.vec_isa_ok": True}):
+    with probing(), config.patch({"cpp.vec_isa_ok": True}):
         same = str(cpu_vec_isa.pick_vec_isa()) == expected
     if not same:
         cpu_vec_isa.valid_vec_isa_list.cache_clear()

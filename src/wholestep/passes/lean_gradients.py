@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep.graph.edit import replace_each
 from wholestep.graph.training_graph import OutputKind, Role, TrainingGraph
 from wholestep.ops import IN_PLACE
 from wholestep.passes.pipeline import compiler_pass
@@ -30,13 +31,9 @@ def lean_gradients(graph: TrainingGraph) -> TrainingGraph:
     casts = [node for node in graph.operations() if node.users and readers.issuperset(node.users) and _widens(node)]
     if not casts or not _clip_can_widen(readers):
         return graph
-    renamed: dict[str, str] = {}
-    for cast in casts:
-        narrow = cast.args[0]
-        assert isinstance(narrow, fx.Node)
-        renamed[cast.name] = narrow.name
-        cast.replace_all_uses_with(narrow)
-        graph.graph.erase_node(cast)
+    narrows = {cast: narrow for cast in casts if isinstance(narrow := cast.args[0], fx.Node)}
+    renamed = {cast.name: narrow.name for cast, narrow in narrows.items()}
+    replace_each(graph.graph, narrows)
     graph.gradients = {parameter: renamed.get(name, name) for parameter, name in graph.gradients.items()}
     graph.boundaries = {path: name for path, name in graph.boundaries.items() if name not in renamed}
     graph.module.recompile()

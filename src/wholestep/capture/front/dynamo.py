@@ -38,6 +38,7 @@ from wholestep.capture.front import (  # noqa: F401 - tell Dynamo what to do oth
     equal_layers,
     own_code,
     own_containers,
+    quick_values,
     replaced,
     texts,
     written,
@@ -307,6 +308,7 @@ def _read_by(guards: Iterable[Any], scope: dict[str, Any]) -> list[tuple[str, An
     """What the guards look at, found by their own words, and what those objects are reached through."""
     scope = {**_get_closure_vars(), **scope}
     found: dict[str, Any] = {}
+    values: dict[Any, Any] = {}
     for guard in guards:
         source = guard.originating_source
         while source is not None:
@@ -314,7 +316,7 @@ def _read_by(guards: Iterable[Any], scope: dict[str, Any]) -> list[tuple[str, An
             if name in found:
                 break
             try:
-                found[name] = eval(name, scope)  # as Dynamo itself evaluates them
+                found[name] = source.get_value(scope, {}, values)  # as Dynamo itself evaluates them
             except Exception:
                 found[name] = None
             source = getattr(source, "base", None)
