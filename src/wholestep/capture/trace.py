@@ -26,7 +26,7 @@ from wholestep.capture.reading import Reading
 from wholestep.capture.repeats import longest_run
 from wholestep.capture.sites import Sites, TooFewKeys
 from wholestep.capture.subject import Subject
-from wholestep.capture.tracer import ACCUMULATED_WEIGHT, HOLDS, Tracer
+from wholestep.capture.tracer import ACCUMULATED_WEIGHT, HOLDS, Tracer, WeightUnknown
 from wholestep.capture.write_out import NotAlike, write_out
 from wholestep.errors import BadOption, CaptureRefused
 from wholestep.frames import in_one_piece
@@ -46,7 +46,7 @@ class Capture:
     graph: TrainingGraph
     """The whole step; with accumulation the micro-step, whose update is `update`."""
     update: TrainingGraph | None
-    aux_names: tuple[str, ...]
+    aux_names: tuple[Any, ...]
     num_sites: int
     plans: tuple[UpdatePlan, ...]
     constants: tuple[torch.Tensor, ...]
@@ -89,9 +89,11 @@ def capture(
     if reading is not None:
         _check_surroundings(subject, reading)
     keys = 8 + (UNKNOWN_CALLS if reading is None else reading.graph.random_calls())
+    aux_names: tuple[Any, ...] = ()
     run = None if reading is None or dynamic else longest_run(reading.graph.module.graph, reading.graph.paths)
     while True:
         tracer = Tracer(subject, reading, batch, dynamic=dynamic, whole_logits_bytes=whole_logits_bytes, run=run)
+        tracer.aux_names = aux_names
         try:
             with compat.ONE_AT_A_TIME, quiet():
                 tracer.add_inputs(keys)
@@ -99,6 +101,8 @@ def capture(
             break
         except TooFewKeys:
             keys *= 4
+        except WeightUnknown:
+            aux_names = tracer.aux_names
         except NotAlike:
             run = None
     update = None

@@ -19,7 +19,7 @@ from wholestep import compat
 from wholestep.capture.repeats import KEPT, Run
 from wholestep.capture.sites import Sites
 from wholestep.graph.equality import describe_value
-from wholestep.graph.training_graph import Input, Output, Role
+from wholestep.graph.training_graph import Input, Output, OutputKind, Role
 
 _DETACH = torch.ops.aten.detach.default
 _LAST = KEPT - 1
@@ -266,7 +266,7 @@ class _Writing:
     def _result(self, value: Any, meaning: Output) -> Any:
         if not isinstance(value, fx.Node):
             return value
-        if meaning.name.startswith("boundary/"):
+        if meaning.kind is OutputKind.KEPT and meaning.name.startswith("boundary/"):
             layer = self._layer_of(meaning.name.removeprefix("boundary/"))
             if layer is not None:
                 while value.target is _DETACH:
