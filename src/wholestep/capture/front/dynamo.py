@@ -31,6 +31,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._guards import TracingContext
 
 from wholestep import compat
+from wholestep.capture import real_layouts
 from wholestep.capture.front import (  # noqa: F401 - tell Dynamo what to do otherwise
     added_guards,
     equal_layers,
@@ -369,3 +370,4 @@ TorchInGraphFunctionVariable._get_handlers()[torch.rand] = _scalar_draw
 compat.mend_lstm()
 compat.keep_validation()
 compat.note_picked_sizes()
+real_layouts.install()
