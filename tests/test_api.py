@@ -14,6 +14,7 @@ from torch import nn
 
 import wholestep
 from wholestep.errors import (
+    BadBatch,
     BadLoss,
     BadOption,
     BudgetTooSmall,
@@ -58,6 +59,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[WholestepError], str]] = {
     "dynamic": ({"dynamic": "yes"}, BadOption, r"dynamic='yes'\. use one of None, True, False"),
     "cache": ({"cache": "no"}, BadOption, r"cache='no'\. use one of True, False"),
     "dump": ({"dump": 3}, BadOption, r"dump=3\. name a folder"),
+    "dump to a file": ({"dump": __file__}, BadOption, r"test_api\.py' is a file\. name a folder"),
+    "a loader": (
+        {"batch": torch.utils.data.DataLoader([3])}, BadBatch, r"the example batch is a DataLoader\. give one batch: next\(iter",
+    ),
+    "an iterator": ({"batch": iter([3])}, BadBatch, r"the example batch is a list_iterator\. give one batch"),
     "a pass by name": ({"passes": "fold_views"}, BadOption, r"passes='fold_views'.*default_passes.*a list of functions"),
     "no function": ({"passes": [3]}, BadOption, r"passes=\[3\].*a list of functions"),
     "model": ({"model": 3, "optimizer": None}, UnsupportedModel, r"model is a int.*dict or tuple of all modules"),
@@ -191,6 +197,23 @@ def test_example_batches_of_every_form_with_accumulation() -> None:
         step = compiled(accumulate=2, batch=example)
         step(BATCH)
         assert step.rung == "whole step"
+
+
+def test_another_number_of_micro_batches_is_refused() -> None:
+    micro = tuple(t[:1] for t in BATCH)
+    step = compiled(accumulate=2, batch=[micro, micro])
+    with pytest.raises(
+        BadBatch, match=r"^3 micro-batches, and accumulate=2\. give 2 of them, or one batch to be cut\.$"
+    ):
+        step([micro] * 3)
+
+
+@pytest.mark.parametrize("steps", [-1, 2.0, "3", True])
+def test_a_number_of_steps_to_verify_that_is_none_is_refused(steps: Any) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(BadOption, match=rf"^steps={steps!r}\. use a whole number of steps, 0 or more\.$"):
+        wholestep.verify(model, lambda m, b: m(b).sum(), optimizer, torch.ones(2, 3), steps=steps)
 
 
 def test_dump_writes_one_numbered_file_per_stage(tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from wholestep import compat
 from wholestep.capture import optimizers
@@ -72,6 +73,10 @@ def compile(
         chunked_loss=chunked_loss, backend=backend, dynamic=dynamic, check=check, guards=guards, passes=passes,
         early_update=early_update, cuda_graph=cuda_graph, cache=cache, dump=dump, seed=seed, verbose=verbose,
     )  # fmt: skip
+    if isinstance(example_batch, DataLoader | Iterator):
+        raise BadBatch(
+            f"the example batch is a {type(example_batch).__name__}", hint="give one batch: next(iter(loader))"
+        )
     compiler = compiler_for(model, loss_fn, optimizer, options, example_batch)
     if compat.untested_version() is not None:
         warnings.warn(str(compat.untested_version()), WholestepWarning, stacklevel=2)

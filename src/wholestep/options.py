@@ -117,6 +117,8 @@ class Options:
             raise BadOption(f"seed={self.seed!r}", hint="use a whole number, or None for torch's seed")
         if self.dump is not None and not isinstance(self.dump, str | os.PathLike):
             raise BadOption(f"dump={self.dump!r}", hint="name a folder")
+        if self.dump is not None and os.path.exists(self.dump) and not os.path.isdir(self.dump):
+            raise BadOption(f"dump={self.dump!r} is a file", hint="name a folder")
         if self.passes is not None and (isinstance(self.passes, str) or not _are_functions(self.passes)):
             hint = "give a Pipeline, such as wholestep.default_passes(), or a list of functions graph -> graph"
             raise BadOption(f"passes={self.passes!r}", hint=hint)

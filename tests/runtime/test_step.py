@@ -234,6 +234,45 @@ def test_gradients_of_earlier_steps_are_not_overwritten() -> None:
     assert all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
 
 
+KEYS: tuple[tuple[Any, ...], ...] = (
+    ("loss", "accuracy"), ("gradient/0.weight", "boundary/0"), ("~holds", "~kept0", "~fact0"), (3, "3", 0.5), ((1, 2), None),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{"guards": "off"}, {}, {"accumulate": 2}, {"clip_norm": 1.0, "nonfinite": "skip"}])
+@pytest.mark.parametrize("keys", KEYS, ids=str)
+def test_aux_may_have_any_keys(keys: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Those that a captured step uses itself among them, and numbers."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        loss = classify(model, batch)
+        return loss, {key: (i + 2) * loss for i, key in enumerate(keys)}
+
+    step, ours, _ = pair(loss_fn, **options)
+    parts = [tuple(t[:2] for t in batch) for batch in BATCHES[:2]]
+    given, seen = (parts, parts) if "accumulate" in options else (BATCHES[0], BATCHES[:1])
+    for _ in range(2):  # the first step is compared with eager, and answered by the comparison
+        expected = sum(float(classify(ours.model, batch)) for batch in seen) / len(seen)
+        loss, aux = step(given)
+        assert step.rung == "whole step" and float(loss) == pytest.approx(expected)
+        assert list(aux) == list(keys)
+        assert [float(value) for value in aux.values()] == pytest.approx([(i + 2) * expected for i in range(len(keys))])
+
+
+def test_a_weight_of_micro_batches_is_found_without_guards_too() -> None:
+    parts = [tuple(t[:size] for t in batch) for size, batch in zip((2, 2), BATCHES)]
+    parts[1][1][0] = -100
+    weights, trained = small_mlp().state_dict(), []
+    for guards in ("dynamo", "off"):
+        step, ours, _ = pair(masked_mean, accumulate=2, guards=guards)
+        ours.model.load_state_dict(weights)
+        loss, _ = step(parts)
+        assert step.rung == "whole step", step.explain()
+        trained.append([loss, *ours.model.parameters()])
+    for one, other in zip(*trained, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_losses_and_aux_of_earlier_steps_are_not_overwritten() -> None:
     step, _, _ = pair(masked_mean)
     first, aux = step(BATCHES[0])

@@ -142,10 +142,11 @@ def _assemble(module: fx.GraphModule, inputs: Sequence[Input], meanings: list[Ou
                 outputs.append(Output(OutputKind.UPDATE, str(inputs[index]), index))
     gradients, boundaries, kept = {}, {}, []
     for value, meaning in zip(values, outputs, strict=True):
-        if meaning.name.startswith("gradient/"):
-            gradients[meaning.name.removeprefix("gradient/")] = value
-        elif meaning.name.startswith("boundary/"):
-            boundaries[meaning.name.removeprefix("boundary/")] = value
+        marks, _, name = meaning.name.partition("/") if meaning.kind is OutputKind.KEPT else ("", "", "")
+        if marks == "gradient":
+            gradients[name] = value
+        elif marks == "boundary":
+            boundaries[name] = value
         elif not (meaning.kind is OutputKind.UPDATE and value is placeholders[meaning.target or 0]):
             kept.append((value, meaning))
     output.args = (tuple(v for v, _ in kept),)

@@ -95,7 +95,6 @@ def _store(path: Path, capture: Capture) -> None:
     except ValueError:  # symbolic sizes, or constants too large to keep
         return
     facts = {
-        "aux_names": capture.aux_names,
         "num_sites": capture.num_sites,
         "plans": [dataclasses.asdict(p) for p in capture.plans],
         "notes": [note.to_json() for note in capture.notes],
@@ -131,7 +130,7 @@ def _load(path: Path, reading: Reading) -> Capture | None:
     except (ValueError, KeyError, TypeError):  # written by another version, or torn: traced anew
         return None
     return Capture(
-        graph, update, tuple(facts["aux_names"]), facts["num_sites"], plans, tuple(reading.tensors(Role.CONSTANT)),
+        graph, update, reading.graph.aux_names, facts["num_sites"], plans, tuple(reading.tensors(Role.CONSTANT)),
         notes, tuple(facts["used"]), fake_mode=mode, from_cache=True, plan=plan, assumed=tuple(facts["assumed"]),
         facts=tuple(facts["facts"]),
     )  # fmt: skip

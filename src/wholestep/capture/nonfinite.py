@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from wholestep.graph.training_graph import OutputKind, Role, TrainingGraph
+from wholestep.graph.training_graph import Output, OutputKind, Role, TrainingGraph
 
 aten = torch.ops.aten
 
@@ -23,7 +23,7 @@ def keep_buffers(graph: TrainingGraph) -> None:
 
 def keep_all(graph: TrainingGraph, holds: str) -> None:
     """Every tensor that is written beside parameters and their state becomes where(all of output `holds`, new, old)."""
-    flags = next(i for i, output in enumerate(graph.outputs) if output.name == holds)
+    flags = next(i for i, output in enumerate(graph.outputs) if output == Output(OutputKind.KEPT, holds))
     _choose(graph, flags, aten.all.default, (Role.BUFFER, Role.BATCH, Role.CONSTANT, Role.SCALE))
 
 

@@ -14,12 +14,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from wholestep import compat
 from wholestep.capture.absent import Absent
 from wholestep.capture.assemble import functional, lift_constants
 from wholestep.capture.chunked_loss import WHOLE_LOGITS_BYTES
+from wholestep.capture.facts import about_places, look_at
 from wholestep.capture.front.quiet import quiet
+from wholestep.capture.front.replay import Assumed
 from wholestep.capture.nonfinite import keep_all, keep_buffers
 from wholestep.capture.optimizers import UpdatePlan
 from wholestep.capture.provenance import attribute_backward
@@ -27,14 +30,14 @@ from wholestep.capture.reading import Reading
 from wholestep.capture.repeats import longest_run
 from wholestep.capture.sites import Sites, TooFewKeys
 from wholestep.capture.subject import Subject
-from wholestep.capture.tracer import ACCUMULATED_WEIGHT, HOLDS, Tracer
+from wholestep.capture.tracer import ACCUMULATED_WEIGHT, FACT, HOLDS, Tracer, WeightUnknown
 from wholestep.capture.write_out import NotAlike, write_out
 from wholestep.errors import BadOption, CaptureRefused
 from wholestep.frames import in_one_piece
 from wholestep.graph.copies import copy_graph
 from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
-from wholestep.graph.training_graph import Input, Output, Role, TrainingGraph
+from wholestep.graph.training_graph import Input, Output, OutputKind, Role, TrainingGraph
 
 UNKNOWN_CALLS = 64
 """Random calls that keys are made for where the user's own code is traced; where there are more, it is traced again."""
@@ -47,7 +50,7 @@ class Capture:
     graph: TrainingGraph
     """The whole step; with accumulation the micro-step, whose update is `update`."""
     update: TrainingGraph | None
-    aux_names: tuple[str, ...]
+    aux_names: tuple[Any, ...]
     num_sites: int
     plans: tuple[UpdatePlan, ...]
     constants: tuple[torch.Tensor, ...]
@@ -90,9 +93,11 @@ def capture(
     if reading is not None:
         _check_surroundings(subject, reading)
     keys = 8 + (UNKNOWN_CALLS if reading is None else reading.graph.random_calls())
+    aux_names: tuple[Any, ...] = ()
     run = None if reading is None or dynamic else longest_run(reading.graph.module.graph, reading.graph.paths)
     while True:
         tracer = Tracer(subject, reading, batch, dynamic=dynamic, whole_logits_bytes=whole_logits_bytes, run=run)
+        tracer.aux_names = aux_names
         try:
             with compat.ONE_AT_A_TIME, quiet():
                 tracer.add_inputs(keys)
@@ -100,6 +105,8 @@ def capture(
             break
         except TooFewKeys:
             keys *= 4
+        except WeightUnknown:
+            aux_names = tracer.aux_names
         except NotAlike:
             run = None
     update = None
@@ -145,12 +152,7 @@ def _trace(tracer: Tracer) -> tuple[TrainingGraph, tuple[torch.Tensor, ...]]:
         return outputs
 
     recorded = compat.trace(whole, list(tracer.fakes.values()), mode=tracer.mode)
-    unseen = compat.facts_of_data(tracer.mode) - {one.fact for one in tracer.facts}
-    if unseen:
-        raise CaptureRefused(
-            "a number n that only data tells (how many places a mask picks, a value read by .item()) has to be such that "
-            f"{' and '.join(sorted(compat.in_python(str(fact)) for fact in unseen))}, and nothing looks whether it is"
-        )
+    _look_at_facts(tracer, recorded, meanings)
     attribute_backward(recorded)
     if tracer.watch is not None:
         recorded = write_out(recorded, tracer.watch, order, meanings)
@@ -169,6 +171,24 @@ def _trace(tracer: Tracer) -> tuple[TrainingGraph, tuple[torch.Tensor, ...]]:
     if tracer.holds is not None:
         keep_all(graph, HOLDS)
     return graph, constants
+
+
+def _look_at_facts(tracer: Tracer, recorded: fx.GraphModule, meanings: list[Output]) -> None:
+    """Those about data at which nothing in the user's code looks; and no trace of few layers, which would be copied with them."""
+    unseen = compat.facts_of_data(tracer.mode) - {one.fact for one in tracer.facts}
+    if not unseen:
+        return
+    if tracer.watch is not None:
+        raise NotAlike
+    unseen -= about_places(recorded, unseen)
+    looks = look_at(recorded, unseen, tracer.subject.device, tracer.mode)
+    meanings += [Output(OutputKind.KEPT, f"{FACT}{len(tracer.facts) + i}") for i in range(len(looks))]
+    tracer.facts += [Assumed(look, None, fact) for fact, look in looks.items()]
+    if missed := unseen - set(looks):
+        raise CaptureRefused(
+            "a number n that only data tells (how many places a mask picks, a value read by .item()) has to be such that "
+            f"{' and '.join(sorted(compat.in_python(str(fact)) for fact in missed))}, and nothing looks whether it is"
+        )
 
 
 def _trace_update(tracer: Tracer) -> TrainingGraph:

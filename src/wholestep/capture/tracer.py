@@ -18,7 +18,6 @@ from wholestep.capture.absent import Absent, Listed
 from wholestep.capture.batch import flatten, unflatten
 from wholestep.capture.chunked_loss import WHOLE_LOGITS_BYTES, ChunkedLoss
 from wholestep.capture.forward import Forward, run_loss
-from wholestep.capture.front.loss_graph import AUX
 from wholestep.capture.front.replay import Assumed
 from wholestep.capture.gpu_autocast import gpu_autocast
 from wholestep.capture.modes import keyed
@@ -44,6 +43,10 @@ HOLDS = "~holds"
 """Name of the output that tells, for each assumption about data, whether it holds."""
 FACT = "~fact"
 """Outputs of this name and a number: facts about sizes that data decides, which hold."""
+
+
+class WeightUnknown(Exception):
+    """Where no graph of Dynamo's tells beforehand: the loss returns a weight of its micro-batch."""
 
 
 class Tracer:
@@ -86,7 +89,7 @@ class Tracer:
         for name, tensor in subject.buffers.items():
             self.fakes[Input(Role.BUFFER, name)] = self.fake_of(tensor)
         self._add_given(batch, dynamic)
-        self.aux_names: tuple[str, ...] = ()
+        self.aux_names: tuple[Any, ...] = ()
         self.used: list[str] = []
 
     def _places(self, reading: Reading) -> dict[Any, Input]:
@@ -192,10 +195,11 @@ class Tracer:
                 objective = objective * values[SCALE][0]
             grads = self._differentiate(objective, leaves, run.gradients)
         results.append((run.loss.detach(), Output(OutputKind.LOSS, "loss")))
-        results += [(v.detach(), Output(OutputKind.AUX, n)) for n, v in (run.aux | run.kept).items()]
+        results += [(v.detach(), Output(OutputKind.AUX, str(n))) for n, v in run.aux.items()]
+        results += [(v.detach(), Output(OutputKind.KEPT, n)) for n, v in run.kept.items()]
         if self.holds is not None:
-            results.append((self.holds, Output(OutputKind.AUX, HOLDS)))
-        results += [(one.holds, Output(OutputKind.AUX, f"{FACT}{i}")) for i, one in enumerate(self.facts)]
+            results.append((self.holds, Output(OutputKind.KEPT, HOLDS)))
+        results += [(one.holds, Output(OutputKind.KEPT, f"{FACT}{i}")) for i, one in enumerate(self.facts)]
         with torch.no_grad():
             if accumulate > 1:
                 results += self._accumulated(values, grads, run.aux)
@@ -207,8 +211,8 @@ class Tracer:
         for name, tensor in run.reassigned.items():
             results.append((tensor.detach(), self._update_of(Input(Role.BUFFER, name))))
         # carried out as outputs only to learn their nodes; `_assemble` takes them off again
-        results += [(g, Output(OutputKind.GRADIENT, f"gradient/{n}")) for n, g in grads.items()]
-        results += [(compat.as_recorded(t), Output(OutputKind.AUX, f"boundary/{n}")) for n, t in run.outputs.items()]
+        results += [(g, Output(OutputKind.KEPT, f"gradient/{n}")) for n, g in grads.items()]
+        results += [(compat.as_recorded(t), Output(OutputKind.KEPT, f"boundary/{n}")) for n, t in run.outputs.items()]
         return [value for value, _ in results], [meaning for _, meaning in results]
 
     def _assume(self, assumed: list[Assumed]) -> None:
@@ -276,6 +280,8 @@ class Tracer:
                 results.append((values[entry] + self._if_holds(grad), self._update_of(entry)))
             if "weight" in aux:
                 entry = Input(Role.GRADIENT, ACCUMULATED_WEIGHT)
+                if entry not in values:
+                    raise WeightUnknown
                 weight = aux["weight"].detach().reshape(()).to(torch.float32)
                 results.append((values[entry] + self._if_holds(weight), self._update_of(entry)))
         return results
@@ -385,9 +391,9 @@ class Tracer:
         return found
 
     def _has_weight(self) -> bool:
-        if self.reading is None:
+        if self.reading is None:  # as an earlier trace has told
             return "weight" in self.aux_names
-        return any(r.kind == AUX and r.name == "weight" for r in self.reading.graph.returned)
+        return "weight" in self.reading.graph.aux_names
 
     def add_update_inputs(self, device: torch.device) -> None:
         for plan in self.plans:

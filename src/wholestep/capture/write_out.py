@@ -402,7 +402,7 @@ class _Writing:
     def _result(self, value: Any, meaning: Output) -> Any:
         if not isinstance(value, fx.Node):
             return value
-        if meaning.name.startswith("boundary/"):
+        if meaning.kind is OutputKind.KEPT and meaning.name.startswith("boundary/"):
             layer = self._layer_of(meaning.name.removeprefix("boundary/"))
             if layer is not None:
                 while value.target is _DETACH:

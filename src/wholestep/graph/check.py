@@ -121,7 +121,7 @@ def _check_updates(graph: TrainingGraph) -> None:
     for entry, value in zip(graph.outputs, graph.output_values, strict=True):
         if not isinstance(value, fx.Node):
             # An auxiliary result may be a plain number, and a parameter that the loss does not reach has no gradient.
-            if entry.kind not in (OutputKind.AUX, OutputKind.GRADIENT):
+            if entry.kind not in (OutputKind.AUX, OutputKind.KEPT, OutputKind.GRADIENT):
                 raise GraphError(f"output {entry.kind.value}:{entry.name} is {value!r}, not a node")
             continue
         if entry.kind is not OutputKind.UPDATE:

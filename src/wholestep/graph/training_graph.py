@@ -43,6 +43,9 @@ class OutputKind(enum.Enum):
 
     LOSS = "loss"
     AUX = "aux"
+    """An entry of the user's `aux`: in the order of its keys, which may be anything that a dictionary takes."""
+    KEPT = "kept"
+    """What the caller holds on to besides, under a name of ours; never one of the user's."""
     NORM = "norm"
     """The global gradient norm before clipping."""
     GRADIENT = "gradient"

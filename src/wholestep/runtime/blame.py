@@ -34,6 +34,11 @@ class Example:
             return None
         return Example(spec, tuple((tensor.shape, tensor.dtype) for tensor in tensors))
 
+    def is_like(self, batch: Any) -> bool:
+        """Whether a batch has the structure of this one."""
+        other = Example.of(batch)
+        return other is not None and other.spec.tree == self.spec.tree
+
 
 def blamed(example: Example | None, batch: Any, error: Exception) -> WholestepError | None:
     """The error to raise in place of `error`, if the batch differs from the example."""

@@ -16,6 +16,7 @@ import torch
 
 from wholestep import compat
 from wholestep.capture.front import LossGraph
+from wholestep.capture.front.loss_graph import AUX, LOSS
 from wholestep.capture.preflight import autocast_for
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT
 from wholestep.capture.undo import RandomStates
@@ -100,7 +101,7 @@ class OneStep:
             variant.brought = list(range(len(tensors)))
             try:
                 named = self._one(variant, tensors, ())
-                self.results.append((named["loss"], {n: named[n] for n in variant.capture.aux_names}))
+                self.results.append((named[LOSS], named[AUX]))
             except EagerDid as did:
                 self.results.append(did.result)
         return combine(self.results), self._finished()
@@ -170,7 +171,7 @@ class OneStep:
             variant.hand_over(gradients)
         variant.checked = True
         if afterwards is not None:
-            result = named["loss"], {n: named[n] for n in variant.capture.aux_names}
+            result = named[LOSS], named[AUX]
             if self.subject.accumulate == 1:
                 afterwards(self, result)
             else:

@@ -19,7 +19,7 @@ from wholestep.capture.front import Front, LossGraph
 from wholestep.capture.ladder import WHOLE, Fall
 from wholestep.capture.modes import is_user_file
 from wholestep.capture.preflight import notes_on
-from wholestep.errors import CaptureRefused, UnsupportedModel, WholestepError, WholestepWarning
+from wholestep.errors import BadBatch, CaptureRefused, UnsupportedModel, WholestepError, WholestepWarning
 from wholestep.graph.counted import counted
 from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
@@ -174,6 +174,9 @@ class Step:
             return [batch]
         if isinstance(batch, list) and len(batch) == count and _alike(batch):
             return batch
+        if isinstance(batch, list) and self._example is not None and all(map(self._example.is_like, batch)):
+            hint = f"give {count} of them, or one batch to be cut"
+            raise BadBatch(f"{len(batch)} micro-batches, and accumulate={count}", hint=hint)
         return split_batch(batch, count)
 
     # ---- captured graphs ----

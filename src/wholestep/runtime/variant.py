@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from wholestep.capture.front.loss_graph import AUX
 from wholestep.capture.front.shared import bytes_of, overlap
 from wholestep.capture.reading import Reading
 from wholestep.capture.subject import Subject
@@ -116,7 +117,10 @@ class Variant:
     def micro(
         self, args: Sequence[Any], numbers: Sequence[float], seed: int, step: int, micro: int
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor], torch.Tensor | None]:
-        """The graph on one micro-batch: its outputs by name, gradients that were not used up, the norm of all of them."""
+        """The graph on one micro-batch: its outputs by name, gradients that were not used up, the norm of all of them.
+
+        Names are ours, and all of the user's aux is under one of them: its keys may be anything, `loss` too.
+        """
         self.feed(seed, step, micro, numbers)
         inputs = self.inputs(args)
         if self.mutated or self.written_back:
@@ -129,6 +133,7 @@ class Variant:
             if inputs[place] is not args[i]:  # it lay otherwise in memory: the copy was written to
                 args[i].detach().copy_(inputs[place])
         named: dict[str, Any] = {}
+        aux: list[Any] = []
         gradients: dict[str, torch.Tensor] = {}
         norm = None
         for kind, name, value in zip(self.kinds, self.names, values, strict=False):
@@ -136,8 +141,11 @@ class Variant:
                 norm = value
             elif kind is OutputKind.GRADIENT:
                 gradients[name] = value
+            elif kind is OutputKind.AUX:
+                aux.append(value)
             else:
                 named[name] = value
+        named[AUX] = dict(zip(self.capture.aux_names, aux, strict=True))
         if HOLDS in named:
             self.check_assumed(named[HOLDS])
         return named, gradients, norm

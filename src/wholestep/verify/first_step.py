@@ -30,7 +30,7 @@ from wholestep.errors import FirstStepDiffers, WholestepWarning
 from wholestep.graph.bytes import show_bytes
 from wholestep.graph.copies import without_updates
 from wholestep.graph.notes import Note, check_note
-from wholestep.graph.training_graph import Input, OutputKind, Role, TrainingGraph
+from wholestep.graph.training_graph import Input, Output, OutputKind, Role, TrainingGraph
 from wholestep.lower import lower_interpret
 from wholestep.runtime.eager import Result
 from wholestep.runtime.one_step import OneStep
@@ -120,7 +120,7 @@ class FirstStep:
         kinds = [entry.kind for entry in bare.outputs]
         loss = values[kinds.index(OutputKind.LOSS)]
         for entry, value in zip(bare.outputs, values):
-            if entry.name == HOLDS:
+            if entry == Output(OutputKind.KEPT, HOLDS):
                 self.variant.check_assumed(value)
         gradients = dict(zip([name for name, _ in watched], values[len(kinds) :], strict=True))
         if self.subject.loss_scale is not None:

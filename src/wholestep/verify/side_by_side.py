@@ -15,6 +15,7 @@ import torch
 
 from wholestep.capture.batch import flatten
 from wholestep.capture.front import Front, LossGraph
+from wholestep.capture.front.loss_graph import AUX, LOSS
 from wholestep.capture.ladder import WHOLE, Fall
 from wholestep.capture.loss_scale import BACKOFF, LEAST
 from wholestep.capture.preflight import autocast_for
@@ -323,7 +324,7 @@ class SideBySide:
             if made.reading is None:
                 traced = self._traced(micro)
                 named = call(made if traced.captured is made.captured else traced, flatten(own)[0], ())
-                results.append((named["loss"], {n: named[n] for n in made.captured.aux_names}))
+                results.append((named[LOSS], named[AUX]))
             else:
                 results.append(self.front(own, run))
         variant = ran[-1].variant
@@ -365,7 +366,7 @@ class SideBySide:
         rows = []
         for name in dict.fromkeys([*eager, *ours]):
             found = truth.rule.compare(ours.get(name), eager.get(name), exact.get(name), gradient=kind == "gradient")
-            rows.append(TensorRow(batch.label, kind, name, found.error, found.tolerance, found.bitwise))
+            rows.append(TensorRow(batch.label, kind, str(name), found.error, found.tolerance, found.bitwise))
         return rows
 
     # ---- when it fails ----

@@ -73,6 +73,8 @@ def verify(
     if isinstance(mesh, Mesh) and mesh.num_ranks > 1:  # the one backend that runs several ranks
         options.setdefault("backend", "interpret")
     chosen = options_of(options)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise BadOption(f"steps={steps!r}", hint="use a whole number of steps, 0 or more")
     listed = batches if isinstance(batches, list) else [batches]
     if not listed:
         raise BadBatch("verify was given no batch")

@@ -31,6 +31,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._guards import TracingContext
 
 from wholestep import compat
+from wholestep.capture import real_layouts
 from wholestep.capture.front import (  # noqa: F401 - tell Dynamo what to do otherwise
     added_guards,
     asked,
@@ -374,3 +375,4 @@ compat.mend_lstm()
 compat.keep_validation()
 compat.trace_requires_grad(lambda: getattr(growing, "on", False))
 compat.note_picked_sizes()
+real_layouts.install()

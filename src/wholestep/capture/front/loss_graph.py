@@ -37,7 +37,8 @@ class Returned:
     """One result of Dynamo's graph: the loss, `aux[name]`, a tensor that the Python keeps somewhere, or a number."""
 
     kind: str
-    name: str = ""
+    name: Any = ""
+    """The key in aux, whatever it is."""
     number: bool = False
     """Python holds it as a number: read from the device at every call, as in eager."""
 
@@ -115,6 +116,11 @@ class LossGraph:
         """Whether the operators that it calls are what they were."""
         return not (self.derivatives and replaced(self.derivatives))
 
+    @property
+    def aux_names(self) -> tuple[Any, ...]:
+        """The keys of aux, in its order."""
+        return tuple(n.args[0] for n in self.module.graph.nodes if n.target is marks.mark_aux)
+
     def live_aux(self, args: Sequence[Any]) -> dict[str, torch.Tensor]:
         """Entries of aux that share memory with arguments."""
         return {self.returned[i].name: view(args) for i, view in self.live.items() if self.returned[i].kind == AUX}
@@ -130,7 +136,9 @@ class LossGraph:
             elif returned.kind == NOTHING:
                 found.append(None)
             else:
-                value = values[LOSS].reshape(self.loss_shape) if returned.kind == LOSS else values[returned.name]
+                value = values[AUX][returned.name] if returned.kind == AUX else values[returned.name or LOSS]
+                if returned.kind == LOSS:
+                    value = value.reshape(self.loss_shape)
                 found.append(value.item() if returned.number else value)
         return tuple(found)
 

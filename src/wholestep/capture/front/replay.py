@@ -155,10 +155,20 @@ class Replay(fx.Interpreter):
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
         only = _makes_numpy_number(target)
         if self.numbers:
+            if target in (operator.getitem, operator.setitem):
+                args = (args[0], self._cut(args[1]), *args[2:])
             args, kwargs, numbers_alone = self._operands(args, kwargs)
             only |= numbers_alone
         value = self._function(target, args, kwargs)
         return self._number(value) if only else value
+
+    def _cut(self, index: Any) -> Any:
+        """An index with numbers as ends of slices: sizes follow from them, so that they are read on the host."""
+        if isinstance(index, tuple):
+            return tuple(map(self._cut, index))
+        if not isinstance(index, slice):
+            return index
+        return slice(*(v.item() if id(v) in self.numbers else v for v in (index.start, index.stop, index.step)))
 
     def _operands(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
         """Numbers beside tensors promote types as Python's do; the last says whether there are numbers alone."""

@@ -1,0 +1,81 @@
+"""Facts about sizes that only data tells, on which a trace relied and at which nothing in it looks: the graph looks at them.
+
+In: a trace, and facts such as `n == 3` of a number that `.item()` reads (a batch of graphs has as many graphs as labels). The trace
+gains one `ws::require` for each. A step for which a fact does not hold ends before anything is computed with it, and eager PyTorch
+takes it, as with the facts that Dynamo's graph asserts itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from wholestep.graph.training_graph import tensors_in
+
+
+def look_at(recorded: fx.GraphModule, facts: Iterable[Any], device: torch.device, mode: Any) -> dict[Any, torch.Tensor]:
+    """Add results to the trace, one for each fact that it has the numbers for: fact -> the value without data."""
+    graph = recorded.graph
+    output = next(iter(reversed(graph.nodes)))
+    sources = _sources(graph)
+    looks: dict[Any, fx.Node] = {}
+    with graph.inserting_before(output):
+        for fact in sorted(facts, key=str):
+            if fact.free_symbols - set(sources):
+                continue
+            first = output.prev
+            numbers = {symbol: fx.Proxy(_number(graph, *sources[symbol])) for symbol in fact.free_symbols}
+            told = sympy_interp(PythonReferenceAnalysis, numbers, fact).node
+            flag = graph.call_function(torch.sym_ite, (told, 1, 0))
+            looks[fact] = graph.call_function(torch.ops.ws.require.default, (flag, device))
+            _complete(first, output, mode)
+    output.args = ([*output.args[0], *looks.values()],)
+    recorded.recompile()
+    return {fact: node.meta["val"] for fact, node in looks.items()}
+
+
+def about_places(recorded: fx.GraphModule, facts: Iterable[Any]) -> set[Any]:
+    """Facts that hold of themselves: where in memory a slice begins, which torch counts as a number of its own, is not below 0."""
+    begins = set()
+    for node in recorded.graph.nodes:
+        value = node.meta.get("val")
+        start = value.storage_offset() if isinstance(value, torch.Tensor) and value.layout is torch.strided else 0
+        if isinstance(start, torch.SymInt) and start.node._expr.is_symbol:
+            begins.add(start.node._expr)
+    return {fact for fact in facts if any(fact == sympy.Le(0, symbol) for symbol in fact.free_symbols & begins)}
+
+
+def _sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int | None]]:
+    """Where the number of a symbol is first at hand: a value, or one dimension of a tensor."""
+    found: dict[sympy.Symbol, tuple[fx.Node, int | None]] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and value.node._expr.is_symbol:
+            found.setdefault(value.node._expr, (node, None))
+        elif isinstance(value, torch.Tensor):
+            for dim, size in enumerate(value.shape):
+                if isinstance(size, torch.SymInt) and size.node._expr.is_symbol:
+                    found.setdefault(size.node._expr, (node, dim))
+    return found
+
+
+def _number(graph: fx.Graph, node: fx.Node, dim: int | None) -> fx.Node:
+    return node if dim is None else graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+
+
+def _complete(before: fx.Node, end: fx.Node, mode: Any) -> None:
+    """Values without data of the nodes between two, and that they are part of the forward."""
+    node = before.next
+    while node is not end:
+        arguments = fx.map_arg(node.args, lambda n: n.meta["val"])
+        with mode:
+            node.meta["val"] = node.target(*arguments)  # type: ignore[operator]
+        assert not node.kwargs and (node.target is torch.ops.ws.require.default or not tensors_in(node.meta["val"]))
+        node.meta["custom"] = {"phase": "forward"}
+        node = node.next
