@@ -280,11 +280,12 @@ DOTS = {Space.SOURCE: dot_of_nodes, Space.SOURCE_PAIR: dot_of_source_pairs}
 LINEAR_SUM = "weighted sum of products, the better side"
 
 
-def linear_sum(graph: RelGraph, x: Tensor, matrices: Tensor, weight: Tensor | None) -> Tensor:
-    """Sum over edges of weight * (x[src] @ matrices[relation]), per relation on the side that has fewer pairs."""
+def linear_sum(graph: RelGraph, x: Tensor, matrices: Tensor, weight: Tensor | None, on_gpu: bool) -> Tensor:
+    """Sum over edges of weight * (x[src] @ matrices[relation]), per relation on the side that has fewer pairs. `on_gpu`: it will
+    be, wherever its tensors are."""
     rows = graph.rows
     entries = max(rows.gathered.index.shape[0], rows.spread.index.shape[0])
-    if pays(x, weight, matrices, rows.gathered.ptr.shape[0] - 1, entries):
+    if pays(x, weight, matrices, rows.gathered.ptr.shape[0] - 1, entries, on_gpu):
         tables = *rows.gathered.ids(weight), *rows.spread.ids(weight)
         return torch.ops.ws.linear_sum(x, weight, matrices, rows.ends, *tables)  # type: ignore[no-any-return]
     return rows.spread(_by_group(rows.gathered(x, weight), matrices, rows.ends), weight)
