@@ -115,9 +115,16 @@ def _relation_to_pair(pairs: Pairs) -> Taking:
     return Taking(pairs.relation, starts, everyone)
 
 
+def _relation_to_edge(graph: RelGraph) -> Taking:
+    of_pairs = graph.sources.to_edge
+    starts = of_pairs.back_ptr.index_select(0, graph.sources.ends)
+    return Taking(graph.etype, torch.cat([starts.new_zeros(1), starts]), of_pairs.back_index)
+
+
 _TAKINGS: dict[tuple[Space, Space], Callable[[RelGraph], Taking]] = {
     (Space.RELATION, Space.SOURCE_PAIR): lambda graph: _relation_to_pair(graph.sources),
     (Space.RELATION, Space.DESTINATION_PAIR): lambda graph: _relation_to_pair(graph.destinations),
+    (Space.RELATION, Space.EDGE): _relation_to_edge,
     (Space.SOURCE_TYPE, Space.SOURCE): lambda graph: types_of(graph).to_node,
     (Space.DESTINATION_TYPE, Space.DESTINATION): lambda graph: types_of(graph).to_node,
     (Space.SOURCE, Space.SOURCE_PAIR): lambda graph: graph.sources.of_node,
@@ -128,7 +135,7 @@ _TAKINGS: dict[tuple[Space, Space], Callable[[RelGraph], Taking]] = {
     (Space.DESTINATION_PAIR, Space.EDGE): lambda graph: graph.destinations.to_edge,
 }
 _BY_WAY_OF = {
-    Space.RELATION: Space.SOURCE_PAIR, Space.SOURCE_TYPE: Space.SOURCE, Space.DESTINATION_TYPE: Space.DESTINATION,
+    Space.SOURCE_TYPE: Space.SOURCE, Space.DESTINATION_TYPE: Space.DESTINATION,
 }  # fmt: skip
 """Where there is no table, one stands between."""
 
@@ -288,7 +295,14 @@ def linear_sum(graph: RelGraph, x: Tensor, matrices: Tensor, weight: Tensor | No
     if pays(x, weight, matrices, rows.gathered.ptr.shape[0] - 1, entries, on_gpu):
         tables = *rows.gathered.ids(weight), *rows.spread.ids(weight)
         return torch.ops.ws.linear_sum(x, weight, matrices, rows.ends, *tables)  # type: ignore[no-any-return]
-    return rows.spread(_by_group(rows.gathered(x, weight), matrices, rows.ends), weight)
+    gathered, spread, plain = rows.gathered, rows.spread, (x.dim(), matrices.dim()) == (2, 3)
+    if plain and gathered.edge is None:  # a row is one node's
+        taken = gathered.index, matrices, rows.ends, gathered.back_ptr, gathered.back_index
+        return spread(torch.ops.ws.gathered_mm(x, *taken), weight)
+    if plain and spread.edge is None:  # a row is for one node
+        given = spread.back_index, matrices, rows.ends, spread.ptr, spread.index
+        return torch.ops.ws.scattered_mm(gathered(x, weight), *given)  # type: ignore[no-any-return]
+    return spread(_by_group(gathered(x, weight), matrices, rows.ends), weight)
 
 
 def source_sum(graph: RelGraph, x: Tensor, weight: Tensor | None) -> Tensor:
