@@ -30,6 +30,9 @@ def edges_of(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, 
         return some(300, 40), some(300, 40), some(300, 500), 40, 500
     if name == "few destinations":
         return some(80, 30), some(80, 4), some(80, 3), 30, 3
+    if name == "either side":
+        few, many = some(80, 2), some(80, 30)
+        return torch.cat([few, many]), torch.cat([many, few]), torch.cat([some(80, 2), some(80, 2) + 2]), 30, 4
     if name == "few sources":
         return some(80, 4), some(80, 30), some(80, 3), 30, 3
     if name == "no edges":
@@ -40,7 +43,7 @@ def edges_of(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, 
 
 NAMES = (
     "plain", "hubs", "empty relations, isolated nodes", "loops, edges twice", "one relation", "many relations", "few destinations",
-    "few sources", "no edges", "one edge",
+    "few sources", "either side", "no edges", "one edge",
 )  # fmt: skip
 
 

@@ -48,8 +48,8 @@ def lower(traced: Traced, aggregate: str, *, on_gpu: bool) -> Program:
 
 class _Lowering(Products):
     def __init__(self, traced: Traced, aggregate: str, on_gpu: bool) -> None:
-        super().__init__(traced)
-        self.aggregate, self.on_gpu = aggregate, on_gpu
+        super().__init__(traced, on_gpu)
+        self.aggregate = aggregate
 
     def run(self) -> Program:
         nodes = list(self.traced.graph.nodes)

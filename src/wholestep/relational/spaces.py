@@ -17,6 +17,7 @@ from torch import Tensor
 from wholestep.errors import BadOption
 from wholestep.ops.relational.linear_sum import pays
 from wholestep.relational.graph import NodeTypes, Pairs, RelGraph, Taking
+from wholestep.relational.tables import side_of
 
 
 class Space(enum.Enum):
@@ -256,10 +257,10 @@ def dot_of_source_pairs(graph: RelGraph, destination: Tensor, source: Tensor) ->
     return graph.only_sources.spread.dot(destination, source)
 
 
-def linear_dot(graph: RelGraph, destination: Tensor, source: Tensor, matrices: Tensor) -> Tensor:
-    """<destination, source @ matrices[relation]>: the matrix is moved to the side that has fewer pairs."""
+def linear_dot(graph: RelGraph, destination: Tensor, source: Tensor, matrices: Tensor, on_gpu: bool) -> Tensor:
+    """<destination, source @ matrices[relation]>: the matrix is moved to the better side."""
     pairs = graph.sources.relation.shape[0], graph.destinations.relation.shape[0]
-    if pairs[0] <= pairs[1]:
+    if side_of(*pairs, sum(pairs), on_gpu or graph.src.device.type != "cpu"):
         moved = product_of(graph, source, matrices, Space.SOURCE, Space.SOURCE_PAIR, Space.RELATION)
         return dot_of_source_pairs(graph, destination, moved)
     turned = matrices.transpose(-1, -2)
