@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from wholestep.errors import BadOption
+from wholestep.ops.relational import cells
 from wholestep.ops.relational.linear_sum import pays
 from wholestep.relational.graph import NodeTypes, Pairs, RelGraph, Taking
 from wholestep.relational.tables import side_of
@@ -291,6 +292,8 @@ LINEAR_SUM = "weighted sum of products, the better side"
 def linear_sum(graph: RelGraph, x: Tensor, matrices: Tensor, weight: Tensor | None, on_gpu: bool) -> Tensor:
     """Sum over edges of weight * (x[src] @ matrices[relation]), per relation on the side that has fewer pairs. `on_gpu`: it will
     be, wherever its tensors are."""
+    if graph.cells is not None and cells.pays(x, weight, matrices, on_gpu):
+        return torch.ops.ws.cell_mm(x, weight, matrices, *graph.cells.ids(weight))  # type: ignore[no-any-return]
     rows = graph.rows
     entries = max(rows.gathered.index.shape[0], rows.spread.index.shape[0])
     if pays(x, weight, matrices, rows.gathered.ptr.shape[0] - 1, entries, on_gpu):

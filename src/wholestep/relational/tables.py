@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from wholestep import ops as ops  # registers the operators
+from wholestep.ops.relational.cells import MOST_CELLS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,6 +117,26 @@ class Rows:
     """Relation -> whether source pairs were chosen."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cells:
+    """Source nodes -> the cells of destinations, over edges, and turned round (`ops/relational/cells.py`)."""
+
+    ptr: Tensor
+    index: Tensor
+    target: Tensor
+    edge: Tensor
+    back_ptr: Tensor
+    back_index: Tensor
+    back_target: Tensor
+    back_edge: Tensor
+
+    def ids(self, weight: Tensor | None) -> tuple[Tensor | None, ...]:
+        """As the operator takes them, without edges where no weight is given."""
+        edge, back_edge = (None, None) if weight is None else (self.edge, self.back_edge)
+        forth = self.ptr, self.index, self.target, edge
+        return *forth, self.back_ptr, self.back_index, self.back_target, back_edge
+
+
 class Sizes(NamedTuple):
     """All sizes of a graph's tables that its edges decide."""
 
@@ -208,6 +229,10 @@ def make_tables(
         Table(ptr, at_edges.index, everyone, at_edges.back_ptr, _at(long[1], at_edges.back_index), at_edges.back_index),
         torch.ones_like(by_source),
     )
+    at_destinations = Table(
+        destinations.to_edge.back_ptr, _at(long[0], destinations.to_edge.back_index), destinations.to_edge.back_index,
+        back_ptr, _at(destinations.to_edge.index, back), back,
+    )  # fmt: skip
     if room is None and 0 < sizes.edges == through_sources:
         rows = only_sources
     else:
@@ -218,11 +243,9 @@ def make_tables(
         "src": long[0], "dst": long[1], "etype": long[2], "ptr": ptr, "pair_ptr": fit(pair_ptr), "degree": torch.diff(ptr.long()),
         "from_src": Taking(long[0], back_ptr, back), "from_dst": Taking(long[1], ptr, everyone),
         "sources": sources, "destinations": destinations, "rows": rows, "only_sources": only_sources,
+        "cells": None if room is not None else _cells(sides, etype, at_destinations, only_sources.spread, sizes, fit),
         "of_relations": _of_relations(sources, destinations, numbers[:pairs]),
-        "at_destinations": Table(
-            destinations.to_edge.back_ptr, _at(long[0], destinations.to_edge.back_index), destinations.to_edge.back_index,
-            back_ptr, _at(destinations.to_edge.index, back), back,
-        ),
+        "at_destinations": at_destinations,
         "incoming": Table(ptr, everyone, everyone, numbers[: sizes.edges + 1], long[1], everyone),
         "neighbours": Table(ptr, long[0], everyone, back_ptr, _at(long[1], back), back),
         "nodes": torch.empty(sizes.nodes, 0, device=src.device),
@@ -306,6 +329,22 @@ def _of_relations(sources: Pairs, destinations: Pairs, everyone: Tensor) -> Tabl
     ends = torch.cat([sources.ends.new_zeros(1), sources.ends, destinations.ends + count])
     back_index = torch.cat([one.index, other.index])
     return Table(one.back_ptr + other.back_ptr, _at(relation, edge), edge, ends, back_index, everyone)
+
+
+def _cells(
+    sides: list[_Side], etype: Tensor, at_destinations: Table, spread: Table, sizes: Sizes, fit: Fit
+) -> Cells | None:
+    """Where enough nodes have edges of enough relations. Both tables are over all edges, by (relation, node)."""
+    count = sizes.nodes * sides[0].counts.shape[0]
+    if not sizes.edges or count > MOST_CELLS * min(sizes.source_pairs, sizes.destination_pairs):
+        return None
+    nodes = [_at(side.node, side.order) for side in sides]
+    begin = [
+        fit(_starts(_at(etype, side.order) * sizes.nodes + node, count))
+        for side, node in zip(sides, nodes, strict=True)
+    ]
+    forth = begin[1], at_destinations.index, fit(nodes[1]), at_destinations.edge
+    return Cells(*forth, begin[0], spread.back_index, fit(nodes[0]), spread.back_edge)  # type: ignore[arg-type]
 
 
 def _rows(sides: list[_Side], starts: list[Tensor], etype: Tensor, fit: Fit, by_source: Tensor, sizes: Sizes) -> Rows:

@@ -20,13 +20,14 @@ from torch import Tensor
 from wholestep.ops.grouped_mm_triton import narrow_precision
 from wholestep.ops.grouped_narrow_triton import ready, tile_of
 from wholestep.ops.relational import segments_triton as segments
+from wholestep.ops.relational.cells import SPLIT
 from wholestep.ops.relational.gather_triton import flat_rows, sums_of_chunks
 from wholestep.ops.relational.segments_triton import direct_entry, pieces
 
 ROWS, NUM_WARPS, AHEAD = 64, 4, 2
 WEIGHTS_ROWS, WEIGHTS_WARPS, WEIGHTS_AHEAD = 64, 4, 2
-SPLIT, BLOCK = 2048, 256
-"""Nodes of a part of a gradient of weights; numbers that a program adds up."""
+BLOCK = 256
+"""Numbers that a program adds up."""
 
 
 @triton.jit
