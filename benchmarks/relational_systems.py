@@ -129,7 +129,7 @@ def over_edges(model: str, edges: Edges, n: dict[str, Tensor], p: dict[str, Tens
 LINEAR_DOT = spaces.linear_dot
 
 
-def dot_at_sources(graph: rel.RelGraph, destination: Tensor, source: Tensor, matrices: Tensor) -> Tensor:
+def dot_at_sources(graph: rel.RelGraph, destination: Tensor, source: Tensor, matrices: Tensor, _: bool) -> Tensor:
     moved = spaces.product_of(graph, source, matrices, Space.SOURCE, Space.SOURCE_PAIR, Space.RELATION)
     return spaces.dot_of_source_pairs(graph, destination, moved)
 

@@ -69,7 +69,9 @@ def softmaxes(counts, heads, dtype, ids, device="cpu"):
 def try_all(device="cpu"):
     torch.manual_seed(0)
     for counts in COUNTS.values():
-        sums_and_dots(counts, (2, 3), torch.float32, torch.int32, device)
+        for few in (0, 1 << 16):  # entries of long targets one after another, as over a large graph, or several at a time
+            gather_triton.FEW_PROGRAMS = few
+            sums_and_dots(counts, (2, 3), torch.float32, torch.int32, device)
         softmaxes(counts, (3,), torch.float32, torch.int64, device)
     for features in ((1,), (3,), (64,), (65,), (3, 1), (1, 4)):
         sums_and_dots([2, 0, 27, 3], features, torch.float32, torch.int64, device)

@@ -28,6 +28,13 @@ def edges_of(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, 
         return some(50, 12), some(50, 12), torch.zeros(50, dtype=torch.int64), 12, 1
     if name == "many relations":
         return some(300, 40), some(300, 40), some(300, 500), 40, 500
+    if name == "few destinations":
+        return some(80, 30), some(80, 4), some(80, 3), 30, 3
+    if name == "either side":
+        few, many = some(80, 2), some(80, 30)
+        return torch.cat([few, many]), torch.cat([many, few]), torch.cat([some(80, 2), some(80, 2) + 2]), 30, 4
+    if name == "few sources":
+        return some(80, 4), some(80, 30), some(80, 3), 30, 3
     if name == "no edges":
         return some(0, 1), some(0, 1), some(0, 1), 6, 3
     assert name == "one edge"
@@ -35,8 +42,8 @@ def edges_of(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, 
 
 
 NAMES = (
-    "plain", "hubs", "empty relations, isolated nodes", "loops, edges twice", "one relation", "many relations", "no edges",
-    "one edge",
+    "plain", "hubs", "empty relations, isolated nodes", "loops, edges twice", "one relation", "many relations", "few destinations",
+    "few sources", "either side", "no edges", "one edge",
 )  # fmt: skip
 
 

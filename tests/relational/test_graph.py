@@ -98,7 +98,8 @@ def test_nodes_in_the_order_of_types(ntype: list[int]) -> None:
 
 def test_it_is_tensors_only_so_that_graphs_of_equal_sizes_are_one_batch() -> None:
     src, dst, etype, nodes, relations = edges_of("plain")
-    graphs = [RelGraph(s, d, etype, num_nodes=nodes, num_relations=relations) for s, d in ((src, dst), (dst, src))]
+    others = [torch.randperm(nodes)[ids] for ids in (src, dst)]
+    graphs = [RelGraph(*ends, etype, num_nodes=nodes, num_relations=relations) for ends in ((src, dst), others)]
     tensors, spec = flatten({"graph": graphs[0]})
     assert spec == flatten({"graph": graphs[1]})[1] and len(tensors) > 30
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.relational.graphs import NAMES, edges_of
+from tests.relational.graphs import NAMES, edges_of, made
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep import relational as rel
 from wholestep.relational import spaces
@@ -189,6 +190,33 @@ def test_dots_of_both_sides_read_rows_once(name: str) -> None:
     found, wanted = (torch.autograd.grad(out, [x, *given.values()], pull) for out in results)
     torch.testing.assert_close(results[0], results[1])
     torch.testing.assert_close(found, wanted)
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def weighted(e: Any, p: Any) -> Tensor:
+    return e.a[:, None] * (e.src.x.unsqueeze(1) @ p.W[e.type]).squeeze(1)
+
+
+@pytest.mark.parametrize(("name", "product"), [("few destinations", "scattered_mm"), ("few sources", "gathered_mm")])
+def test_no_rows_beside_a_product_whose_rows_are_of_one_node_each(name: str, product: str) -> None:
+    """Neither the rows that a product reads nor those of its gradient are copied."""
+    graph = made(name)
+    x = torch.randn(graph.num_nodes, 3, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(graph.num_relations, 3, 2, dtype=torch.float64, requires_grad=True)
+    with Seen() as seen:
+        rel.layer(weighted)(graph, {"x": x}, {"W": w}, {"a": torch.rand(graph.num_edges).double()}).sum().backward()
+    named = [name for name in seen.names if name.startswith("ws::")]
+    assert f"ws::{product}" in named and "ws::gathered_mm_weights" in named and "ws::take_rows" not in named
+    assert not {"ws::grouped_mm", "ws::grouped_mm_weights"} & set(named) and named.count("ws::gather_sum") == 2
 
 
 def test_a_sum_without_weights_keeps_no_rows() -> None:

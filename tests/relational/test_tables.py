@@ -9,8 +9,9 @@ import torch
 from tests.relational.graphs import NAMES, made
 from torch import Tensor
 
+from wholestep.relational import tables
 from wholestep.relational.graph import RelGraph
-from wholestep.relational.tables import Sizes, Table, Taking, make_tables
+from wholestep.relational.tables import Sizes, Table, Taking, make_tables, side_of
 
 
 def with_room(graph: RelGraph, more: int) -> RelGraph:
@@ -62,7 +63,8 @@ def test_every_table_with_room_is_a_table(name: str, more: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_real_stands_where_it_stood(name: str) -> None:
+def test_what_is_real_stands_where_it_stood(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "side_of", lambda *_: None)  # with room every relation has its own
     alone, graph = made(name), with_room(made(name), 3)
     for with_more, without in zip(
         tables_of(graph)[:-1], tables_of(alone)[:-1], strict=True
@@ -76,6 +78,31 @@ def test_what_is_real_stands_where_it_stood(name: str) -> None:
                     assert torch.equal(here[: len(there)], there)
     assert bool((graph.src[alone.num_edges :] == graph.num_nodes - 1).all())
     assert bool((graph.dst[alone.num_edges :] == graph.num_nodes - 1).all())
+
+
+@pytest.mark.parametrize(
+    ("pairs", "side"),
+    [
+        ((29_286, 17_083, 17_083), True), ((88_860, 51_835, 51_835), False), ((370_086, 201_862, 201_862), False),
+        ((161_874, 161_874, 63_884), None), ((238_400, 227_400, 217_900), True), ((3_231_149, 1_700_604, 1_700_604), False),
+    ],
+    ids=["aifb", "mutag", "bgs", "fb15k-237", "biokg", "am"],
+)  # fmt: skip
+def test_the_side_that_is_quicker_on_a_gpu(pairs: tuple[int, int, int], side: bool | None) -> None:
+    """As layers of width 64 were measured by either."""
+    assert side_of(*pairs, on_gpu=True) is side
+
+
+@pytest.mark.parametrize(
+    ("name", "by_source"), [("few sources", {True}), ("few destinations", {False}), ("either side", {True, False})]
+)
+def test_all_relations_take_one_side_unless_two_are_much_better(name: str, by_source: set[bool]) -> None:
+    graph = made(name)
+    assert set(graph.rows.by_source.tolist()) == by_source
+    assert (graph.rows is graph.only_sources) == (by_source == {True})
+    assert [table.edge is None for table in (graph.rows.gathered, graph.rows.spread)] == [
+        by_source == {True}, by_source == {False},
+    ]  # fmt: skip
 
 
 def test_room_is_for_what_fills_it_too() -> None:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from wholestep.ops.relational.linear_sum import bytes_between
+from wholestep.ops.relational.products import product_bytes
 from wholestep.relational import spaces
 from wholestep.relational.graph import RelGraph
 from wholestep.relational.program import Program
@@ -45,6 +46,8 @@ class _Counted(TorchDispatchMode):
             self.bytes += _size(t for t in tree_leaves((read, kwargs, out)) if isinstance(t, Tensor))
             if func is torch.ops.ws.linear_sum.default:
                 self.bytes += 2 * bytes_between(args[2], args[4])
+            if func is torch.ops.ws.scattered_mm.default:
+                self.bytes += 2 * product_bytes(args[0], args[2])
         return out
 
 

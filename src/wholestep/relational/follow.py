@@ -29,6 +29,7 @@ from wholestep.capture.front.front import refusal
 from wholestep.capture.front.replay import user_line
 from wholestep.capture.front.unguarded import Unguarded
 from wholestep.capture.gpu_autocast import gpu_autocast
+from wholestep.capture.target import on_gpu
 from wholestep.errors import CaptureRefused, UnsupportedModel, WholestepError
 from wholestep.relational.lowering import lower
 from wholestep.relational.messages import arguments_of, softmax_by
@@ -50,6 +51,8 @@ class Asked:
     aggregate: str
     shapes: Shapes
     narrow: Narrow
+    on_gpu: bool = False
+    """Whatever its tensors are on: those of a capture without a GPU are on none."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -185,7 +188,10 @@ def _handle_program_of(function: Any, tx: Any, message: Any) -> Any:
 
 
 def _handle_run(function: Any, tx: Any, message: Any, aggregate: Any, shapes: Any, narrow: Any, *given: Any) -> Any:
-    asked = Asked(*(constant.as_python_constant() for constant in (aggregate, shapes, narrow)))
+    aggregate, shapes, narrow = (constant.as_python_constant() for constant in (aggregate, shapes, narrow))
+    if on_gpu() and narrow is not None:
+        narrow = narrow[0], "cuda"
+    asked = Asked(aggregate, shapes, narrow, on_gpu())
     forward = UserFunctionVariable(type(_made(tx, message, asked).module).forward)
     return tx.inline_user_function_return(forward, [ConstantVariable.create(None), *given], {})
 
@@ -209,7 +215,9 @@ def _made(tx: Any, message: Any, asked: Asked) -> Program:
         graphs = [_followed(tx, message, asked.shapes, edges) for edges in numbers]
     key = asked, torch.get_default_dtype(), torch.get_default_device(), *map(_described, graphs)
     with _disable_current_modes(), _autocast(asked.narrow):
-        program = _programs.pop(key, None) or lower(trace(graphs, asked.shapes, numbers), asked.aggregate)
+        program = _programs.pop(key, None) or lower(
+            trace(graphs, asked.shapes, numbers), asked.aggregate, on_gpu=asked.on_gpu
+        )
     _programs[key] = program  # the latest is the last
     if len(_programs) > MOST_KEPT:
         del _programs[next(iter(_programs))]

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from wholestep.errors import BadOption
+from wholestep.relational.tables import Cells as Cells
 from wholestep.relational.tables import NodeTypes as NodeTypes
 from wholestep.relational.tables import Pairs as Pairs
 from wholestep.relational.tables import Rows as Rows
@@ -55,6 +56,8 @@ class RelGraph:
     rows: Rows
     only_sources: Rows
     """The same with source pairs for every relation: where a message is not linear in its source, and to compare with."""
+    cells: Cells | None
+    """Of all nodes and relations, where most are pairs."""
     of_relations: Table
     """Relations -> nodes, over pairs: relations of sources, then those of destinations, each with its pairs."""
     at_destinations: Table

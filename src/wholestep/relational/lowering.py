@@ -41,13 +41,14 @@ MOST_WRITTEN = 4096
 """Numbers of a constant that become part of the program's text."""
 
 
-def lower(traced: Traced, aggregate: str) -> Program:
-    return _Lowering(traced, aggregate).run()
+def lower(traced: Traced, aggregate: str, *, on_gpu: bool) -> Program:
+    """`on_gpu`: it is for a GPU, whatever its tensors are on; else they tell."""
+    return _Lowering(traced, aggregate, on_gpu).run()
 
 
 class _Lowering(Products):
-    def __init__(self, traced: Traced, aggregate: str) -> None:
-        super().__init__(traced)
+    def __init__(self, traced: Traced, aggregate: str, on_gpu: bool) -> None:
+        super().__init__(traced, on_gpu)
         self.aggregate = aggregate
 
     def run(self) -> Program:
@@ -258,7 +259,7 @@ class _Lowering(Products):
     def _sum_of(self, weight: Any, body: Value, message: fx.Node) -> Any:
         linear = body.linear
         if linear is not None and linear.rows.space is Space.SOURCE:
-            args = self.table, linear.rows.node, linear.matrices.node, weight
+            args = self.table, linear.rows.node, linear.matrices.node, weight, self.on_gpu
             total = self._node(spaces.LINEAR_SUM, spaces.linear_sum, args)
             return self._node("", spaces.tail_reshaped, (total, list(message.meta["val"].shape[1:])), told=False)
         if body.space is Space.SOURCE:

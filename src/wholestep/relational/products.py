@@ -194,6 +194,6 @@ class Products(Building):
         linear = other.linear
         alone = linear is not None and len(ends[start].users) == 1 and linear.rows.space is Space.SOURCE
         if linear is not None and alone and linear.tail == tuple(ends[start].meta["val"].shape[1:]):
-            args = self.table, destination.node, linear.rows.node, linear.matrices.node
+            args = self.table, destination.node, linear.rows.node, linear.matrices.node, self.on_gpu
             return self._made(node, spaces.linear_dot, args, Space.EDGE, what="dot, the product on the better side")
         return self._made(node, spaces.DOTS[start], (self.table, destination.node, other.node), Space.EDGE, what="dot")

@@ -63,8 +63,8 @@ class Building:
     message: Any
     """The traced value that is returned."""
 
-    def __init__(self, traced: Traced) -> None:
-        self.traced, self.edges = traced, traced.edges
+    def __init__(self, traced: Traced, on_gpu: bool) -> None:
+        self.traced, self.edges, self.on_gpu = traced, traced.edges, on_gpu
         self.graph = fx.Graph()
         self.table = self.graph.placeholder("graph")
         self.lifted: dict[tuple[Any, Space, Space], Any] = {}

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from wholestep.errors import BadOption
+from wholestep.ops.relational import cells
 from wholestep.ops.relational.linear_sum import pays
 from wholestep.relational.graph import NodeTypes, Pairs, RelGraph, Taking
+from wholestep.relational.tables import side_of
 
 
 class Space(enum.Enum):
@@ -115,9 +117,16 @@ def _relation_to_pair(pairs: Pairs) -> Taking:
     return Taking(pairs.relation, starts, everyone)
 
 
+def _relation_to_edge(graph: RelGraph) -> Taking:
+    of_pairs = graph.sources.to_edge
+    starts = of_pairs.back_ptr.index_select(0, graph.sources.ends)
+    return Taking(graph.etype, torch.cat([starts.new_zeros(1), starts]), of_pairs.back_index)
+
+
 _TAKINGS: dict[tuple[Space, Space], Callable[[RelGraph], Taking]] = {
     (Space.RELATION, Space.SOURCE_PAIR): lambda graph: _relation_to_pair(graph.sources),
     (Space.RELATION, Space.DESTINATION_PAIR): lambda graph: _relation_to_pair(graph.destinations),
+    (Space.RELATION, Space.EDGE): _relation_to_edge,
     (Space.SOURCE_TYPE, Space.SOURCE): lambda graph: types_of(graph).to_node,
     (Space.DESTINATION_TYPE, Space.DESTINATION): lambda graph: types_of(graph).to_node,
     (Space.SOURCE, Space.SOURCE_PAIR): lambda graph: graph.sources.of_node,
@@ -128,7 +137,7 @@ _TAKINGS: dict[tuple[Space, Space], Callable[[RelGraph], Taking]] = {
     (Space.DESTINATION_PAIR, Space.EDGE): lambda graph: graph.destinations.to_edge,
 }
 _BY_WAY_OF = {
-    Space.RELATION: Space.SOURCE_PAIR, Space.SOURCE_TYPE: Space.SOURCE, Space.DESTINATION_TYPE: Space.DESTINATION,
+    Space.SOURCE_TYPE: Space.SOURCE, Space.DESTINATION_TYPE: Space.DESTINATION,
 }  # fmt: skip
 """Where there is no table, one stands between."""
 
@@ -249,10 +258,10 @@ def dot_of_source_pairs(graph: RelGraph, destination: Tensor, source: Tensor) ->
     return graph.only_sources.spread.dot(destination, source)
 
 
-def linear_dot(graph: RelGraph, destination: Tensor, source: Tensor, matrices: Tensor) -> Tensor:
-    """<destination, source @ matrices[relation]>: the matrix is moved to the side that has fewer pairs."""
+def linear_dot(graph: RelGraph, destination: Tensor, source: Tensor, matrices: Tensor, on_gpu: bool) -> Tensor:
+    """<destination, source @ matrices[relation]>: the matrix is moved to the better side."""
     pairs = graph.sources.relation.shape[0], graph.destinations.relation.shape[0]
-    if pairs[0] <= pairs[1]:
+    if side_of(*pairs, sum(pairs), on_gpu or graph.src.device.type != "cpu"):
         moved = product_of(graph, source, matrices, Space.SOURCE, Space.SOURCE_PAIR, Space.RELATION)
         return dot_of_source_pairs(graph, destination, moved)
     turned = matrices.transpose(-1, -2)
@@ -280,14 +289,24 @@ DOTS = {Space.SOURCE: dot_of_nodes, Space.SOURCE_PAIR: dot_of_source_pairs}
 LINEAR_SUM = "weighted sum of products, the better side"
 
 
-def linear_sum(graph: RelGraph, x: Tensor, matrices: Tensor, weight: Tensor | None) -> Tensor:
-    """Sum over edges of weight * (x[src] @ matrices[relation]), per relation on the side that has fewer pairs."""
+def linear_sum(graph: RelGraph, x: Tensor, matrices: Tensor, weight: Tensor | None, on_gpu: bool) -> Tensor:
+    """Sum over edges of weight * (x[src] @ matrices[relation]), per relation on the side that has fewer pairs. `on_gpu`: it will
+    be, wherever its tensors are."""
+    if graph.cells is not None and cells.pays(x, weight, matrices, on_gpu):
+        return torch.ops.ws.cell_mm(x, weight, matrices, *graph.cells.ids(weight))  # type: ignore[no-any-return]
     rows = graph.rows
     entries = max(rows.gathered.index.shape[0], rows.spread.index.shape[0])
-    if pays(x, weight, matrices, rows.gathered.ptr.shape[0] - 1, entries):
+    if pays(x, weight, matrices, rows.gathered.ptr.shape[0] - 1, entries, on_gpu):
         tables = *rows.gathered.ids(weight), *rows.spread.ids(weight)
         return torch.ops.ws.linear_sum(x, weight, matrices, rows.ends, *tables)  # type: ignore[no-any-return]
-    return rows.spread(_by_group(rows.gathered(x, weight), matrices, rows.ends), weight)
+    gathered, spread, plain = rows.gathered, rows.spread, (x.dim(), matrices.dim()) == (2, 3)
+    if plain and gathered.edge is None:  # a row is one node's
+        taken = gathered.index, matrices, rows.ends, gathered.back_ptr, gathered.back_index
+        return spread(torch.ops.ws.gathered_mm(x, *taken), weight)
+    if plain and spread.edge is None:  # a row is for one node
+        given = spread.back_index, matrices, rows.ends, spread.ptr, spread.index
+        return torch.ops.ws.scattered_mm(gathered(x, weight), *given)  # type: ignore[no-any-return]
+    return spread(_by_group(gathered(x, weight), matrices, rows.ends), weight)
 
 
 def source_sum(graph: RelGraph, x: Tensor, weight: Tensor | None) -> Tensor:

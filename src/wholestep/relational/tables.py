@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from wholestep import ops as ops  # registers the operators
+from wholestep.ops.relational.cells import MOST_CELLS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,6 +117,26 @@ class Rows:
     """Relation -> whether source pairs were chosen."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cells:
+    """Source nodes -> the cells of destinations, over edges, and turned round (`ops/relational/cells.py`)."""
+
+    ptr: Tensor
+    index: Tensor
+    target: Tensor
+    edge: Tensor
+    back_ptr: Tensor
+    back_index: Tensor
+    back_target: Tensor
+    back_edge: Tensor
+
+    def ids(self, weight: Tensor | None) -> tuple[Tensor | None, ...]:
+        """As the operator takes them, without edges where no weight is given."""
+        edge, back_edge = (None, None) if weight is None else (self.edge, self.back_edge)
+        forth = self.ptr, self.index, self.target, edge
+        return *forth, self.back_ptr, self.back_index, self.back_target, back_edge
+
+
 class Sizes(NamedTuple):
     """All sizes of a graph's tables that its edges decide."""
 
@@ -128,6 +149,12 @@ class Sizes(NamedTuple):
     """Entries of `rows.gathered`."""
     spread: int
     """Entries of `rows.spread`."""
+
+    def all_by(self, *, sources: bool) -> Sizes:
+        """The same where all relations are taken by one side."""
+        rows = self.source_pairs if sources else self.destination_pairs
+        through = (rows, self.edges) if sources else (self.edges, rows)
+        return self._replace(rows=rows, gathered=through[0], spread=through[1])
 
     def hold(self, other: Sizes) -> bool:
         """Whether there is room for a graph of other sizes, with a node, an edge, pairs and a row to spare for what fills it."""
@@ -148,6 +175,26 @@ class _Side:
     """Relation -> its pairs."""
 
 
+PER_PAIR, PER_ROW = 8, 10
+"""Rows that a layer moves, forward and backward, for a pair where all relations are taken by one side, and for a row where sides
+differ: then rows are sums on both of their ends, and products can neither take nor give them by themselves."""
+BY_DESTINATION, BY_EITHER = 150_000, 300_000
+"""What longer waits for targets of few entries, and more kernels, take on a GPU beside: as many rows as are moved in that time (9
+and 18 us of an H200, of 256 bytes each). On aifb, where destinations save 98,000, sources are quicker by 15 us; on mutag, where
+they save 296,000, slower by 30."""
+
+
+def side_of(sources: int, destinations: int, better: int, on_gpu: bool) -> bool | None:
+    """Of the pairs of both sides, and the rows of the better one per relation: whether all relations are best taken by their
+    sources, or all by their destinations (False), or (None) each by its own side."""
+    costs = {
+        True: PER_PAIR * sources,
+        False: PER_PAIR * destinations + BY_DESTINATION * on_gpu,
+        None: PER_ROW * better + BY_EITHER * on_gpu,
+    }
+    return min(costs, key=lambda side: costs[side])
+
+
 def make_tables(
     src: Tensor, dst: Tensor, etype: Tensor, nodes: int, relations: int, room: Callable[[Sizes], Sizes] | None = None
 ) -> dict[str, Any]:
@@ -155,16 +202,8 @@ def make_tables(
     edges = torch.arange(src.shape[0], device=src.device)
     by_src = (src * relations + etype).argsort(stable=True)
     sides = [_side(node, order, etype, nodes, relations) for node, order in ((src, by_src), (dst, edges))]
-    per_relation = torch.diff(_starts(_at(etype, sides[0].order), relations))
-    of_source, of_destination = (side.counts for side in sides)
-    fewer = of_source <= of_destination
-    counts = (
-        of_source, of_destination, torch.minimum(of_source, of_destination),
-        torch.where(fewer, of_source, per_relation), torch.where(fewer, per_relation, of_destination),
-        torch.where(fewer, per_relation, 0),
-    )  # fmt: skip
-    *found, through_sources = torch.stack([count.sum() for count in counts]).tolist()
-    sizes = there = Sizes(nodes, src.shape[0], *found)
+    by_source, there, through_sources = _chosen(sides, etype, nodes, relations, one_side=room is None)
+    sizes = there
     if room is not None:
         sizes = room(there)
         assert sizes.hold(there), f"{sizes} have no room for {there}"
@@ -184,24 +223,29 @@ def make_tables(
     pair_of = _before(_changes(sides[1].pair))[1:] - 1  # in the order of edges
     pair_ptr = _closed(_starts(pair_of, sizes.destination_pairs), sizes.edges)
     at_edges, of_node = sources.to_edge, sources.of_node
-    rows = _rows(sides, starts, etype, fit, fewer, sizes)
-    if room is None:  # with room, graphs of equal shapes are one program
-        rows = _without_idle_edges(rows, through_sources, sizes.edges)
     only_sources = Rows(
         sources.ends,
         Table(numbers[: sizes.source_pairs + 1], of_node.index, None, of_node.back_ptr, of_node.back_index, None),
         Table(ptr, at_edges.index, everyone, at_edges.back_ptr, _at(long[1], at_edges.back_index), at_edges.back_index),
-        torch.ones_like(fewer),
+        torch.ones_like(by_source),
     )
+    at_destinations = Table(
+        destinations.to_edge.back_ptr, _at(long[0], destinations.to_edge.back_index), destinations.to_edge.back_index,
+        back_ptr, _at(destinations.to_edge.index, back), back,
+    )  # fmt: skip
+    if room is None and 0 < sizes.edges == through_sources:
+        rows = only_sources
+    else:
+        rows = _rows(sides, starts, etype, fit, by_source, sizes)
+    if room is None and sizes.edges and through_sources == 0:  # one of the two tables sums over pairs alone
+        rows = dataclasses.replace(rows, spread=dataclasses.replace(rows.spread, edge=None, back_edge=None))
     return {
         "src": long[0], "dst": long[1], "etype": long[2], "ptr": ptr, "pair_ptr": fit(pair_ptr), "degree": torch.diff(ptr.long()),
         "from_src": Taking(long[0], back_ptr, back), "from_dst": Taking(long[1], ptr, everyone),
         "sources": sources, "destinations": destinations, "rows": rows, "only_sources": only_sources,
+        "cells": None if room is not None else _cells(sides, etype, at_destinations, only_sources.spread, sizes, fit),
         "of_relations": _of_relations(sources, destinations, numbers[:pairs]),
-        "at_destinations": Table(
-            destinations.to_edge.back_ptr, _at(long[0], destinations.to_edge.back_index), destinations.to_edge.back_index,
-            back_ptr, _at(destinations.to_edge.index, back), back,
-        ),
+        "at_destinations": at_destinations,
         "incoming": Table(ptr, everyone, everyone, numbers[: sizes.edges + 1], long[1], everyone),
         "neighbours": Table(ptr, long[0], everyone, back_ptr, _at(long[1], back), back),
         "nodes": torch.empty(sizes.nodes, 0, device=src.device),
@@ -221,6 +265,29 @@ def make_types(types: Tensor, count: int, sorted_or_not: bool = True) -> NodeTyp
 
 
 # ---- the two sides, and the rows of the better one ----
+
+
+def _chosen(
+    sides: list[_Side], etype: Tensor, nodes: int, relations: int, *, one_side: bool
+) -> tuple[Tensor, Sizes, int]:
+    """Relation -> whether sources were chosen; sizes; edges of such relations. Waits for the device. `one_side`: all relations may
+    take the same; otherwise graphs of equal shapes are one program, whatever is best for each."""
+    per_relation = torch.diff(_starts(_at(etype, sides[0].order), relations))
+    of_source, of_destination = (side.counts for side in sides)
+    fewer = of_source <= of_destination
+    counts = (
+        of_source, of_destination, torch.minimum(of_source, of_destination),
+        torch.where(fewer, of_source, per_relation), torch.where(fewer, per_relation, of_destination),
+        torch.where(fewer, per_relation, 0),
+    )  # fmt: skip
+    *found, through_sources = torch.stack([count.sum() for count in counts]).tolist()
+    there = Sizes(nodes, etype.shape[0], *found)
+    side = None
+    if one_side and there.edges:
+        side = side_of(there.source_pairs, there.destination_pairs, there.rows, etype.is_cuda)
+    if side is None:
+        return fewer, there, through_sources
+    return torch.full_like(fewer, side), there.all_by(sources=side), side * there.edges
 
 
 def _side(node: Tensor, by_node: Tensor, etype: Tensor, nodes: int, relations: int) -> _Side:
@@ -264,14 +331,20 @@ def _of_relations(sources: Pairs, destinations: Pairs, everyone: Tensor) -> Tabl
     return Table(one.back_ptr + other.back_ptr, _at(relation, edge), edge, ends, back_index, everyone)
 
 
-def _without_idle_edges(rows: Rows, through_sources: int, edges: int) -> Rows:
-    """Where no edge, or every one, goes through its source pair, one of the two tables sums over pairs alone."""
-    bare: dict[str, Any] = {"edge": None, "back_edge": None}
-    if edges and through_sources == 0:
-        return dataclasses.replace(rows, spread=dataclasses.replace(rows.spread, **bare))
-    if edges and through_sources == edges:
-        return dataclasses.replace(rows, gathered=dataclasses.replace(rows.gathered, **bare))
-    return rows
+def _cells(
+    sides: list[_Side], etype: Tensor, at_destinations: Table, spread: Table, sizes: Sizes, fit: Fit
+) -> Cells | None:
+    """Where enough nodes have edges of enough relations. Both tables are over all edges, by (relation, node)."""
+    count = sizes.nodes * sides[0].counts.shape[0]
+    if not sizes.edges or count > MOST_CELLS * min(sizes.source_pairs, sizes.destination_pairs):
+        return None
+    nodes = [_at(side.node, side.order) for side in sides]
+    begin = [
+        fit(_starts(_at(etype, side.order) * sizes.nodes + node, count))
+        for side, node in zip(sides, nodes, strict=True)
+    ]
+    forth = begin[1], at_destinations.index, fit(nodes[1]), at_destinations.edge
+    return Cells(*forth, begin[0], spread.back_index, fit(nodes[0]), spread.back_edge)  # type: ignore[arg-type]
 
 
 def _rows(sides: list[_Side], starts: list[Tensor], etype: Tensor, fit: Fit, by_source: Tensor, sizes: Sizes) -> Rows:

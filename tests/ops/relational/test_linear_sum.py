@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import wholestep
 from wholestep import relational as rel
+from wholestep.capture.dry import dry_capture
 from wholestep.ops import grouped_mm
 from wholestep.ops.relational import linear_sum
 from wholestep.relational import RelGraph, spaces
@@ -55,10 +56,14 @@ class Net(nn.Module):
         return self.mean(graph, {"x": hidden}, {"W": self.weight})
 
 
+def mean_loss(model: Net, graph: RelGraph) -> Tensor:
+    return (model(graph) - 1).square().mean()
+
+
 def trained(graph: RelGraph) -> tuple[list[float], wholestep.Step]:
     model = Net(graph)
     step = wholestep.compile(
-        model, lambda m, g: (m(g) - 1).square().mean(), torch.optim.Adam(model.parameters(), lr=0.1), graph,
+        model, mean_loss, torch.optim.Adam(model.parameters(), lr=0.1), graph,
         backend="interpret", cache=False,
     )  # fmt: skip
     return [float(step(graph)) for _ in range(3)], step
@@ -75,12 +80,31 @@ def test_a_step_that_keeps_no_rows_trains_as_one_that_does(monkeypatch: pytest.M
     assert sum("linear_sum" in name for name in names[1]) == 2 and not any("grouped_mm" in name for name in names[1])
 
 
-def test_it_is_for_short_sums_of_narrow_rows_on_a_gpu() -> None:
-    def asked(entries: int = 20, wide: int = 64, device: str = "meta", learned: bool = False) -> bool:
-        x, w = (torch.empty(*shape, device=device) for shape in ((5, wide), (3, wide, wide)))
-        return linear_sum.pays(x, torch.empty(40, device=device, requires_grad=learned), w, 10, entries)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_capture_without_a_gpu_takes_what_a_gpu_would(precision: str) -> None:
+    """Though its tensors are on the CPU; one for a CPU keeps its rows."""
+    torch.manual_seed(0)
+    nodes = torch.randperm(40)
+    graph = rel.RelGraph(nodes, nodes.flip(0), torch.arange(40) % 3, num_nodes=40, num_relations=3)
 
-    assert asked() and not asked(device="cpu") and not asked(learned=True)
+    def names(device: str) -> list[str]:
+        model = Net(graph)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        captured = dry_capture(model, mean_loss, optimizer, graph, precision=precision, device=device)
+        return [str(node.target) for node in captured.graph.operations()]
+
+    assert sum("linear_sum" in name for name in names("cuda")) == 2
+    assert not any("linear_sum" in name for name in names("cpu"))
+
+
+def test_it_is_for_short_sums_of_narrow_rows_on_a_gpu() -> None:
+    def asked(
+        entries: int = 20, wide: int = 64, device: str = "meta", learned: bool = False, on_gpu: bool = False
+    ) -> bool:
+        x, w = (torch.empty(*shape, device=device) for shape in ((5, wide), (3, wide, wide)))
+        return linear_sum.pays(x, torch.empty(40, device=device, requires_grad=learned), w, 10, entries, on_gpu)
+
+    assert asked() and not asked(device="cpu") and asked(device="cpu", on_gpu=True) and not asked(learned=True)
     assert not asked(entries=21) and not asked(wide=grouped_mm.NARROW + 1)
 
 

@@ -31,6 +31,7 @@ from wholestep.capture.front.unguardable import refuse_surroundings
 from wholestep.capture.front.unguarded import Unguarded
 from wholestep.capture.front.written import read_by_the_update
 from wholestep.capture.subject import Subject, model_loss, no_loss
+from wholestep.capture.target import capturing_for
 from wholestep.capture.undo import RandomStates
 from wholestep.errors import BadLoss, CaptureRefused, WholestepError
 from wholestep.frames import in_one_piece
@@ -194,7 +195,7 @@ class Front:
         more = private.SPECIALISED if self.specialised else {}
         try:
             # oneDNN's whole-layer LSTM has other shapes, on tensors without data, than it has (torch 2.11)
-            with compat.no_collection(), compat.without_onednn():
+            with compat.no_collection(), compat.without_onednn(), capturing_for(self.subject.target):
                 frame = private.capture_call(
                     self._function,
                     arguments,

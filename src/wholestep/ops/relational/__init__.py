@@ -3,6 +3,6 @@
 Each is a small functional operator with a derivative of the same kind; nothing is added by atomic operations, so bits repeat.
 """
 
-from wholestep.ops.relational import gather, linear_sum, products, softmax
+from wholestep.ops.relational import cells, gather, linear_sum, products, softmax
 
-__all__ = ["gather", "linear_sum", "products", "softmax"]
+__all__ = ["cells", "gather", "linear_sum", "products", "softmax"]

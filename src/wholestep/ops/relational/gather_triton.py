@@ -25,6 +25,9 @@ from wholestep.ops.relational.segments_triton import direct_entry, pieces, some_
 
 TILE, COLUMNS, NUM_WARPS = 1024, 128, 2
 """Numbers that a program holds, and the most columns among them."""
+AHEAD, DOTS_AHEAD, FEW_PROGRAMS = 4, 2, 1 << 16
+"""Blocks of entries of long targets that are under way at a time where there are few programs: one that takes block after block
+waits for memory twice each time, and a kernel over a small graph waits for its longest targets. Over a large one others run."""
 
 
 @triton.jit
@@ -62,24 +65,11 @@ def _sum_of_chunks_kernel(
         if tl.load(owner + chunk) >= 0:
             column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
             total = tl.zeros((LANES, COLUMNS), tl.float32)
-            for done in range(0, CHUNK, LANES):
+            for done in tl.static_range(0, CHUNK, LANES):
                 entry = chunk * CHUNK + done + tl.arange(0, LANES)
                 total += _terms(
-                    x,
-                    weight,
-                    index,
-                    edge,
-                    entry,
-                    entry >= 0,
-                    column,
-                    width,
-                    x_row,
-                    heads,
-                    inner,
-                    WEIGHTED,
-                    NAMED,
-                    PER_HEAD,
-                )
+                    x, weight, index, edge, entry, entry >= 0, column, width, x_row, heads, inner, WEIGHTED, NAMED, PER_HEAD
+                )  # fmt: skip
             tl.store(partial + chunk * width + column, tl.sum(total, 0), mask=column < width)
 
 
@@ -87,18 +77,25 @@ def _sum_of_chunks_kernel(
 def sums(
     x, weight, ptr, index, edge, partial, target, targets, column, width, x_row, heads, inner,
     WEIGHTED: tl.constexpr, NAMED: tl.constexpr, PER_HEAD: tl.constexpr,
-    TARGETS: tl.constexpr, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    TARGETS: tl.constexpr, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """(TARGETS, COLUMNS): direct entries + whole chunks of each target, held ENTRIES times by `target`; zeros from `targets` on."""
     lane = tl.arange(0, TARGETS * ENTRIES)
     start, head, direct, first, last = pieces(ptr, target, targets, CHUNK)
     total = tl.zeros((TARGETS * ENTRIES, COLUMNS), tl.float32)
-    for done in range(0, tl.max(direct.to(tl.int32), 0), ENTRIES):
-        number = done + lane % ENTRIES
+    if AHEAD > 1:
+        number = lane % ENTRIES
         total += _terms(
             x, weight, index, edge, direct_entry(start, head, last, number, CHUNK), number < direct, column, width, x_row,
             heads, inner, WEIGHTED, NAMED, PER_HEAD,
         )  # fmt: skip
+    for done in range(ENTRIES if AHEAD > 1 else 0, tl.max(direct.to(tl.int32), 0), AHEAD * ENTRIES):
+        for ahead in tl.static_range(AHEAD):
+            numbers = done + ahead * ENTRIES + lane % ENTRIES
+            total += _terms(
+                x, weight, index, edge, direct_entry(start, head, last, numbers, CHUNK), numbers < direct, column, width, x_row,
+                heads, inner, WEIGHTED, NAMED, PER_HEAD,
+            )  # fmt: skip
     for done in range(0, tl.max((last - first).to(tl.int32), 0), ENTRIES):
         chunk = first + done + lane % ENTRIES
         inside = (chunk < last)[:, None] & (column < width)[None, :]
@@ -112,19 +109,23 @@ def sums(
 def _sum_kernel(
     x, weight, ptr, index, edge, partial, out, targets, width, x_row, heads, inner,
     WEIGHTED: tl.constexpr, NAMED: tl.constexpr, PER_HEAD: tl.constexpr,
-    TARGETS: tl.constexpr, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    TARGETS: tl.constexpr, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """out[target] = its direct entries + its whole chunks."""
     begin = tl.program_id(0) * TARGETS
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = sums(
         x, weight, ptr, index, edge, partial, begin + tl.arange(0, TARGETS * ENTRIES) // ENTRIES, targets, column, width,
-        x_row, heads, inner, WEIGHTED, NAMED, PER_HEAD, TARGETS, ENTRIES, COLUMNS, CHUNK,
+        x_row, heads, inner, WEIGHTED, NAMED, PER_HEAD, TARGETS, ENTRIES, COLUMNS, AHEAD, CHUNK,
     )  # fmt: skip
     target = begin + tl.arange(0, TARGETS)
     place = out + target.to(tl.int64)[:, None] * width + column[None, :]
     inside = (target < targets)[:, None] & (column < width)[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=inside)
+
+
+def _ahead(programs: int, most: int) -> int:
+    return most if programs <= FEW_PROGRAMS else 1
 
 
 @triton.jit
@@ -139,10 +140,9 @@ def _take_kernel(x, index, out, rows, width, x_row, LANES: tl.constexpr, COLUMNS
 
 @triton.jit
 def _dots(
-    grad, x, index, edge, out, entry, real, target, first, grad_row, x_row, heads, inner, LANES: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    grad, x, index, edge, entry, real, target, first, grad_row, x_row, inner, LANES: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """out[edge, head] = <grad[target, head], x[index, head]> of a block of entries; `first` is the head's column."""
+    """<grad[target, head], x[index, head]> of a block of entries, and their edges; `first` is the head's column."""
     place = tl.load(edge + entry, mask=real, other=-1).to(tl.int64)
     real = place >= 0
     row = tl.load(index + entry, mask=real, other=0).to(tl.int64)
@@ -154,7 +154,7 @@ def _dots(
         left = tl.load(grad + target[:, None] * grad_row + at, mask=inside, other=0.0).to(tl.float32)
         right = tl.load(x + row[:, None] * x_row + at, mask=inside, other=0.0).to(tl.float32)
         total += left * right
-    tl.store(out + place * heads + first // inner, tl.sum(total, 1).to(out.dtype.element_ty), mask=real)
+    return place, tl.sum(total, 1)
 
 
 @triton.jit
@@ -169,26 +169,50 @@ def _dots_of_chunks_kernel(
         if target >= 0:
             for done in range(0, CHUNK, LANES):
                 entry = chunk * CHUNK + done + tl.arange(0, LANES)
-                _dots(
-                    grad, x, index, edge, out, entry, entry >= 0, entry * 0 + target, first, grad_row, x_row, heads, inner,
-                    LANES, COLUMNS,
-                )  # fmt: skip
+                place, total = _dots(
+                    grad,
+                    x,
+                    index,
+                    edge,
+                    entry,
+                    entry >= 0,
+                    entry * 0 + target,
+                    first,
+                    grad_row,
+                    x_row,
+                    inner,
+                    LANES,
+                    COLUMNS,
+                )
+                tl.store(out + place * heads + first // inner, total.to(out.dtype.element_ty), mask=place >= 0)
 
 
 @triton.jit
 def _dots_kernel(
     grad, x, ptr, index, edge, out, targets, grad_row, x_row, heads, inner,
-    TARGETS: tl.constexpr, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    TARGETS: tl.constexpr, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    lane, first_column = tl.arange(0, TARGETS * ENTRIES), tl.program_id(1) * inner
-    target = tl.program_id(0) * TARGETS + lane // ENTRIES
-    start, head, direct, _, last = pieces(ptr, target, targets, CHUNK)
-    for done in range(0, tl.max(direct.to(tl.int32), 0), ENTRIES):
-        number = done + lane % ENTRIES
-        _dots(
-            grad, x, index, edge, out, direct_entry(start, head, last, number, CHUNK), number < direct, target.to(tl.int64),
-            first_column, grad_row, x_row, heads, inner, TARGETS * ENTRIES, COLUMNS,
+    first = tl.program_id(1) * inner
+    if AHEAD > 1:
+        lane = tl.arange(0, TARGETS * ENTRIES)
+        target = tl.program_id(0) * TARGETS + lane // ENTRIES
+        start, head, direct, _, last = pieces(ptr, target, targets, CHUNK)
+        number = lane % ENTRIES
+        place, total = _dots(
+            grad, x, index, edge, direct_entry(start, head, last, number, CHUNK), number < direct, target.to(tl.int64), first,
+            grad_row, x_row, inner, TARGETS * ENTRIES, COLUMNS,
         )  # fmt: skip
+        tl.store(out + place * heads + first // inner, total.to(out.dtype.element_ty), mask=place >= 0)
+    lanes = tl.arange(0, TARGETS * ENTRIES * AHEAD)
+    theirs = tl.program_id(0) * TARGETS + lanes // (ENTRIES * AHEAD)
+    begin, before, most, _, behind = pieces(ptr, theirs, targets, CHUNK)
+    for done in range(ENTRIES if AHEAD > 1 else 0, tl.max(most.to(tl.int32), 0), ENTRIES * AHEAD):
+        numbers = done + lanes % (ENTRIES * AHEAD)
+        at, dots = _dots(
+            grad, x, index, edge, direct_entry(begin, before, behind, numbers, CHUNK), numbers < most, theirs.to(tl.int64), first,
+            grad_row, x_row, inner, TARGETS * ENTRIES * AHEAD, COLUMNS,
+        )  # fmt: skip
+        tl.store(out + at * heads + first // inner, dots.to(out.dtype.element_ty), mask=at >= 0)
 
 
 def flat_rows(x: Tensor) -> Tensor:
@@ -227,9 +251,10 @@ def gather_sum(x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, edg
     columns = min(triton.next_power_of_2(flat.shape[1]), COLUMNS)
     at_a_time = segments.entries_at_a_time(entries, targets)
     block = min(max(TILE // columns // at_a_time, 1), 64)
-    _sum_kernel[(triton.cdiv(targets, block), triton.cdiv(flat.shape[1], columns))](
-        *table, out, targets, *sizes, TARGETS=block, ENTRIES=at_a_time, COLUMNS=columns, CHUNK=segments.CHUNK,
-        num_warps=NUM_WARPS, num_stages=1, **fixed,
+    grid = triton.cdiv(targets, block), triton.cdiv(flat.shape[1], columns)
+    _sum_kernel[grid](
+        *table, out, targets, *sizes, TARGETS=block, ENTRIES=at_a_time, COLUMNS=columns, AHEAD=_ahead(grid[0] * grid[1], AHEAD),
+        CHUNK=segments.CHUNK, num_warps=NUM_WARPS, num_stages=1, **fixed,
     )  # fmt: skip
     return out
 
@@ -266,7 +291,9 @@ def gather_dot(grad: Tensor, x: Tensor, weight: Tensor, ptr: Tensor, index: Tens
             CHUNKS=at_once, **known,
         )  # fmt: skip
     block = min(max(TILE // columns // at_a_time, 1), 64)
-    _dots_kernel[(triton.cdiv(targets, block), heads)](
-        left, right, ptr, index, edge, out, targets, *sizes, TARGETS=block, ENTRIES=at_a_time, **known
-    )
+    grid = triton.cdiv(targets, block), heads
+    _dots_kernel[grid](
+        left, right, ptr, index, edge, out, targets, *sizes, TARGETS=block, ENTRIES=at_a_time,
+        AHEAD=_ahead(grid[0] * grid[1], DOTS_AHEAD), **known,
+    )  # fmt: skip
     return out

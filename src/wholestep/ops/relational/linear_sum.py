@@ -50,14 +50,15 @@ MOST_SPLIT = 512
 """Rows of a part of the gradient of weights: 1.47 ms for 1.70 with 1024, on an H200."""
 
 
-def pays(x: Tensor, weight: Tensor | None, w: Tensor, rows: int, entries: int) -> bool:
-    """Whether sums are better recomputed than kept: they are short, and products are of what kernels hold in registers."""
+def pays(x: Tensor, weight: Tensor | None, w: Tensor, rows: int, entries: int, on_gpu: bool = False) -> bool:
+    """Whether sums are better recomputed than kept: they are short, and products are of what kernels hold in registers.
+    `on_gpu`: they will be made on one, wherever tensors are now."""
     plain = x.dim() == 2 and w.dim() == 3 and (weight is None or weight.dim() == 1) and x.dtype == w.dtype
     learned = weight is not None and weight.requires_grad  # the gradient of weights reads the products
     return (
         plain
         and not learned
-        and x.device.type != "cpu"
+        and (on_gpu or x.device.type != "cpu")
         and grouped_mm.is_narrow(*w.shape[1:])
         and entries <= MOST_ENTRIES * rows
     )

@@ -22,11 +22,13 @@ from wholestep.ops.grouped_mm import split_of
 from wholestep.ops.grouped_mm_triton import narrow_precision
 from wholestep.ops.grouped_narrow_triton import add_parts, first_group, ready, slots_of, tile_of
 from wholestep.ops.relational import segments_triton as segments
-from wholestep.ops.relational.gather_triton import flat_rows, sums, sums_of_chunks
+from wholestep.ops.relational.cells_triton import row_sums
+from wholestep.ops.relational.gather_triton import flat_rows, sums_of_chunks
 from wholestep.ops.relational.linear_sum import MOST_SPLIT
 
 NUM_WARPS = 4
 WEIGHTS_ROWS, WEIGHTS_WARPS = 32, 4
+AHEAD, WEIGHTS_AHEAD = 1, 1
 """Of a gradient of weights, which holds sums of both sides."""
 Side = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """x, ptr, index, edge."""
@@ -41,16 +43,15 @@ def rows_of(columns: int) -> int:
 def _rows_kernel(
     x, weight, ptr, index, edge, partial, width, x_row, w, out, ends, rows, columns, w_group, w_inner, w_column,
     WEIGHTED: tl.constexpr, NAMED: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, INNER: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    COLUMNS: tl.constexpr, INNER: tl.constexpr, AHEAD: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0).to(tl.int64) * ROWS
     row, step, column = begin + tl.arange(0, ROWS), tl.arange(0, INNER), tl.arange(0, COLUMNS)
     behind = tl.minimum(begin + ROWS, rows)
     group = first_group(ends, begin, GROUPS, SLOTS)
-    a = sums(
-        x, weight, ptr, index, edge, partial, row, rows, step, width, x_row, 1, width, WEIGHTED, NAMED, False, ROWS, 1, INNER,
-        CHUNK,
-    )  # fmt: skip
+    a = row_sums(
+        x, weight, ptr, index, edge, partial, row, rows, step, width, x_row, WEIGHTED, NAMED, ROWS, INNER, AHEAD, CHUNK
+    )
     a = ready(a.to(x.dtype.element_ty), PRECISION)
     place = out + row[:, None] * columns + column[None, :]
     while (group < GROUPS) & (begin < behind):
@@ -74,8 +75,8 @@ def _parts_kernel(
     x, weight, ptr, index, edge, x_partial, inner, x_row,
     grad, grad_weight, grad_ptr, grad_index, grad_edge, grad_partial, columns, grad_row, partial, ends, rows,
     WEIGHTED: tl.constexpr, NAMED: tl.constexpr, GRAD_WEIGHTED: tl.constexpr, GRAD_NAMED: tl.constexpr, GROUPS: tl.constexpr,
-    SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, CHUNK: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, AHEAD: tl.constexpr,
+    CHUNK: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """partial (splits + groups, inner, columns); what no rows belong to is not written, and never read."""
     split = tl.program_id(0)
@@ -89,13 +90,13 @@ def _parts_kernel(
             total = tl.zeros((INNER, COLUMNS), tl.float32)
             for start in range(begin, end, ROWS):
                 row = start + tl.arange(0, ROWS)  # those of the next group give zeros
-                a = sums(
-                    x, weight, ptr, index, edge, x_partial, row, end, entry, inner, x_row, 1, inner, WEIGHTED, NAMED, False,
-                    ROWS, 1, INNER, CHUNK,
+                a = row_sums(
+                    x, weight, ptr, index, edge, x_partial, row, end, entry, inner, x_row, WEIGHTED, NAMED, ROWS, INNER, AHEAD,
+                    CHUNK,
                 )  # fmt: skip
-                b = sums(
-                    grad, grad_weight, grad_ptr, grad_index, grad_edge, grad_partial, row, end, column, columns, grad_row, 1,
-                    columns, GRAD_WEIGHTED, GRAD_NAMED, False, ROWS, 1, COLUMNS, CHUNK,
+                b = row_sums(
+                    grad, grad_weight, grad_ptr, grad_index, grad_edge, grad_partial, row, end, column, columns, grad_row,
+                    GRAD_WEIGHTED, GRAD_NAMED, ROWS, COLUMNS, AHEAD, CHUNK,
                 )  # fmt: skip
                 a, b = ready(a.to(x.dtype.element_ty), PRECISION), ready(b.to(grad.dtype.element_ty), PRECISION)
                 total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
@@ -118,7 +119,7 @@ def summed_mm(
     tile = rows_of(columns)
     _rows_kernel[(triton.cdiv(rows, tile),)](
         *table, *sizes[:2], w, out, ends, rows, columns, *w.stride(), GROUPS=groups, SLOTS=slots_of(groups), ROWS=tile,
-        COLUMNS=tile_of(columns), INNER=tile_of(inner), CHUNK=segments.CHUNK, PRECISION=narrow_precision(),
+        COLUMNS=tile_of(columns), INNER=tile_of(inner), AHEAD=AHEAD, CHUNK=segments.CHUNK, PRECISION=narrow_precision(),
         num_warps=NUM_WARPS, num_stages=1, **fixed,
     )  # fmt: skip
     return out
@@ -144,7 +145,7 @@ def summed_mm_weights(of_x: Side, of_grad: Side, weight: Tensor | None, ends: Te
     _parts_kernel[(splits,)](
         *left, inner, left_row, *right, columns, right_row, partial, ends, rows, WEIGHTED=fixed["WEIGHTED"],
         NAMED=fixed["NAMED"], GRAD_WEIGHTED=known["WEIGHTED"], GRAD_NAMED=known["NAMED"], GROUPS=groups,
-        SLOTS=slots_of(groups), ROWS=WEIGHTS_ROWS, COLUMNS=tile_of(columns), INNER=tile_of(inner), CHUNK=segments.CHUNK,
-        SPLIT=split, PRECISION=narrow_precision(), num_warps=WEIGHTS_WARPS, num_stages=1,
+        SLOTS=slots_of(groups), ROWS=WEIGHTS_ROWS, COLUMNS=tile_of(columns), INNER=tile_of(inner), AHEAD=WEIGHTS_AHEAD,
+        CHUNK=segments.CHUNK, SPLIT=split, PRECISION=narrow_precision(), num_warps=WEIGHTS_WARPS, num_stages=1,
     )  # fmt: skip
     return add_parts(partial, ends, out, split)
