@@ -179,8 +179,10 @@ class Fitting:
         try:
             peak = self.budget.peak() - self.state_bytes
             sized = at_traced_sizes(graph) if sized_by_data(graph) else graph
+            # sums know where copies stand, not how they wait for one another
+            exact = self.room is not None
             return frontier(
-                sized, self.device, self.pipeline.carry_out, targets=TARGETS, near=peak, exact=False, room=self.room
+                sized, self.device, self.pipeline.carry_out, targets=TARGETS, near=peak, exact=exact, room=self.room
             )
         except ValueError as error:
             raise BadOption(f"memory= with symbolic sizes: {error}", hint="use dynamic=False") from error
