@@ -5,10 +5,10 @@ state each; what they replace is copied in before them and out behind them:
 
     y = copy_in(state) ... | y = in_done(y); new = adamw(..., y); h = copy_out(new) ... | h = out_done(new, h)
 
-Where layers are updated behind their backward passes, the state of one comes while that of the one before leaves, beside the backward
-pass between them. Where all updates stand together, a few parts are on the card at a time: some come while those before go, and what
-stays on the card is updated between them. State that is an input lies on the host from step to step, and `optimizer.state`
-stays its owner. The same operators on the same values: every bit stays.
+Where layers are updated behind their backward passes, the state of one comes while that of the one before leaves, beside the
+backward pass between them. Where all updates stand together, a few parts are on the card at a time: some come while those before
+go, and what stays on the card is updated between them. State that is an input lies on the host from step to step, and
+`optimizer.state` stays its owner. The same operators on the same values: every bit stays.
 """
 
 from __future__ import annotations
