@@ -82,6 +82,8 @@ class Moves:
     room: Room
     by_rounds: bool = False
     """Whether windows of the rest lie between rounds of updates."""
+    window_of: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Stretch -> the window in which most of it runs: what is recomputed there gives the link more time."""
     in_flight: Sequence[int] = ()
     """Stretches in which parts of the state are on the way to their updates, where any lies on the host."""
 
@@ -191,8 +193,16 @@ class _Builder:
             (1 / both) * (1 - both / alone),
             room,
             bool(self.rounds),
+            self._window_of(),
             self._in_flight(),
         )
+
+    def _window_of(self) -> dict[int, int]:
+        places: dict[int, list[int]] = defaultdict(list)
+        for number, start in zip(self.numbers, self.starts, strict=True):
+            places[number].append(start)
+        middles = {number: starts[len(starts) // 2] for number, starts in places.items()}
+        return {n: self._window(place, span) for n, place in middles.items() if (span := self._span(place)) in ("rest", "end")}
 
     def _in_flight(self) -> list[int]:
         """Stretches behind the backward pass, where all updates stand there."""
