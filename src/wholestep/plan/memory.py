@@ -189,7 +189,9 @@ class MemoryPlanner:
     def _recomputed(self, moves: Moves, span: Span) -> list[tuple[int, float]]:
         """Seconds that what is recomputed adds to a span."""
         inside = {stretch for stretch, window in moves.window_of.items() if window in span.time}
-        shares = [(u, len(inside & u.stretches) / (len(u.stretches) or 1)) for u in self.units if u.allowed and u.seconds]
+        shares = [
+            (u, len(inside & u.stretches) / (len(u.stretches) or 1)) for u in self.units if u.allowed and u.seconds
+        ]
         return [(self.near[u.key], u.seconds * share / self.whole) for u, share in shares if share]
 
     def _solve(self, cost_of_bytes: float, most: float, most_seconds: float = np.inf) -> Decision | None:

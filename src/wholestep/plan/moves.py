@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
@@ -28,7 +29,7 @@ from wholestep.passes.trips import Trip, Trips
 from wholestep.plan.peak import Timeline
 from wholestep.plan.seconds import Clock
 
-WINDOWS = 8
+WINDOWS = 16
 """Of the forward pass; and of the rest, where no updates divide it."""
 SHARES = 4
 """Into which the equal layers are cut: a quarter, a half, three quarters or all of them leave."""
@@ -101,8 +102,9 @@ class Moves:
             until = range(WINDOWS, number + 1)
             yield Span(until, until if self.by_rounds else until[:-1], "values")
             yield Span(until, until, "both")
-        for number in range(WINDOWS, len(self.windows)):
-            yield Span(range(number, number + 1), range(number, number + 1), "both" if self.by_rounds else "state")
+        if any(move.value is None for move in self.moves):
+            for number in range(WINDOWS, len(self.windows)):
+                yield Span(range(number, number + 1), range(number, number + 1), "both" if self.by_rounds else "state")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,17 +145,25 @@ class _Builder:
 
     def _windows(self) -> None:
         """Equal seconds of the forward pass; of the rest what lies between rounds of updates, or equal seconds as well."""
-        works = [(self.position[work.node], took) for work, took in self.clock.each(self.line.works, self.line.sizes)]
-        spans = {
-            span: [entry for entry in works if self._span(entry[0]) == span] for span in ("forward", "rest", "end")
-        }
-        borders = [self.position[updates[0]] for _, updates, _ in self.rounds]
-        self.borders = {"forward": _equal(spans["forward"]), "rest": borders or _equal(spans["rest"])}
-        """Places at which the next window begins."""
-        self.windows = [0.0] * (len(self.borders["forward"]) + len(self.borders["rest"]) + 1)
-        for place, took in works:
-            if (span := self._span(place)) is not None:
-                self.windows[self._window(place, span)] += took
+        ends: dict[str, list[tuple[int, float]]] = {"forward": [], "rest": [], "end": []}
+        for work, took in self.clock.each(self.line.works, self.line.sizes):
+            if (span := self._span(place := self.position[work.node])) is not None:
+                ends[span].append((place, took + (ends[span][-1][1] if ends[span] else 0.0)))
+        self.ends = ends
+        """Of each span: (place, seconds until then)."""
+        self.borders = [self.position[updates[0]] for _, updates, _ in self.rounds]
+        """Places at which the next window of the rest begins."""
+        whole = {span: entries[-1][1] if entries else 0.0 for span, entries in ends.items()}
+        rest = [whole["rest"] / WINDOWS] * WINDOWS + [whole["end"]]
+        if self.rounds:
+            passed = [self._passed(border, "rest") for border in self.borders]
+            rest = [until - since for since, until in itertools.pairwise([0.0, *passed, whole["rest"]])]
+        self.windows = [whole["forward"] / WINDOWS] * WINDOWS + rest
+
+    def _passed(self, place: int, span: str) -> float:
+        """Seconds of a span before a place."""
+        at = bisect.bisect_left(self.ends[span], (place, 0.0))
+        return self.ends[span][at - 1][1] if at else 0.0
 
     def _span(self, place: int) -> str | None:
         """Of a place; None in the loss: what leaves is gone by then, and nothing comes back before it is over."""
@@ -175,10 +185,11 @@ class _Builder:
     def _window(self, place: int, span: str) -> int:
         if span == "end":
             return len(self.windows) - 1
-        borders = self.borders[span]
-        if span == "forward":
-            return min(bisect.bisect_right(borders, place), WINDOWS - 1)
-        return WINDOWS + min(bisect.bisect_right(borders, place), len(borders) if self.rounds else len(borders) - 1)
+        if span == "rest" and self.rounds:
+            return WINDOWS + bisect.bisect_right(self.borders, place)
+        whole = self.ends[span][-1][1] if self.ends[span] else 1.0
+        share = min(WINDOWS - 1, int(WINDOWS * self._passed(place, span) / (whole or 1.0)))
+        return share if span == "forward" else WINDOWS + share
 
     def build(self, room: Room) -> Moves:
         alone, both = self.clock.device.link_alone, self.clock.device.link_both
@@ -202,7 +213,11 @@ class _Builder:
         for number, start in zip(self.numbers, self.starts, strict=True):
             places[number].append(start)
         middles = {number: starts[len(starts) // 2] for number, starts in places.items()}
-        return {n: self._window(place, span) for n, place in middles.items() if (span := self._span(place)) in ("rest", "end")}
+        return {
+            n: self._window(place, span)
+            for n, place in middles.items()
+            if (span := self._span(place)) in ("rest", "end")
+        }
 
     def _in_flight(self) -> list[int]:
         """Stretches behind the backward pass, where all updates stand there."""
@@ -301,14 +316,3 @@ class _Builder:
         for stretch in range(self.end_of_forward + 1):
             if stretch not in here:
                 move.freed[stretch] += size
-
-
-def _equal(works: Sequence[tuple[int, float]]) -> list[int]:
-    """Places at which windows of equal seconds end."""
-    whole, passed = sum(took for _, took in works), 0.0
-    found: list[int] = []
-    for place, took in works:
-        passed += took
-        while len(found) < WINDOWS and passed >= whole * (len(found) + 1) / WINDOWS * (1 - 1e-9):
-            found.append(place + 1)
-    return found + [works[-1][0] + 1 if works else 0] * (WINDOWS - len(found))
