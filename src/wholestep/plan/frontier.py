@@ -42,7 +42,7 @@ WORTH_SECONDS = 0.02
 """A plan must be faster than keeping everything by this share of the time to be taken for its speed: predictions are not finer."""
 HIDDEN = 0.01
 """A plan that should take at most this share longer than the quickest is as fast: what it moves, the link hides."""
-SURELY_HIDDEN = 0.4 * HIDDEN
+SURELY_HIDDEN = 0.5 * HIDDEN
 """A plan that was predicted at 0.8 % was measured at 1.4 %: copies take a little of the computation's time."""
 WORTH_THE_RISK = 0.05
 """The rest of what is granted is taken for so much of the memory."""
