@@ -87,6 +87,8 @@ def save(
     """
     if keep is not None and keep < 1:
         raise BadOption(f"keep={keep!r}", hint="use 1 or more, or None to keep all")
+    if isinstance(step, Step):
+        step.refuse_unsound()
     root = Path(folder)
     tensors, facts = _gather(model, optimizer, scheduler, step, data, config)
     with telling_what_the_disk_refused(root):
