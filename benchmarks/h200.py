@@ -36,9 +36,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "src"))
 SHAPES = {
     "bert": (32, 512), "gpt2": (16, 1024), "llama": (8, 2048), "mixtral": (4, 1024), "deberta": (16, 512),
-    "swin": (128, 3, 224, 224), "tiny": (2, 16),
+    "swin": (128, 3, 224, 224), "tiny": (2, 16), "llama13b": (8, 2048),
 }  # fmt: skip
-LAYERS = {"bert": 24, "gpt2": 24, "llama": 16, "mixtral": 8, "deberta": 12, "swin": 12, "tiny": 2}
+LAYERS = {"bert": 24, "gpt2": 24, "llama": 16, "mixtral": 8, "deberta": 12, "swin": 12, "tiny": 2, "llama13b": 40}
 SYSTEMS = ("eager", "compile", "liger", "wholestep")
 WARM_UP = {
     "eager": 4,
@@ -82,10 +82,16 @@ def build(name: str, layers: int) -> Any:
     sizes = dict(
         hidden_size=2048, num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192, vocab_size=128256
     )
+    if name == "llama13b":  # fp32 weights and AdamW's state take more than an H200 has
+        sizes = dict(hidden_size=5120, num_attention_heads=40, intermediate_size=13824, vocab_size=32000)
     if name == "tiny":  # to try this script out where there is no GPU
         sizes = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, vocab_size=99)
     config = hf.LlamaConfig(
-        **sizes, num_hidden_layers=layers, tie_word_embeddings=True, max_position_embeddings=4096, use_cache=False
+        **sizes,
+        num_hidden_layers=layers,
+        tie_word_embeddings=name != "llama13b",
+        max_position_embeddings=4096,
+        use_cache=False,
     )
     return hf.LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
 

@@ -4,8 +4,8 @@ A row is MODEL:SYSTEM[:BUDGET][:BATCH][:LAYERS], for example `llama:eager`, `lla
 `gpt2:wholestep:14GiB:32`, `bert:wholestep:6GiB::4`. Same weights, data, seed and precision as in h200.py. Every row has the
 allocated and reserved peak, the bytes the card shows, the time of a step, and the losses. `hard` behind a budget
 (`22GiB!`) also sets the allocator's limit to it, as on a smaller card. `27GiB+64GiB` allows 64 GiB of host memory beside the
-budget, `+64GiB` without one. Rows are written as they are made and skipped when
-present. With `--jobs 3` three compile at once and are timed in turns.
+budget, `+64GiB` without one. The system `sgd` is ours with plain SGD, which has no state. Rows are written as they are made and
+skipped when present. With `--jobs 3` three compile at once and are timed in turns.
 
     python benchmarks/memory_budget.py --rows llama:compile,llama:wholestep,llama:wholestep:26GiB --out FILE
 """
@@ -63,7 +63,10 @@ def child(row: dict[str, Any]) -> dict[str, Any]:
     context = max(held - torch.cuda.memory_reserved(), CONTEXT_BYTES) if held else CONTEXT_BYTES
     if row["hard"]:
         torch.cuda.set_per_process_memory_fraction((parse_bytes(row["budget"]) - context) / total)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    if row["system"] == "sgd":
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-4)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     source = torch.Generator().manual_seed(0)
     shape = (row["batch"], h200.SHAPES[row["model"]][1])
     ids = [torch.randint(0, model.config.vocab_size, shape, generator=source).to(device) for _ in range(4)]
@@ -84,7 +87,7 @@ def child(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_step(row: dict[str, Any], model: Any, optimizer: Any, batch: Any, device: str) -> tuple[Any, dict[str, Any]]:
-    if row["system"] != "wholestep":
+    if row["system"] not in ("wholestep", "sgd"):
         return h200.torch_step(row["system"], model, optimizer, device), {}
     import wholestep
 
@@ -128,7 +131,7 @@ def measured(row: dict[str, Any], step: Any, batches: list[Any], losses: list[fl
         }
     if cards:
         found |= {"peak_card_gib": max(cards), "card_gib": cards[-1]}
-    if row["system"] == "wholestep":
+    if row["system"] in ("wholestep", "sgd"):
         found["explain_after"] = step.explain()
     return found
 

@@ -113,11 +113,13 @@ def _example_micro_batch(step: Step, example: Any) -> Any:
 
 def _first_check(compiler: Compiler) -> Any:
     """The comparison of the first live step with eager PyTorch, as far as the options leave it."""
-    check, reason, scope = _where_it_fits(check_first_step), None, compiler.options.clip_scope
+    check, reason, scope = check_first_step, None, compiler.options.clip_scope
     if scope != "global":
         reason = f"clip_scope={scope!r} is not torch's clipping"
         check = only_before(check, reason)
-    return check if compiler.budget is None else check_within(compiler.budget, check, whole_only=reason)
+    if compiler.budget is not None:
+        check = check_within(compiler.budget, check, whole_only=reason)
+    return _where_it_fits(check)
 
 
 def _where_it_fits(check: Callable[..., Any]) -> Callable[..., Any]:

@@ -60,7 +60,7 @@ BAD: list[tuple[str, str]] = [
     ("train --memory 8GiB --plan plan.toml", "give one of them"),
     ("train --plan nowhere.toml", "there is no plan"),
     ("train --recipe nowhere.toml", "there is no recipe"),
-    ("train --nonfinite ignore", "Use stop or skip"),
+    ("train --nonfinite ignore", "Use stop or skip or allow"),
     ("train --set lr=fast", "a number"),
     ("train --set lr", "key=value"),
     ("train --set lr=-1", "more than 0"),

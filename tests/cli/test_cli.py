@@ -99,7 +99,7 @@ def test_doctor_says_how_to_get_what_is_missing(call: Call, monkeypatch: pytest.
         ("verify own_training:setup --backend inducter", "did you mean inductor?"),
         ("train own_training:setup --disable recognize_masks", "did you mean recognise_masks?"),
         ("train own_training:setup --precision fp8", "--precision"),
-        ("train own_training:setup --nonfinite ignore", "Use stop or skip"),
+        ("train own_training:setup --nonfinite ignore", "Use stop or skip or allow"),
         ("train own_training:setup --dump own_training.py/graphs", "--dump"),
         ("train own_training:setup --out own_training.py/run", "is not a folder"),
         ("train own_training:setup --out .", "holds files that are no run"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from tests.passes.stacks import Stack, id_batches, next_token
 from torch.utils._pytree import tree_leaves
 
 import wholestep
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, TierFailed
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Role, phase_of
 from wholestep.lower import lower_interpret
@@ -19,7 +20,7 @@ from wholestep.lower.footprint.predict import predict_profile
 from wholestep.ops import IN_PLACE
 from wholestep.ops.offload import lies_on_host
 from wholestep.passes.pipeline import default_pipeline
-from wholestep.passes.stream_state import AT_ONCE
+from wholestep.passes.stream_state import AT_ONCE, round_trips
 from wholestep.passes.update_early import update_early
 from wholestep.plan.peak import timeline
 
@@ -151,3 +152,60 @@ def test_a_step_by_hand_on_state_of_the_host_is_one_line(monkeypatch: pytest.Mon
     monkeypatch.undo()
     optimizer.load_state_dict(saved)
     assert torch.isfinite(step(id_batches(1)[0]))
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_what_a_disk_left_half_updated_is_neither_trained_on_nor_saved(
+    early: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, step = run(Plan(), early_update=early)
+    model, optimizer = step.subject.root, step.subject.optimizer
+    wholestep.save(tmp_path, model=model, optimizer=optimizer, step=step)
+    batch = id_batches(1)[0]
+
+    def failing(*args: Any, **options: Any) -> None:
+        raise TierFailed("/disk/.wholestep-x: Input/output error (errno 5)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("wholestep.runtime.step.OneStep.whole", failing)
+        with pytest.raises(TierFailed, match="errno 5"):
+            step(batch)
+    if not early:  # nothing is updated before the last value was read
+        assert torch.isfinite(step(batch))
+        return
+    with pytest.raises(TierFailed, match=r"of no one step.*errno 5"):
+        step(batch)
+    with pytest.raises(TierFailed, match="load a checkpoint"):
+        wholestep.save(tmp_path / "other", model=model, optimizer=optimizer, step=step)
+    wholestep.load(tmp_path, model=model, optimizer=optimizer, step=step)
+    assert torch.isfinite(step(batch))
+
+
+def test_state_comes_beside_the_backward_of_the_layer_before_and_leaves_beside_the_next() -> None:
+    """Without clipping: two rounds of updates on the card at a time, whatever their number."""
+    _, _, step = run(Plan(state={"blocks.*": "host"}))
+    nodes = list(step.graph.graph.nodes)
+    place = {node: index for index, node in enumerate(nodes)}
+    trips = [trip for trip in round_trips(nodes) if any(u.target in IN_PLACE and _streamed(u) for u in trip[1])]
+    assert len(trips) >= 3
+    for comes, updates, leaves in trips:
+        mine = [e for u in updates for e in u.all_input_nodes if e.target is torch.ops.ws.in_done.default]
+        begun = [place[entry.args[0]] for entry in mine]
+        gone = [
+            place[n] for n in nodes
+            if n.target is torch.ops.ws.out_done.default and any(u in _sources(n.args[0]) for u in updates)
+        ]  # fmt: skip
+        assert begun and max(begun) < place[comes] and gone and max(gone) < place[leaves]
+        between = nodes[max(begun) : place[updates[0]]]
+        assert any(phase_of(node) == "backward" for node in between), "the backward of a layer hides it"
+        others = [n for n in nodes[max(place[u] for u in updates) : min(gone)] if phase_of(n) == "backward"]
+        assert others or leaves is nodes[-1], "and that of the next hides its way back"
+
+
+def _streamed(update: Any) -> bool:
+    return any(entry.target is torch.ops.ws.in_done.default for entry in update.all_input_nodes)
+
+
+def _sources(value: Any) -> set[Any]:
+    """The update that made a new state."""
+    return {value, *value.all_input_nodes}

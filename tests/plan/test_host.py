@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 from torch import nn
 
 import wholestep
+from wholestep.api import _first_check
 from wholestep.errors import NotEnoughMemory
 from wholestep.graph.bytes import show_bytes
+from wholestep.graph.plan import Plan
 from wholestep.plan import host
 from wholestep.profile.memory.cpu import measure_step
 
@@ -162,3 +165,23 @@ def test_no_step_takes_less_than_what_is_asked_for(kind: str, backend: str) -> N
         step, model=model, optimizer=optimizer, batch=batch, system="wholestep", device=torch.device("cpu")
     )
     assert asked <= taken.peak_bytes
+
+
+@pytest.mark.parametrize("budget", [None, object()])
+def test_state_on_the_host_leaves_the_check_out_whatever_the_budget(
+    budget: object | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager's optimizer has no state there, on a few rows neither."""
+
+    def compared(*args: object, **options: object) -> None:
+        raise AssertionError("compared with eager")
+
+    monkeypatch.setattr("wholestep.api.check_first_step", compared)
+    monkeypatch.setattr("wholestep.api.check_within", lambda *args, **options: compared)
+    notes: list[object] = []
+    compiler = SimpleNamespace(options=SimpleNamespace(clip_scope="global"), budget=budget)
+    capture = SimpleNamespace(plan=Plan(state={"*": "host"}), graph=None)
+    variant = SimpleNamespace(subject=SimpleNamespace(device=torch.device("cuda")), capture=capture)
+    run = SimpleNamespace(step=SimpleNamespace(_note=notes.append))
+    assert _first_check(compiler)(run, variant, ()) is None  # type: ignore[arg-type]
+    assert "state on the host" in str(notes[0])

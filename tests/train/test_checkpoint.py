@@ -14,12 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.forked import run_in_fork
 from torch import nn
 
 import wholestep
 from wholestep.errors import BadCheckpoint, BadOption, WholestepWarning
 from wholestep.train import checkpoint, checkpoint_files, encoding
+from wholestep.train.checkpoint import model_tensors
+from wholestep.train.checkpoint_files import save_tensors
 from wholestep.train.checkpoint_hashes import write_hashes
 
 SCHEDULE_WARNING = "ignore:Detected call of `lr_scheduler.step:UserWarning"
@@ -53,7 +56,9 @@ def build(kind: str, seed: int) -> tuple[Any, ...]:
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=12)
-    step = wholestep.compile(model, loss, optimizer, batch(kind, 0), backend="interpret", check="off", verbose=False)
+    plan = wholestep.Plan(state={"*": "host"}) if kind == "away" else None
+    options: dict[str, Any] = dict(backend="interpret", check="off", verbose=False, plan=plan)
+    step = wholestep.compile(model, loss, optimizer, batch(kind, 0), **options)
     return model, optimizer, scheduler, step
 
 
@@ -181,7 +186,7 @@ class EveryKind(nn.Module):
     def __init__(self, fill: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(fill)
-        for i, dtype in enumerate(getattr(torch, name) for name in sorted(encoding._DTYPES)):
+        for i, dtype in enumerate(getattr(torch, name) for name in sorted(encoding.DTYPES)):
             raw = torch.randint(0, 2 if dtype is torch.bool else 256, (4, dtype.itemsize), generator=generator)
             self.register_buffer(f"b{i}", raw.to(torch.uint8).view(dtype).reshape(4))
         base = torch.randn(4, 6, generator=generator)
@@ -261,6 +266,42 @@ def test_a_shared_step_counter_is_saved_as_separate_tensors(tmp_path: Path) -> N
     wholestep.load(tmp_path, model=model, optimizer=plain)
     assert [float(entry["step"]) for entry in plain.state.values()] == [2.0] * 4
     assert all(entry["step"]._base is None for entry in plain.state.values())
+
+
+def test_state_of_the_host_does_not_pass_through_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be more than the card has room for: only step counts are given to the optimizer, which would put all of it there."""
+    built = build("away", 0)
+    run("away", built, 0, 2)
+    model, optimizer, _, step = built
+    wholestep.save(tmp_path, model=model, optimizer=optimizer, step=step)
+    expected = [entry["exp_avg"].clone() for entry in optimizer.state.values()]
+    model, fresh, _, step = build("away", 1)
+    seen: list[torch.Tensor] = []
+    given = fresh.load_state_dict
+
+    def load(state: dict[str, Any]) -> None:
+        seen.extend(value for entry in state["state"].values() for value in entry.values())
+        given(state)
+
+    monkeypatch.setattr(fresh, "load_state_dict", load)
+    wholestep.load(tmp_path, model=model, optimizer=fresh, step=step)
+    assert seen and not any(value.dim() for value in seen)
+    assert equal([entry["exp_avg"] for entry in fresh.state.values()], expected)
+
+
+def test_files_are_those_of_safetensors_and_nothing_is_copied_before_it_is_written(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 2).bfloat16(), nn.Linear(2, 5).double())
+    model.register_buffer("empty", torch.zeros(0, 4))
+    model.register_buffer("number", torch.tensor(7))
+    model.register_buffer("turned", torch.randn(4, 3).t())
+    model.register_buffer("flags", torch.tensor([True, False, True]))
+    tensors, _ = model_tensors(model)
+    state = model.state_dict()
+    assert all(tensors[name].data_ptr() == value.data_ptr() for name, value in state.items())
+    save_tensors(tensors, tmp_path / "x.safetensors", {"format": "pt", "aliases": "{}"})
+    found = load_file(tmp_path / "x.safetensors")
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[n], value) and found[n].dtype == value.dtype for n, value in state.items())
 
 
 def test_values_come_back_as_they_were(tmp_path: Path) -> None:

@@ -152,6 +152,20 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_a_sound_state(tmp_path: Pa
     assert row["loss"] is None and row["finite"] is False
 
 
+def test_where_updates_are_not_held_back_the_run_stops_with_the_checkpoint_before(tmp_path: Path) -> None:
+    """Layers are updated behind their backward passes, so the update of the bad step was made: it is not saved."""
+    options = {"nonfinite": "allow", "save_every": 2}
+    outcome = run(tmp_path / "a", steps=10, spoil=spoilt(5), options=options)
+    assert (outcome.status, outcome.exit_code, outcome.nonfinite_step, outcome.skipped) == ("nonfinite", 1, 6, 0)
+    assert outcome.checkpoint is not None and outcome.checkpoint.name == "step-000004"
+    assert outcome.trouble is not None and "step-000004 is the last before it" in outcome.trouble
+    assert all(t.isfinite().all() for t in state(tmp_path / "a", 4).values())
+    assert not (tmp_path / "a" / "checkpoints" / f"step-{outcome.steps:06d}").exists()
+    held, free = run(tmp_path / "b", steps=6), run(tmp_path / "c", steps=6, options=options)
+    assert free.status == "finished" and free.final_loss == held.final_loss
+    assert all(torch.equal(t, state(tmp_path / "c", 6)[name]) for name, t in state(tmp_path / "b", 6).items())
+
+
 def test_skipping_leaves_the_bad_steps_out_and_counts_them(tmp_path: Path) -> None:
     display = at_step(0, lambda: None)
     outcome = run(tmp_path / "a", steps=10, spoil=spoilt(3, 4, 7), options={"nonfinite": "skip", "display": display})

@@ -34,7 +34,9 @@ Init = Annotated[
 Nonfinite = Annotated[
     str | None,
     typer.Option(
-        metavar="stop|skip", help="What to do about a loss or gradient that is not finite; stop when not given."
+        metavar="stop|skip|allow",
+        help="What to do about a loss or gradient that is not finite; stop when not given. allow updates each layer before the "
+        "gradients of the others are known, and stops when the loss is not finite.",
     ),
 ]
 SaveEvery = Annotated[
@@ -106,7 +108,7 @@ def command(
     options.checked(precision=precision, backend=backend)
     options.checked_memory(memory, plan)
     options.checked_room(host_memory, offload_path)
-    options.one_of("--nonfinite", nonfinite, ("stop", "skip"))
+    options.one_of("--nonfinite", nonfinite, ("stop", "skip", "allow"))
     options.refuse_unknown_passes(disable)
     given = {
         "model": model, "sets": sets or None, "data": data, "glob": glob, "field": field,

@@ -5,9 +5,10 @@ state each; what they replace is copied in before them and out behind them:
 
     y = copy_in(state) ... | y = in_done(y); new = adamw(..., y); h = copy_out(new) ... | h = out_done(new, h)
 
-While one part is updated, the next come in and those before go out; a few parts are on the card at a time. What stays on the card
-is updated between them, while copies come and go. State that is an input lies on the host from step to step, and `optimizer.state`
-stays its owner. The same operators on the same values: every bit stays.
+Where layers are updated behind their backward passes, the state of one comes while that of the one before leaves, beside the
+backward pass between them. Where all updates stand together, a few parts are on the card at a time: some come while those before
+go, and what stays on the card is updated between them. State that is an input lies on the host from step to step, and
+`optimizer.state` stays its owner. The same operators on the same values: every bit stays.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import fx
 from wholestep.errors import BadOption
 from wholestep.graph.layers import layer_pattern, part_borders
 from wholestep.graph.plan import Plan
-from wholestep.graph.training_graph import OutputKind, Role, TrainingGraph, tensors_in
+from wholestep.graph.training_graph import OutputKind, Role, TrainingGraph, phase_of, tensors_in
 from wholestep.ops import IN_PLACE
 from wholestep.passes.offload import copy_node, said_to_be_on
 from wholestep.passes.pipeline import compiler_pass
@@ -33,8 +34,10 @@ from wholestep.passes.update_early import Part, is_separable, split_update, upda
 ws = torch.ops.ws
 MOST_BYTES = 128 << 20
 """Of state per update: 3 ms of a link of 40 GB/s, long beside what a copy costs to start."""
-AT_ONCE, LEAVING = 4, 2
-"""Parts on the card at a time, and how many of them may be on the way out while the next is updated; the others come in."""
+AT_ONCE = 4
+"""Parts on the card at a time where nothing but updates runs meanwhile: half of them come while the others leave."""
+BESIDE_A_LAYER = 1 << 30
+"""Of state that comes at most while the backward of a layer runs; it leaves beside that of the next."""
 
 
 @compiler_pass(numerics="bitwise", for_updates=True)
@@ -43,12 +46,11 @@ def stream_state(graph: TrainingGraph, plan: Plan) -> TrainingGraph:
     if "host" not in plan.state.values():
         return graph
     away = states_on_host(graph, plan.state)
-    stations = part_borders(graph.graph.nodes)
     updates = [node for node in graph.operations() if node.target in IN_PLACE]
     streamed = [part for update in updates for part in _cut(graph, update, away)]
     if not streamed:
         return graph
-    _stream(graph, streamed, away, stations)
+    _stream(graph, streamed, away)
     graph.module.recompile()
     return graph
 
@@ -122,53 +124,118 @@ def _shared_out(stays: Sequence[int], update: fx.Node, count: int) -> list[list[
     return groups
 
 
-def _stream(graph: TrainingGraph, updates: Sequence[fx.Node], away: set[fx.Node], stations: Sequence[fx.Node]) -> None:
-    """Before an update: an earlier part has left, a later one begins to come, its own is there."""
-    states = [[entry for entries in written_lists(u)[1:] for entry in entries if entry in away] for u in updates]
-    coming: dict[fx.Node, fx.Node] = {}
-    going: list[list[tuple[fx.Node, fx.Node]]] = []
-    """(new state, its copy on the way out) of every update so far."""
-    final: dict[fx.Node, fx.Node] = {}
+def update_rounds(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """Updates by the place where they stand: between those of a round no other part of the step begins."""
+    borders = {node for node in part_borders(nodes) if phase_of(node) != "update"}
+    found: list[list[fx.Node]] = []
+    apart = True
+    for node in nodes:
+        apart = apart or node in borders
+        if node.target in IN_PLACE:
+            if apart:
+                found.append([])
+            found[-1].append(node)
+            apart = False
+    return found
 
-    def come(part: int, before: fx.Node) -> None:
-        device = next(t.device for entry in update_list(updates[part], "params") for t in tensors_in(entry.meta["val"]))
-        for entry in states[part]:
-            coming[entry] = copy_node(graph.graph, before, ws.copy_in.default, (entry, device), "update")
 
-    for part in range(min(AT_ONCE, len(updates))):
-        come(part, _ahead(graph, updates, stations))
-    for index, update in enumerate(updates):
-        if index >= LEAVING:
-            final |= _done(graph.graph, going[index - LEAVING], before=update)
-            if index - LEAVING + AT_ONCE < len(updates):
-                come(index - LEAVING + AT_ONCE, update)
+def round_trips(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, list[fx.Node], fx.Node]]:
+    """(before which its state begins to come, the updates of a round, before which it has left). It comes behind the round before
+    and has left at the next one, so what runs between rounds hides it. Where all updates stand at the end, none comes in the
+    backward pass: until then all gradients wait, and memory is scarcest."""
+    position = {node: index for index, node in enumerate(nodes)}
+    rounds, borders = update_rounds(nodes), part_borders(nodes)
+    between = [node for node in borders if phase_of(node) != "update"] if len(rounds) > 1 else borders
+    places = [position[node] for node in between]
+    found = []
+    for number, updates in enumerate(rounds):
+        last = bisect.bisect_right(places, position[updates[0]]) - 1
+        first = bisect.bisect_right(places, position[rounds[number - 1][-1]]) if number else last
+        leaves = rounds[number + 1][0] if number + 1 < len(rounds) else nodes[-1]
+        found.append((between[first] if 0 <= first <= last else updates[0], updates, leaves))
+    return found
+
+
+class _Stream:
+    """Copies of state around the updates that read it."""
+
+    def __init__(self, graph: TrainingGraph, updates: Sequence[fx.Node], away: set[fx.Node]) -> None:
+        self.graph = graph.graph
+        self.states = {u: [e for entries in written_lists(u)[1:] for e in entries if e in away] for u in updates}
+        self.coming: dict[fx.Node, fx.Node] = {}
+        self.going: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = {}
+        """Update -> (new state, its copy on the way out)."""
+        self.final: dict[fx.Node, fx.Node] = {}
+        """New state -> the same when it has left the card."""
+
+    def come(self, update: fx.Node, before: fx.Node) -> None:
+        device = next(t.device for entry in update_list(update, "params") for t in tensors_in(entry.meta["val"]))
+        for entry in self.states[update]:
+            self.coming[entry] = copy_node(self.graph, before, ws.copy_in.default, (entry, device), "update")
+
+    def update(self, update: fx.Node) -> fx.Node:
+        """With what came; the node behind the copies that begin to leave."""
         here = {
-            entry: copy_node(graph.graph, update, ws.in_done.default, (coming[entry],), "update")
-            for entry in states[index]
+            entry: copy_node(self.graph, update, ws.in_done.default, (self.coming[entry],), "update")
+            for entry in self.states[update]
         }
         news = _results(update, here)
-        update.args = fx.map_arg(update.args, lambda entry, here=here: here.get(entry, entry))
-        update.kwargs = fx.map_arg(update.kwargs, lambda entry, here=here: here.get(entry, entry))
+        update.args = fx.map_arg(update.args, lambda entry: here.get(entry, entry))
+        update.kwargs = fx.map_arg(update.kwargs, lambda entry: here.get(entry, entry))
         after = update.next
         while after.target is operator.getitem:
             after = after.next
-        going.append([(new, copy_node(graph.graph, after, ws.copy_out.default, (new,), "update")) for new in news])
-    for left in going[max(0, len(updates) - LEAVING) :]:
-        final |= _done(graph.graph, left, before=graph.output_node)
-    _return(graph, final)
+        self.going[update] = [
+            (new, copy_node(self.graph, after, ws.copy_out.default, (new,), "update")) for new in news
+        ]
+        return after
+
+    def leave(self, update: fx.Node, before: fx.Node) -> None:
+        """What an update made is waited for."""
+        for new, copy in self.going[update]:
+            self.final[new] = copy_node(self.graph, before, ws.out_done.default, (new, copy), "update")
+
+
+def _stream(graph: TrainingGraph, updates: Sequence[fx.Node], away: set[fx.Node]) -> None:
+    """Before an update: its own state is there. A round with more state than may lie on the card at once comes in portions, each
+    while the one before is updated."""
+    stream = _Stream(graph, updates, away)
+    trips = round_trips(list(graph.graph.nodes))
+    for comes, members, leaves in trips:
+        portions = _portions([u for u in members if u in stream.states], stream.states, early=len(trips) > 1)
+        for update in portions[0] if portions else ():
+            stream.come(update, before=comes)
+        for number, portion in enumerate(portions):
+            for update in portions[number - 1] if number else ():
+                stream.leave(update, before=portion[0])
+            following = list(portions[number + 1]) if number + 1 < len(portions) else []
+            for index, update in enumerate(portion):
+                after = stream.update(update)
+                for late in following[index:] if update is portion[-1] else following[index : index + 1]:
+                    stream.come(late, before=after)
+        for update in portions[-1] if portions else ():
+            stream.leave(update, before=leaves)
+    _return(graph, stream.final)
     for state in away:
         state.meta["val"] = said_to_be_on(state.meta["val"], torch.device("cpu"))
 
 
-def _ahead(graph: TrainingGraph, updates: Sequence[fx.Node], stations: Sequence[fx.Node]) -> fx.Node:
-    """Where the first parts begin to come: a station before the first update. Where all updates stand at the end, not before the
-    station behind the backward pass: until then all gradients wait, and memory is scarcest."""
-    position = {node: index for index, node in enumerate(graph.graph.nodes)}
-    known = [node for node in stations if node in position]  # an update that was cut may have been one
-    places = [position[node] for node in known]
-    first, last = (bisect.bisect_right(places, position[update]) - 1 for update in (updates[0], updates[-1]))
-    ahead = first - int(first != last)
-    return known[ahead] if ahead >= 0 else updates[0]
+def _portions(
+    updates: Sequence[fx.Node], states: Mapping[fx.Node, Sequence[fx.Node]], *, early: bool
+) -> list[list[fx.Node]]:
+    """As many updates at a time as may have their state on the card together."""
+    found: list[list[fx.Node]] = []
+    together = AT_ONCE // 2 * MOST_BYTES
+    held, most = 0, BESIDE_A_LAYER if early else together
+    for update in updates:
+        size = sum(state.meta["val"].nbytes for state in states[update])
+        if not found or held + size > most:
+            most = most if not found else together
+            found.append([])
+            held = 0
+        found[-1].append(update)
+        held += size
+    return found
 
 
 def _results(update: fx.Node, states: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
@@ -176,11 +243,6 @@ def _results(update: fx.Node, states: Mapping[fx.Node, fx.Node]) -> list[fx.Node
     flat = [entry for entries in written_lists(update) for entry in entries]
     by_index = {user.args[1]: user for user in update.users}
     return [by_index[i] for i, entry in enumerate(flat) if entry in states]
-
-
-def _done(graph: fx.Graph, going: Sequence[tuple[fx.Node, fx.Node]], before: fx.Node) -> dict[fx.Node, fx.Node]:
-    """New state -> the same when it has left the card."""
-    return {new: copy_node(graph, before, ws.out_done.default, (new, copy), "update") for new, copy in going}
 
 
 def _return(graph: TrainingGraph, final: Mapping[fx.Node, fx.Node]) -> None:

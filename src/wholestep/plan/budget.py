@@ -33,7 +33,18 @@ from wholestep.lower.footprint.predict import predict_profile
 from wholestep.lower.footprint.regions import predict_compiled
 from wholestep.lower.footprint.scratch import Scratch, measure_scratch
 from wholestep.passes.pipeline import Pipeline
-from wholestep.plan.frontier import CONTEXT_BYTES, HIDDEN, SLACK, Point, fastest, frontier, round_up, too_small
+from wholestep.plan.frontier import (
+    CONTEXT_BYTES,
+    HIDDEN,
+    SLACK,
+    SURELY_HIDDEN,
+    WORTH_THE_RISK,
+    Point,
+    fastest,
+    frontier,
+    round_up,
+    too_small,
+)
 from wholestep.plan.moves import Room
 from wholestep.plan.rebatch import at_traced_sizes, sized_by_data
 
@@ -179,8 +190,10 @@ class Fitting:
         try:
             peak = self.budget.peak() - self.state_bytes
             sized = at_traced_sizes(graph) if sized_by_data(graph) else graph
+            # sums know where copies stand, not how they wait for one another
+            exact = self.room is not None
             return frontier(
-                sized, self.device, self.pipeline.carry_out, targets=TARGETS, near=peak, exact=False, room=self.room
+                sized, self.device, self.pipeline.carry_out, targets=TARGETS, near=peak, exact=exact, room=self.room
             )
         except ValueError as error:
             raise BadOption(f"memory= with symbolic sizes: {error}", hint="use dynamic=False") from error
@@ -326,8 +339,12 @@ class ForSpeed:
 
 
 def hidden(points: list[Point]) -> Point:
-    """The leanest of the points that take at most 1 % longer than the fastest."""
-    return min((p for p in points if p.seconds <= (1 + HIDDEN) * points[0].seconds), key=lambda point: point.peak_bytes)
+    """The leanest of the points that are as fast as the fastest: surely so, or by prediction where that is much leaner."""
+    sure, granted = (
+        min((p for p in points if p.seconds <= (1 + share) * points[0].seconds), key=lambda point: point.peak_bytes)
+        for share in (SURELY_HIDDEN, HIDDEN)
+    )
+    return granted if granted.peak_bytes <= (1 - WORTH_THE_RISK) * sure.peak_bytes else sure
 
 
 def state_bytes(update: TrainingGraph | None) -> int:

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from wholestep.plan.moves import STATE_IN_FLIGHT
+from wholestep.plan.moves import STATE_IN_FLIGHT, Moves, Span
 from wholestep.plan.problem import Problem
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class MemoryPlanner:
             self._row(held, -moves.room.host_bytes / self.scale)
         for span in moves.spans():
             seconds = sum(moves.windows[n] for n in span.time)
-            waits = [(self.waits[n], 1.0) for n in span.moved]
+            waits = [(self.waits[n], 1.0) for n in span.moved] + self._recomputed(moves, span)
             leaving, coming = list(waits), list(waits)
             for index, move in zip(self.away, self.moves):
                 if span.counts not in ("both", "state" if move.value is None else "values"):
@@ -185,6 +185,14 @@ class MemoryPlanner:
             for terms in (leaving, coming):
                 if len(terms) > len(waits):
                     self._row(terms, -seconds / self.whole)
+
+    def _recomputed(self, moves: Moves, span: Span) -> list[tuple[int, float]]:
+        """Seconds that what is recomputed adds to a span."""
+        inside = {stretch for stretch, window in moves.window_of.items() if window in span.time}
+        shares = [
+            (u, len(inside & u.stretches) / (len(u.stretches) or 1)) for u in self.units if u.allowed and u.seconds
+        ]
+        return [(self.near[u.key], u.seconds * share / self.whole) for u, share in shares if share]
 
     def _solve(self, cost_of_bytes: float, most: float, most_seconds: float = np.inf) -> Decision | None:
         size, whole = self.size, self.whole

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
@@ -23,18 +24,19 @@ from wholestep.graph.layers import layer_pattern, layers_of
 from wholestep.graph.liveness import tensor_bytes
 from wholestep.graph.training_graph import Role, TrainingGraph, phase_of
 from wholestep.ops import IN_PLACE
-from wholestep.passes.stream_state import AT_ONCE, MOST_BYTES
+from wholestep.passes.stream_state import AT_ONCE, MOST_BYTES, round_trips
 from wholestep.passes.trips import Trip, Trips
 from wholestep.plan.peak import Timeline
 from wholestep.plan.seconds import Clock
 
-WINDOWS = 8
-"""Each of the forward pass and of the rest."""
+WINDOWS = 16
+"""Of the forward pass; and of the rest, where no updates divide it."""
 SHARES = 4
 """Into which the equal layers are cut: a quarter, a half, three quarters or all of them leave."""
 WORTH_MOVING = 2e-3
 """Values smaller than this share of what waits for the backward pass, all layers together, do not leave."""
 STATE_IN_FLIGHT = AT_ONCE * MOST_BYTES
+"""Of state that all updates stand at the end of the step for: what comes and what leaves."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,26 +73,38 @@ class Moves:
 
     moves: Sequence[Move]
     windows: Sequence[float]
-    """Seconds of every window: those of the forward pass, then of the rest, then of updates that stand together at the end."""
+    """Seconds of every window: those of the forward pass; those of the rest, each until a round of updates where there are several;
+    what follows the last of them, or the updates that stand together at the end."""
     seconds_out: float
     """Per byte that leaves."""
     seconds_in: float
     seconds_shared: float
     """Which a byte that leaves while others come takes from them."""
     room: Room
+    by_rounds: bool = False
+    """Whether windows of the rest lie between rounds of updates."""
+    window_of: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Stretch -> the window in which most of it runs: what is recomputed there gives the link more time."""
     in_flight: Sequence[int] = ()
     """Stretches in which parts of the state are on the way to their updates, where any lies on the host."""
 
+    def slower(self, times: float) -> Moves:
+        """The same over a link that takes so many times as long."""
+        out, back, shared = (times * seconds for seconds in (self.seconds_out, self.seconds_in, self.seconds_shared))
+        return dataclasses.replace(self, seconds_out=out, seconds_in=back, seconds_shared=shared)
+
     def spans(self) -> Iterator[Span]:
         """Of the forward pass from every window to the end, where all is gone that leaves; of the rest from its beginning to every
-        window, until when only so much can have come. State comes and goes in the window of its update."""
+        window, until when only so much can have come. State comes in the window before its update and goes in the next."""
         for number in range(WINDOWS):
-            until = range(WINDOWS, WINDOWS + number + 1)
             yield Span(range(number, WINDOWS), range(number + 1, WINDOWS), "values")
-            yield Span(until, until[:-1], "values")
+        for number in range(WINDOWS, len(self.windows) - 1):
+            until = range(WINDOWS, number + 1)
+            yield Span(until, until if self.by_rounds else until[:-1], "values")
             yield Span(until, until, "both")
-        for number in range(WINDOWS, 2 * WINDOWS + 1):
-            yield Span(range(number, number + 1), range(number, number + 1), "state")
+        if any(move.value is None for move in self.moves):
+            for number in range(WINDOWS, len(self.windows)):
+                yield Span(range(number, number + 1), range(number, number + 1), "both" if self.by_rounds else "state")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,22 +134,45 @@ class _Builder:
         self.starts = [place for place, _ in places]
         self.numbers = [number for _, number in places]
         self.end_of_forward = max(stretches.values(), default=-1) + 1
+        nodes = list(graph.graph.nodes)
+        trips = [
+            (self.position[comes], updates, self.position[leaves]) for comes, updates, leaves in round_trips(nodes)
+        ]
+        self.rounds = trips if len(trips) > 1 else []
+        """(where its state begins to come, its updates, where it has left), where there are several."""
         self.at_end = self._end()
         self._windows()
 
     def _windows(self) -> None:
-        """Equal seconds of the forward pass, and of the rest; one for updates that stand together at the end."""
-        seconds = {"forward": 0.0, "rest": 0.0, "end": 0.0}
+        """Equal seconds of the forward pass; of the rest what lies between rounds of updates, or equal seconds as well."""
         ends: dict[str, list[tuple[int, float]]] = {"forward": [], "rest": [], "end": []}
         for work, took in self.clock.each(self.line.works, self.line.sizes):
-            place = self.position[work.node]
-            late = self.at_end is not None and place >= self.at_end
-            span = "forward" if phase_of(work.node) == "forward" else "end" if late else "rest"
-            seconds[span] += took
-            ends[span].append((place, seconds[span]))
-        self.ends, self.whole = ends, seconds
-        self.windows = [seconds[span] / WINDOWS for span in ("forward", "rest") for _ in range(WINDOWS)]
-        self.windows.append(seconds["end"])
+            if (span := self._span(place := self.position[work.node])) is not None:
+                ends[span].append((place, took + (ends[span][-1][1] if ends[span] else 0.0)))
+        self.ends = ends
+        """Of each span: (place, seconds until then)."""
+        self.borders = [self.position[updates[0]] for _, updates, _ in self.rounds]
+        """Places at which the next window of the rest begins."""
+        whole = {span: entries[-1][1] if entries else 0.0 for span, entries in ends.items()}
+        rest = [whole["rest"] / WINDOWS] * WINDOWS + [whole["end"]]
+        if self.rounds:
+            passed = [self._passed(border, "rest") for border in self.borders]
+            rest = [until - since for since, until in itertools.pairwise([0.0, *passed, whole["rest"]])]
+        self.windows = [whole["forward"] / WINDOWS] * WINDOWS + rest
+
+    def _passed(self, place: int, span: str) -> float:
+        """Seconds of a span before a place."""
+        at = bisect.bisect_left(self.ends[span], (place, 0.0))
+        return self.ends[span][at - 1][1] if at else 0.0
+
+    def _span(self, place: int) -> str | None:
+        """Of a place; None in the loss: what leaves is gone by then, and nothing comes back before it is over."""
+        turn, places = self.trips.turn, self.trips.places
+        if not places or place < places[turn]:
+            return "forward"
+        if turn + 1 < len(places) and place < places[turn + 1]:
+            return None
+        return "end" if self.at_end is not None and place >= self.at_end else "rest"
 
     def _end(self) -> int | None:
         """Where updates begin, if all of them stand behind the backward pass."""
@@ -145,14 +182,14 @@ class _Builder:
             return None
         return backward[-1] + 1
 
-    def _window(self, node: fx.Node, *, forward: bool) -> int:
-        if not forward and self.at_end is not None and self.position[node] >= self.at_end:
-            return 2 * WINDOWS
-        ends = self.ends["forward" if forward else "rest"]
-        at = bisect.bisect_left(ends, (self.position[node], 0.0))
-        passed = ends[min(at, len(ends) - 1)][1] if ends else 0.0
-        share = min(WINDOWS - 1, int(WINDOWS * passed / (self.whole["forward" if forward else "rest"] or 1.0)))
-        return share if forward else WINDOWS + share
+    def _window(self, place: int, span: str) -> int:
+        if span == "end":
+            return len(self.windows) - 1
+        if span == "rest" and self.rounds:
+            return WINDOWS + bisect.bisect_right(self.borders, place)
+        whole = self.ends[span][-1][1] if self.ends[span] else 1.0
+        share = min(WINDOWS - 1, int(WINDOWS * self._passed(place, span) / (whole or 1.0)))
+        return share if span == "forward" else WINDOWS + share
 
     def build(self, room: Room) -> Moves:
         alone, both = self.clock.device.link_alone, self.clock.device.link_both
@@ -160,16 +197,32 @@ class _Builder:
             return Moves((), (), 0.0, 0.0, 0.0, room)
         moves = [*self._values(), *self._states()]
         return Moves(
-            moves, self.windows, 1 / alone, 1 / alone, (1 / both) * (1 - both / alone), room, self._in_flight()
+            moves,
+            self.windows,
+            1 / alone,
+            1 / alone,
+            (1 / both) * (1 - both / alone),
+            room,
+            bool(self.rounds),
+            self._window_of(),
+            self._in_flight(),
         )
 
+    def _window_of(self) -> dict[int, int]:
+        places: dict[int, list[int]] = defaultdict(list)
+        for number, start in zip(self.numbers, self.starts, strict=True):
+            places[number].append(start)
+        middles = {number: starts[len(starts) // 2] for number, starts in places.items()}
+        return {
+            n: self._window(place, span)
+            for n, place in middles.items()
+            if (span := self._span(place)) in ("rest", "end")
+        }
+
     def _in_flight(self) -> list[int]:
-        """From the station before the first update on; behind the backward pass, where they all stand there."""
-        updates = [self.position[node] for node in self.graph.operations() if node.target in IN_PLACE]
-        stations = [place for place in self.trips.places if place <= min(updates, default=0)]
-        first = self.at_end if self.at_end is not None else stations[-2] if len(stations) > 1 else 0
+        """Stretches behind the backward pass, where all updates stand there."""
         ends = dict(zip(self.numbers, self.starts, strict=True))  # the last node of every stretch
-        return [number for number, end in ends.items() if end >= first]
+        return [number for number, end in ends.items() if self.at_end is not None and end >= self.at_end]
 
     def _values(self) -> list[Move]:
         keys, layers = value_keys(self.graph), layers_of(self.graph.graph.nodes)
@@ -216,8 +269,9 @@ class _Builder:
         returns = self.numbers[at] if at < len(self.numbers) else self.end_of_forward
         for stretch in (*range(returns), self.end_of_forward):
             move.freed[stretch] += size
-        move.out[self._window(trip.out, forward=True)] += size
-        move.back[self._window(trip.back_done, forward=False)] += size
+        move.out[self._window(self.position[trip.out], "forward")] += size
+        asked = self._window(self.position[trip.back_done], "rest")
+        move.back[max(WINDOWS, asked - 1) if self.rounds else asked] += size
 
     def _states(self) -> list[Move]:
         """Optimizer state by the names of parameters, a share of the layers at a time."""
@@ -240,15 +294,25 @@ class _Builder:
         return [move for move in moves if move.host_bytes >= MOST_BYTES / 4]
 
     def _add_state(self, move: Move, states: Sequence[fx.Node]) -> None:
-        """What is updated in one piece is on the card as a whole then, so it frees nothing there if it is more than the parts that
-        are in flight anyway."""
+        """It is on the card from where it begins to come until it has left. At the end of the step it comes in portions: what is
+        updated in one piece frees nothing there if it is more than the parts that are in flight anyway."""
         size = sum(tensor_bytes(node.meta["val"]) for node in states)
         move.host_bytes += size
         update = next(iter(states[0].users))
-        window = self._window(update, forward=False)
-        move.out[window] += size
-        move.back[window] += size
-        at = min(bisect.bisect_left(self.starts, self.position[update]), len(self.numbers) - 1)
+        here: set[int] = set()
+        number = next((number for number, (_, updates, _) in enumerate(self.rounds) if update in updates), None)
+        if number is not None:
+            comes, _, leaves = self.rounds[number]
+            first, last = (bisect.bisect_left(self.starts, place) for place in (comes, leaves))
+            here = set(self.numbers[first:last])
+            move.back[WINDOWS + number] += size
+            move.out[WINDOWS + number + 1] += size
+        else:
+            window = self._window(self.position[update], "rest" if self.at_end is None else "end")
+            move.out[window] += size
+            move.back[window] += size
+            at = min(bisect.bisect_left(self.starts, self.position[update]), len(self.numbers) - 1)
+            here = {self.numbers[at]} if size > STATE_IN_FLIGHT else set()
         for stretch in range(self.end_of_forward + 1):
-            if size <= STATE_IN_FLIGHT or stretch != self.numbers[at]:
+            if stretch not in here:
                 move.freed[stretch] += size

@@ -19,7 +19,14 @@ from wholestep.capture.front import Front, LossGraph
 from wholestep.capture.ladder import WHOLE, Fall
 from wholestep.capture.modes import is_user_file
 from wholestep.capture.preflight import notes_on
-from wholestep.errors import BadBatch, CaptureRefused, UnsupportedModel, WholestepError, WholestepWarning
+from wholestep.errors import (
+    BadBatch,
+    CaptureRefused,
+    TierFailed,
+    UnsupportedModel,
+    WholestepError,
+    WholestepWarning,
+)
 from wholestep.graph.counted import counted
 from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
@@ -27,6 +34,7 @@ from wholestep.graph.printer import fingerprint
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.lower import kernels_of
 from wholestep.ops.tuner import Choice
+from wholestep.passes.stream_state import update_rounds
 from wholestep.runtime.binding import StateMoved, guard_steps_by_hand
 from wholestep.runtime.blame import Example, blamed
 from wholestep.runtime.compiled import LowerRung
@@ -66,6 +74,8 @@ class Step:
         self._assumed_wrongly = 0
         self._eager_first = False
         """Whether a real eager step comes first, in which libraries install their hooks and fill their caches."""
+        self.unsound: str | None = None
+        """The error between the updates of two layers, until a checkpoint is loaded."""
         self._lower: LowerRung | None = None
         self._example: Example | None = None
         self._latest: Variant | None = None
@@ -83,6 +93,7 @@ class Step:
     # ---- the call ----
 
     def __call__(self, batch: Any) -> Any:
+        self.refuse_unsound()
         micro = self._micro_batches(batch)
         optimizer = self.subject.optimizer
         num_states = 0 if optimizer is None else len(optimizer.state)
@@ -92,6 +103,8 @@ class Step:
             if optimizer is not None:
                 for parameter in list(optimizer.state)[num_states:]:
                     del optimizer.state[parameter]  # made for this step, which has not been taken
+            if isinstance(error, TierFailed) and self._updates_layer_by_layer():
+                self.unsound = str(error)
             if isinstance(error, WholestepError):
                 raise
             told = blamed(self._example, micro[0], error)
@@ -323,6 +336,16 @@ class Step:
         found = self.subject.loss_scale
         return None if found is None else found.numbers[0].clone()
 
+    def _updates_layer_by_layer(self) -> bool:
+        return self.graph is not None and len(update_rounds(list(self.graph.graph.nodes))) > 1
+
+    def refuse_unsound(self) -> None:
+        """An error where a disk failed while some layers were updated and others were not: that is the state of no step."""
+        if self.unsound is not None:
+            what = f"a step failed between the updates of two layers, so parameters and state are of no one step: {self.unsound}"
+            hint = "load a checkpoint (wholestep.load(..., step=step)); early_update=False updates when nothing can fail any more"
+            raise TierFailed(what, hint=hint)
+
     def state_dict(self) -> dict[str, Any]:
         """Seed and step count: with them the random numbers of the following steps are the same. In fp16 the loss scale too."""
         state: dict[str, Any] = {"seed": self.seed, "count": self.count}
@@ -331,7 +354,7 @@ class Step:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seed, self.count = int(state["seed"]), int(state["count"])
+        self.seed, self.count, self.unsound = int(state["seed"]), int(state["count"]), None
         if self.subject.loss_scale is not None and "loss_scale" in state:  # a run in another precision has none
             self.subject.loss_scale.load_state_dict(state["loss_scale"])
 

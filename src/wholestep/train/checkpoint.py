@@ -32,7 +32,9 @@ from torch.optim import Optimizer
 
 from wholestep.capture.optimizers import UNUSED
 from wholestep.errors import BadCheckpoint, BadOption, WholestepWarning
+from wholestep.passes.stream_state import place_of
 from wholestep.runtime.step import Step
+from wholestep.tiers.arena import pinned_like
 from wholestep.train.checkpoint_files import (
     Stored,
     checkpoints,
@@ -44,7 +46,7 @@ from wholestep.train.checkpoint_files import (
     telling_what_the_disk_refused,
     write,
 )
-from wholestep.train.encoding import decode, encode, own_copy
+from wholestep.train.encoding import decode, encode, savable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,6 +87,8 @@ def save(
     """
     if keep is not None and keep < 1:
         raise BadOption(f"keep={keep!r}", hint="use 1 or more, or None to keep all")
+    if isinstance(step, Step):
+        step.refuse_unsound()
     root = Path(folder)
     tensors, facts = _gather(model, optimizer, scheduler, step, data, config)
     with telling_what_the_disk_refused(root):
@@ -128,7 +132,7 @@ def restore(
     for module, state in plan.states:
         module.load_state_dict(state, strict=True)
     if optimizer is not None and plan_optimizer is not None:
-        _restore_optimizer(optimizer, plan_optimizer, same_dtypes=not plan.cast)
+        _restore_optimizer(optimizer, plan_optimizer, same_dtypes=not plan.cast, step=step)
     if scheduler is not None:
         scheduler.load_state_dict(scheduler_state)
     if plan.cast:
@@ -217,7 +221,7 @@ def model_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
                 aliases[name] = first_name[place]
                 continue
             first_name[place] = name
-            tensors[name] = own_copy(value, name)
+            tensors[name] = savable(value, name)
     return tensors, aliases
 
 
@@ -307,18 +311,39 @@ def _plan_optimizer(stored: Stored, optimizer: Optimizer) -> dict[str, Any]:
     return state
 
 
-def _restore_optimizer(optimizer: Optimizer, state: dict[str, Any], same_dtypes: bool) -> None:
-    """Through `load_state_dict`, which casts state to its parameter's dtype; state that had another keeps its own."""
-    optimizer.load_state_dict(state)
+def _restore_optimizer(optimizer: Optimizer, state: dict[str, Any], same_dtypes: bool, step: Step | None) -> None:
+    """Through `load_state_dict`, which casts state to its parameter's dtype; state that had another keeps its own. What the step
+    keeps in the host's memory does not pass through the card, which may have no room for it."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    apart = _with_state_on_host(step)
+    waiting: dict[Any, dict[str, Tensor]] = {}
+    given = dict(state["state"])
+    for index, parameter in zip(indices, parameters):
+        if id(parameter) in apart and index in given:
+            large = {key: value for key, value in given[index].items() if isinstance(value, Tensor) and value.dim()}
+            waiting[parameter] = large
+            given[index] = {key: value for key, value in given[index].items() if key not in large}
+    optimizer.load_state_dict({**state, "state": given})
+    for parameter, large in waiting.items():
+        for key, value in large.items():
+            kept = value if same_dtypes else value.to(parameter.dtype)
+            optimizer.state[parameter][key] = pinned_like(kept).copy_(kept) if parameter.is_cuda else kept.clone()
     if not same_dtypes:
         return
-    indices = [index for group in state["param_groups"] for index in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in zip(indices, parameters):
         live = optimizer.state.get(parameter, {})
-        for key, value in state["state"].get(index, {}).items():
+        for key, value in given.get(index, {}).items():
             if isinstance(value, Tensor) and isinstance(live.get(key), Tensor) and live[key].dtype != value.dtype:
                 live[key] = value.to(live[key].device)
+
+
+def _with_state_on_host(step: Step | None) -> set[int]:
+    """Ids of the parameters whose state the plan leaves in the host's memory."""
+    if step is None or step.plan is None:
+        return set()
+    patterns = step.plan.state
+    return {id(p) for name, p in step.subject.parameters.items() if place_of(name, patterns) == "host"}
 
 
 def _restore_step(stored: Stored, step: Step) -> None:

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from wholestep.disk import read_json
 from wholestep.errors import BadCheckpoint, WholestepWarning
 from wholestep.train.checkpoint_hashes import HASHES, difference, read_hashes, write_hashes
-from wholestep.train.encoding import decode
+from wholestep.train.encoding import DTYPES, decode
 
 if TYPE_CHECKING:  # finding a checkpoint, and finding it damaged, needs no torch
     from torch import Tensor
@@ -82,20 +82,26 @@ def write(
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """As `safetensors` saves them, and equal tensors as equal bytes: its metadata has another order each time."""
-    from safetensors.torch import save_file
+    """A file of safetensors, written a tensor at a time: weights and state of a large model are more than a host's memory.
+    Equal tensors are equal bytes."""
+    import torch
 
-    save_file(tensors, path, metadata)
-    if len(metadata) < 2:
-        return
-    with path.open("r+b") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        header["__metadata__"] = dict(sorted(metadata.items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        if len(text) <= size:  # always: the same words; a header may end in spaces
-            file.seek(8)
-            file.write(text.ljust(size))
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all are aligned
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    end = 0
+    for name in names:
+        tensor, begin = tensors[name], end
+        end += tensor.numel() * tensor.element_size()
+        kind = DTYPES[str(tensor.dtype).removeprefix("torch.")]
+        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            flat = tensors[name].detach().cpu().resolve_neg().contiguous().view(-1)
+            if flat.numel():
+                file.write(flat.view(torch.uint8).numpy().data)
 
 
 def _sync(path: Path) -> None:

@@ -17,17 +17,19 @@ if TYPE_CHECKING:  # what is wrong with a checkpoint is told before torch is loa
 
 _TAG = "$"
 """Marks, in JSON, an object that stands for something JSON lacks: a tuple, a table with other keys than text, a tensor."""
-_DTYPES = (
-    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
-    "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2",
-)  # fmt: skip
+DTYPES = {
+    "bool": "BOOL", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "int8": "I8", "int16": "I16", "int32": "I32",
+    "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+"""As torch calls them -> as safetensors does."""
 
 
-def own_copy(tensor: Tensor, name: str) -> Tensor:
-    """A contiguous CPU tensor that shares its storage with no other: safetensors asks for that."""
+def savable(tensor: Tensor, name: str) -> Tensor:
+    """The tensor itself, if it can be saved: it is read when it is written, and large ones are not held twice."""
     import torch
 
-    if tensor.layout is not torch.strided or str(tensor.dtype).removeprefix("torch.") not in _DTYPES or tensor.is_meta:
+    if tensor.layout is not torch.strided or str(tensor.dtype).removeprefix("torch.") not in DTYPES or tensor.is_meta:
         kind = "without data" if tensor.is_meta else f"of {tensor.dtype}, {tensor.layout}"
         raise BadCheckpoint(f"{name!r} is a tensor {kind}, which cannot be saved")
     tensor = tensor.detach()
@@ -35,7 +37,7 @@ def own_copy(tensor: Tensor, name: str) -> Tensor:
         raise BadCheckpoint(
             f"{name!r} is a {type(tensor).__name__}, which cannot be saved", hint="save its plain tensors"
         )
-    return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return tensor
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor] | None = None) -> Any:
@@ -54,7 +56,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor] | None = None) -> A
     if tensors is not None and _is_tensor(value):
         import torch
 
-        tensors[path] = own_copy(value, path)
+        tensors[path] = savable(value, path)
         strides = {} if value.is_contiguous() else {"strides": list(torch.empty_like(value, device="meta").stride())}
         return {_TAG: "tensor", "name": path, **strides}
     hint = "a checkpoint holds numbers, text, lists and dicts; convert it (float(x), x.tolist(), dataclasses.asdict(x))"

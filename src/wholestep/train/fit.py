@@ -39,6 +39,11 @@ LARGE, LEAST_TARGETS = 3500, 7
 """Beyond so many nodes fewer plans are made: each is carried out and counted, a second or two for a Llama of 8B."""
 SHORTENINGS = 2
 """Lengths that are captured to find one of which a row fits."""
+UNHELD = (
+    "each layer is updated behind its backward, as wholestep.compile does it; wholestep train holds updates until all gradients "
+    "are known to be finite, unless --nonfinite allow"
+)
+"""Of a step without clipping."""
 LASTING = ("weights", "buffers", "optimizer state")
 """What a step holds whatever its batch is."""
 
@@ -174,6 +179,8 @@ def will_it_fit(
     done = time.perf_counter()
     seconds = {**step.seconds, "plan": planned.seconds, "largest batch": done - guessing, "all": done - began}
     notes: list[str] = [*step.captured.notes]
+    if step.job.compile_options.get("clip_norm") is None and step.captured.update is None:
+        notes.append(UNHELD)
     if step.job.real:
         notes.append("the model of your function was built for real; its batch cannot be changed from here")
     return Fit(

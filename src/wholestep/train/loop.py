@@ -49,7 +49,7 @@ def train(
     resume: bool = False,
     save_every: int | None = None,
     keep: int | None = 3,
-    nonfinite: Literal["stop", "skip"] = "stop",
+    nonfinite: Literal["stop", "skip", "allow"] = "stop",
     backend: str = "inductor",
     dump: str | None = None,
     display: Display | None = None,
@@ -68,7 +68,9 @@ def train(
         save_every: steps between checkpoints; None saves about ten times, and every ten minutes.
         keep: how many checkpoints stay; None keeps all.
         nonfinite: "stop" ends the run soon after a loss or gradient that is not finite; "skip" leaves such steps out.
-            In both cases the update of such a step is not made, so what is saved is sound.
+            In both cases the update of such a step is not made, so what is saved is sound. For that all gradients wait until the
+            last is known. "allow" updates each layer behind its backward; it ends the run when the loss is not finite, with
+            the last checkpoint before that.
         backend, dump: as for `wholestep.compile`.
         display: is told what happens; None shows nothing.
         compile_options: more of them, over those of the job.
@@ -84,7 +86,7 @@ def train(
         folder.take()
         run, logs = None, Loggers(loggers)
         try:
-            step, seconds = _compile(job, options, dump, shown)
+            step, seconds = _compile(job, options, dump, shown, nonfinite)
             run = Run(job, folder, step, total, save_every, keep, nonfinite, shown, interrupts, seconds, logs)
             run.begin(stored, _write_config(folder, request, {**job.settings, "steps": total}, step.subject.device))
             status = run.loop()
@@ -102,8 +104,8 @@ def _checked(job: Job, steps: int | None, save_every: int | None, nonfinite: str
     for name, value in (("steps", total), ("save_every", save_every)):
         if (value is not None or name == "steps") and (not isinstance(value, int) or value < 1):
             raise BadOption(f"{name}={value!r}", hint="use a whole number, 1 or more")
-    if nonfinite not in ("stop", "skip"):
-        raise BadOption(f"nonfinite={nonfinite!r}", hint="use 'stop' or 'skip'")
+    if nonfinite not in ("stop", "skip", "allow"):
+        raise BadOption(f"nonfinite={nonfinite!r}", hint="use 'stop', 'skip' or 'allow'")
     assert total is not None
     return total
 
@@ -199,11 +201,14 @@ def _refuse_full_disk(folder: RunFolder, needed: int) -> None:
         raise BadOption(what, hint="name another disk with --out, or make room")
 
 
-def _compile(job: Job, options: dict[str, Any], dump: str | None, display: Display) -> tuple[Step, float]:
+def _compile(
+    job: Job, options: dict[str, Any], dump: str | None, display: Display, nonfinite: str
+) -> tuple[Step, float]:
     display.compiling(str(options["backend"]))
     began = time.perf_counter()
-    # In both modes: with "stop" too, what is saved then is the state before the step that went wrong.
-    options = {"nonfinite": "skip", "verbose": display.verbose, "seed": job.settings.get("seed", 0), **options}
+    # With "stop" too: what is saved then is the state before the step that went wrong.
+    mode = "allow" if nonfinite == "allow" else "skip"
+    options = {"nonfinite": mode, "verbose": display.verbose, "seed": job.settings.get("seed", 0), **options}
     step = api.compile(job.model, job.loss_fn, job.optimizer, job.batches.batch(0), dump=dump, **options)
     seconds = time.perf_counter() - began
     display.compiled(step, seconds)

@@ -39,7 +39,7 @@ OF_THIS_CALL = ("config", "out", "resume", "dump", "quiet", "json")
 CHOICES = {
     "precision": ("fp32", "bf16", "fp16"),
     "backend": ("inductor", "interpret"),
-    "nonfinite": ("stop", "skip"),
+    "nonfinite": ("stop", "skip", "allow"),
 }
 LEAST_ONE = ("batch", "seq", "steps", "save_every")
 MADE_OF = ("sets", "data", "glob", "field", "tokenizer", "batch", "seq", "precision", "steps", "init")

@@ -208,12 +208,12 @@ class Run:
             }  # fmt: skip
             self.skipped_in_a_row = 0 if one.finite else self.skipped_in_a_row + 1
             if not one.finite:
-                row |= {"finite": False, "skipped": True}
+                row |= {"finite": False, "skipped": self.nonfinite != "allow"}
                 if self._is_the_scales(one):
                     row["by_loss_scale"] = True
                     self.skipped_by_scale += 1
                 else:
-                    self.skipped += 1
+                    self.skipped += int(self.nonfinite != "allow")
                     self._tell_skipped(one)
             self._add(row)
 
@@ -260,6 +260,8 @@ class Run:
         self._note(self.watch.ready(wait=True))
         self.metrics.flush()
         self.loggers.flush()
+        if self.nonfinite == "allow" and self.bad_step is not None:
+            return  # the update was made: the last checkpoint is what there is to go on from
         with self.clock.paused():
             self.saved = checkpoint.save(
                 self.folder.checkpoints, model=self.job.model, optimizer=self.job.optimizer, scheduler=self.job.scheduler,
@@ -327,6 +329,9 @@ class Run:
             return None
         if self.nonfinite == "skip":
             return f"{self.skipped_in_a_row} steps in a row were skipped, up to step {self.step.count}; try a lower learning rate"
+        if self.nonfinite == "allow":
+            kept = "nothing was saved before" if self.saved is None else f"{self.saved.name} is the last before it"
+            return f"the loss is not finite at step {self.bad_step}, and its update was made; {kept}; try a lower learning rate"
         return (
             f"the loss or its gradient is not finite at step {self.bad_step}; stopped after step {self.step.count}, with the "
             "update of that step left out; try a lower --set lr=, --set clip_norm=1.0, --precision fp32, or --nonfinite skip"
