@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 from h200 import LAYERS
+from predicted_scatter import predicted_scatter
 
 from wholestep.cost.target import find_target
 from wholestep.graph.bytes import parse_bytes
-from wholestep.report.pictures.predicted_scatter import predicted_scatter
 from wholestep.train.fit import CapturedStep, Question, captured_step, will_it_fit
 from wholestep.train.fit_text import fit_json
 

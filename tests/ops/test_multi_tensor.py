@@ -9,7 +9,10 @@ from wholestep.ops.multi_tensor import BLOCK
 
 INTERPRETED = """
 import torch
-from wholestep.ops import adamw, adamw_triton, sgd, sgd_triton
+import wholestep.ops
+from wholestep.ops import adamw_triton, sgd_triton
+
+adamw, sgd = torch.ops.ws.adamw, torch.ops.ws.sgd
 
 torch.manual_seed(0)
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 8e-3}  # the interpreter truncates to bf16
@@ -37,7 +40,7 @@ for dtype, decoupled, amsgrad, maximize in (
     hyper = torch.tensor([3, 1e-2, 0.9, 0.999, 1e-8, 0.1], dtype=torch.float64)
     lists = states if amsgrad else [*states, []]
     inputs = (wide(params), wide(grads), *map(wide, lists))
-    want = adamw.update(*inputs, hyper, scale, amsgrad, maximize, decoupled, "single")
+    want = adamw(*inputs, hyper, scale, amsgrad, maximize, decoupled, "single")
     got = [[t.clone(memory_format=torch.preserve_format) for t in group] for group in (params, *states)]
     adamw_triton.launch(got[0], grads, got[1:], hyper, scale, maximize=maximize, decoupled=decoupled)
     close([t for group in got for t in group], want)
@@ -47,7 +50,7 @@ for dtype, decoupled, amsgrad, maximize in (
 
     hyper = torch.tensor([1e-2, 0.9, 0.1, 0.1], dtype=torch.float64)
     for buffers, nesterov in ((states[0], True), (states[0], False), ([], False)):
-        want = sgd.update(wide(params), wide(grads), wide(buffers), hyper, None, nesterov, maximize, "single")
+        want = sgd(wide(params), wide(grads), wide(buffers), hyper, None, nesterov, maximize, "single")
         new_params, new_buffers = [t.clone() for t in params], [t.clone() for t in buffers]
         sgd_triton.launch(
             new_params, grads, [new_buffers] if buffers else [], hyper, None, nesterov=nesterov, maximize=maximize

@@ -6,9 +6,9 @@ import re
 from xml.etree import ElementTree
 
 import pytest
+from benchmarks.predicted_scatter import predicted_scatter
 
 from wholestep.report.pictures.frontier_staircase import MOST_LABELS, frontier_staircase
-from wholestep.report.pictures.predicted_scatter import predicted_scatter
 from wholestep.report.terminal_frontier import frontier_plot
 
 KNEES = [(39.2, 218.0, ""), (26.6, 234.0, "recompute <up>: -2.0 GiB"), (18.6, 299.0, "recompute attention")]

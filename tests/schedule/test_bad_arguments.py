@@ -59,6 +59,16 @@ def test_an_argument_is_taken_or_refused_in_one_line(verb: str, field: str, tmp_
         assert str(again) == str(sch) or value != value, (value, again)
 
 
+def test_what_is_written_wrong_is_named_as_it_was_written() -> None:
+    place = wholestep.schedule(made()[0])["layers.0.norm"]
+    with pytest.raises(BadOption, match=r"by=.leen.\. did you mean lean"):
+        place.replace("leen")
+    with pytest.raises(BadOption, match="pipeline_cut takes 0 arguments, 1 were given"):
+        place.pipeline_cut("here")
+    with pytest.raises(BadOption, match="kernel takes 2 arguments, 3 were given"):
+        place.kernel("math", None, "flash")
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [

@@ -343,6 +343,6 @@ def test_tied_weights_are_cut_once_under_both_names() -> None:
     sch = wholestep.schedule(model)
     sch["embed"].shard("weight", 0)
     sch["head"].shard("weight", 0)
-    assert len(sch.recipe.shardings) == 2
+    assert len(sch.recipe.of("shard")) == 2
     with pytest.raises(BadOption, match="cut already"):
         wholestep.schedule(model, sch.recipe)["head"].shard("weight", 1)

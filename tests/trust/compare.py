@@ -9,10 +9,13 @@ import numpy as np
 import torch
 
 RELATIVE, ABSOLUTE = 1e-4, 1e-6
+ATOMS = frozenset((int, str, bool, type(None)))
 
 
 def kept(value: Any) -> Any:
     """A copy that later steps do not change: containers anew, tensors cloned, anything else as it is."""
+    if type(value) in ATOMS:
+        return value
     if isinstance(value, torch.Tensor):
         return value.detach().clone() if type(value) in (torch.Tensor, torch.nn.Parameter) else value
     if isinstance(value, np.ndarray):
@@ -28,6 +31,8 @@ def difference(ours: Any, theirs: Any, path: str = "") -> str | None:
     """Where the first difference is and what stands there; None where all is equal."""
     if type(ours) is not type(theirs):
         return f"{path}: {_shown(ours)} against {_shown(theirs)}"
+    if type(theirs) in ATOMS and ours == theirs:
+        return None
     if isinstance(theirs, torch.Tensor):
         return _tensors(ours, theirs, path)
     if isinstance(theirs, dict):

@@ -145,7 +145,7 @@ def run(
         warnings.simplefilter("always")
         parts = [made] if made.partner is None else [made, made.partner]
         parts = [dataclasses.replace(part, batches=made.batches) for part in parts]
-        steps = [_made_step(maker, part, made) for part in parts]
+        steps = [maker(part) if plain else _made_step(maker, part, made) for part in parts]
         watches = [] if watches is None else watches
         watches += [Watch(step) for step in steps]
         records = []

@@ -47,7 +47,7 @@ def surroundings(part: Made, made: Made) -> dict[str, Any]:
             "loss_fn": view(part.loss_fn),
             "batch": view(made.batches[0]),
             "state": made.state(),
-            "random": [_numbers(random.getstate()), np.random.get_state()[1:], torch.get_rng_state()],
+            "random": [str(random.getstate()), np.random.get_state()[1:], torch.get_rng_state()],
             "threads": {thread.name: thread.ident for thread in threading.enumerate() if not _compiles(thread)},
             "warnings filters": [str(entry) for entry in warnings.filters],
             "process": process_wide(),
@@ -111,16 +111,17 @@ def process_wide() -> dict[str, Any]:
     }
 
 
-def _numbers(state: Any) -> list[Any]:
-    return [state[0], list(state[1]), state[2]]
+# Long lists of numbers are one text each: they are compared before and after every training.
 
 
-def _functions_of(module: Any) -> list[int]:
-    return [id(value) for name, value in sorted(vars(module).items()) if callable(value) and not name.startswith("_")]
+def _functions_of(module: Any) -> str:
+    own = vars(module)
+    return str([id(own[name]) for name in sorted(own) if not name.startswith("_") and callable(own[name])])
 
 
-def _members_of(cls: type) -> list[int]:
-    return [id(value) for name, value in sorted(vars(cls).items()) if not name.startswith("__")]
+def _members_of(cls: type) -> str:
+    own = vars(cls)
+    return str([id(own[name]) for name in sorted(own) if not name.startswith("__")])
 
 
 def _keys_and_ids(table: Any) -> list[Any]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json as json_text
 import os
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from wholestep.cli import options
+from wholestep.cli.plan import check_writable, tell_passing
 from wholestep.errors import BadOption
 
 if TYPE_CHECKING:
@@ -86,11 +86,11 @@ def command(
     planned = options.fitting_plan(planned, job.settings)
     profile = profile_job(
         job, system=system, backend=backend or "inductor", steps=steps, memory=not no_memory, passes=options.pipeline(disable),
-        tell=_tell, budget=memory, host_memory=host_memory, offload_path=offload_path, plan=planned, verified=not no_verify,
+        tell=tell_passing, budget=memory, host_memory=host_memory, offload_path=offload_path, plan=planned, verified=not no_verify,
         command=_words(model, **asked, memory=memory, host_memory=host_memory, offload_path=offload_path, plan=plan,
                        backend=backend, disable=disable, seed=seed, system=None if system == "wholestep" else system),
     )  # fmt: skip
-    _tell("")
+    tell_passing("")
     _report(profile, page, json)
     if open_page:
         _open(page)
@@ -131,19 +131,8 @@ def checked_page(out: Path | None, model: str) -> Path:
     page = out or Path(f"profile-{re.sub(r'[^A-Za-z0-9._-]+', '-', model).strip('-')}.html")
     if page.suffix.lower() not in (".html", ".htm"):
         raise BadOption(f"--out {page}", hint="name a file that ends in .html; the JSON is written beside it")
-    if page.is_dir():
-        raise BadOption(f"--out {page} is a folder", hint="name a file in it")
-    folder = page.parent
-    if not folder.is_dir():
-        raise BadOption(f"--out {page}: there is no folder {folder}", hint="make it first, or name another")
-    if not os.access(folder, os.W_OK) or (page.exists() and not os.access(page, os.W_OK)):
-        raise BadOption(f"--out {page} cannot be written", hint="name a file in a folder of yours")
+    check_writable("--out", page)
     return page
-
-
-def _tell(text: str) -> None:
-    if sys.stderr.isatty():
-        typer.echo(f"\r\x1b[K{text} ..." if text else "\r\x1b[K", err=True, nl=False)
 
 
 def _open(page: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from wholestep.cost.devices import FORMATS, Device, detect, find_device
+from wholestep.cost.devices import FORMATS, Device, detect
 from wholestep.disk import cache_folder, read_bytes, write_atomically
 from wholestep.errors import BadOption
 from wholestep.graph.counted import counted
@@ -27,14 +27,6 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 REPEATS = 5
 LONGEST = 1.0
 """Seconds for one number: a format that a CPU emulates is measured with fewer, smaller products."""
-
-
-def device_for(name: str) -> Device:
-    """`h200` and its like from the table; `cpu` measured here; `this` the first GPU here, or the CPU without one."""
-    key = name.strip().lower()
-    if key == "this":
-        return this_device()
-    return measure_device("cpu") if key == "cpu" else find_device(name)
 
 
 def this_device(kind: str | None = None) -> Device:

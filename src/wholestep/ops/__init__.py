@@ -6,7 +6,6 @@ an order that repeats itself). Importing touches no GPU and does not import Trit
 """
 
 from wholestep.ops import (
-    adamw,
     add_rows,
     aten,
     attention,
@@ -25,7 +24,6 @@ from wholestep.ops import (
     relational,
     require,
     scatter_shared,
-    sgd,
     sparse_mm,
     traffic,
 )
@@ -36,8 +34,7 @@ DECOMPOSITIONS = overloads("decomposition")
 IN_ORDER = overloads("in_order")
 
 __all__ = [
-    "DECOMPOSITIONS", "IN_ORDER", "IN_PLACE", "adamw", "add_rows", "aten", "attention", "clip", "collectives", "ctc", "draw",
-    "dropout", "grouped_mm", "linear_cross_entropy", "linear_cross_entropy_record", "offload", "packed_recurrent", "random_bits",
-    "record_of",
-    "recurrent", "relational", "require", "scatter_shared", "sgd", "sparse_mm", "traffic",
+    "DECOMPOSITIONS", "IN_ORDER", "IN_PLACE", "add_rows", "aten", "attention", "clip", "collectives", "ctc", "draw", "dropout",
+    "grouped_mm", "linear_cross_entropy", "linear_cross_entropy_record", "offload", "packed_recurrent", "random_bits", "record_of",
+    "recurrent", "relational", "require", "scatter_shared", "sparse_mm", "traffic",
 ]  # fmt: skip

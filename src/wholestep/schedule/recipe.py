@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from wholestep.errors import BadOption
 from wholestep.schedule.modules import Modules, inside
@@ -37,11 +36,6 @@ class Recipe:
     def of(self, name: str) -> list[Verb]:
         """The lines of one verb."""
         return [line for line in self.lines if line.name == name]
-
-    @property
-    def shardings(self) -> list[Any]:
-        """Lines that say how parameters are cut, for the engine of collectives."""
-        return self.of("shard")
 
     def place(self, line: Verb) -> str:
         """`line 3 of recipe.toml (recompute layers.*)`."""

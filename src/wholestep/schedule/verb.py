@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from torch import nn
 
 from wholestep.errors import BadOption, NotBuiltYet
+from wholestep.graph.counted import counted
 from wholestep.schedule.modules import Modules, nearest
 
 if TYPE_CHECKING:
@@ -150,6 +151,9 @@ def make(name: str, at: str, *args: Any, **kwargs: Any) -> Verb:
         if given not in fields:
             takes = f"it takes {', '.join(fields)}" if fields else "it takes none"
             raise BadOption(f"{name} has no argument {given!r}", hint=nearest(given, fields, takes))
+    if len(args) > len(fields):
+        takes = f"{name} takes {counted(len(fields), 'argument')}, {len(args)} were given"
+        raise BadOption(takes, hint=f"see sch.help({name!r})")
     try:
         line = kind(at, *args, **kwargs)
     except TypeError as error:

@@ -182,6 +182,16 @@ def own_batch(batch: Any, dtype: torch.dtype | None = None) -> Any:
     return unflatten([_copied(t, dtype).requires_grad_(t.requires_grad) for t in flat], spec)
 
 
+def nudged(tensors: Mapping[str, torch.Tensor], eps: float, seed: int) -> dict[str, torch.Tensor]:
+    """The same to rounding: elements moved by at most half of `eps`, relatively. What is computed from them is as right."""
+    draw = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, tensor in tensors.items():
+        share = torch.rand(tensor.shape, generator=draw).sub_(0.5).mul_(eps).to(tensor.device)
+        found[name] = torch.addcmul(tensor.detach(), tensor.detach(), share.to(tensor.dtype))
+    return found
+
+
 def float64_reference(subject: Subject, batch: Any, *args: Any, **options: Any) -> Reference | str:
     """The same in float64; where the model cannot run so, the reason in words.
 

@@ -17,7 +17,6 @@ from wholestep.capture.batch import flatten
 from wholestep.capture.front import Front, LossGraph
 from wholestep.capture.front.loss_graph import AUX, LOSS
 from wholestep.capture.ladder import WHOLE, Fall
-from wholestep.capture.loss_scale import BACKOFF, LEAST
 from wholestep.capture.preflight import autocast_for
 from wholestep.capture.reading import Reading, read
 from wholestep.capture.trace import Capture
@@ -36,31 +35,16 @@ from wholestep.runtime.eager import combine
 from wholestep.runtime.random import chosen_seed, seeded_generator
 from wholestep.runtime.variant import Variant
 from wholestep.verify.blame import departing_boundary, departure, guilty_pass
-from wholestep.verify.compare import Yardstick, compute_dtype, yardstick
 from wholestep.verify.optimizer_check import optimizer_rows
 from wholestep.verify.reference import (
     Reference,
-    float64_reference,
     own_batch,
-    reference_gradients,
-    written_parameters,
 )
 from wholestep.verify.report import Departure, Report, TensorRow
 from wholestep.verify.state import StateCopy
+from wholestep.verify.truth import VALUES, Batch, References, Truth
 
 BOUNDARY_SLACK = {"interpret": 1.0, "inductor": 8.0}
-OTHER_PATH = 1e-2
-"""A float32 loss further than this from float64's, relatively, means that float64 takes another path."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Batch:
-    """The micro-batches of one step."""
-
-    label: str
-    count: int
-    """The step number random keys are made of."""
-    micro: list[Any]
 
 
 @dataclasses.dataclass(slots=True)
@@ -78,15 +62,6 @@ class Made:
     args: Sequence[Any] = ()
     numbers: Sequence[Any] = ()
     """Of the latest run."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Truth:
-    """The two references of one step and the rule made from them."""
-
-    eager: Reference
-    exact: Reference | None
-    rule: Yardstick
 
 
 class Watched:
@@ -116,6 +91,7 @@ class SideBySide:
     def __init__(self, compiler: Compiler, report: Report) -> None:
         self.compiler, self.subject, self.report = compiler, compiler.subject, report
         self.backend, self.seed = compiler.options.backend, chosen_seed(compiler.options.seed)
+        self.references = References(self.subject, self.seed, report)
         self.plan = Plan()
         """The latest one made."""
         self.front = Front(self.subject, dynamic=True if compiler.options.dynamic is True else None)
@@ -215,58 +191,6 @@ class SideBySide:
         variant = Variant(self.subject, capture, reading, lower, gradients=self.gradients)
         return Made(captured, reading, pipeline, variant, made[0])
 
-    # ---- references ----
-
-    def truth(self, made: Made, batch: Batch, *, keep_outputs: bool = False) -> Truth:
-        """Eager and float64 from the live state, which must be the one the step starts from."""
-        graph, capture = made.variant.capture.graph, made.captured
-        options = _reference_options(capture) | dict(keep_outputs=keep_outputs)
-        eager = self._reference(batch, reference_gradients, options)
-        assert isinstance(eager, Reference)
-        dtype = compute_dtype(graph)
-        exact = self._exact(batch, options, eager, dtype)
-        rms = (exact or eager).activation_rms
-        rule = yardstick(graph, eager.gradients, None if exact is None else exact.gradients, rms, dtype)
-        return Truth(eager, exact, rule)
-
-    def _exact(self, batch: Batch, options: Any, eager: Reference, dtype: torch.dtype) -> Reference | None:
-        exact = self._reference(batch, float64_reference, options)
-        if isinstance(exact, str):
-            self.report.note(f"no float64 reference, eager is its own with a wider rule: {exact}")
-            return None
-        gap, size = float((eager.loss.double() - exact.loss).abs()), float(exact.loss.abs()) + exact.activation_rms
-        if dtype is torch.float32 and gap > OTHER_PATH * size:
-            self.report.note(f"float64 takes another path (loss {float(exact.loss):.5g}): eager is its own reference")
-            return None
-        return exact
-
-    def _reference(self, batch: Batch, run: Callable[..., Reference | str], options: Any) -> Reference | str:
-        """Over all micro-batches, as accumulation does it: buffers move on, gradients add up."""
-        parts: list[Reference] = []
-        for index, micro in enumerate(batch.micro):
-            before = parts[-1].buffers | parts[-1].written if parts else None
-            one = run(self.subject, micro, self.seed, batch.count, index, tensors=before, **options)
-            if isinstance(one, str):
-                return one
-            parts.append(one)
-        return parts[0] if self.subject.accumulate == 1 else _accumulated(parts)
-
-    def settle_loss_scale(self, made: Made, batch: Batch) -> None:
-        """In fp16, halve the scale until eager's gradients are finite: a step that is left out has nothing to compare."""
-        scale = self.subject.loss_scale
-        if scale is None:
-            return
-        numbers = scale.on(self.subject.device)
-        start = numbers[0].clone()
-        options = _reference_options(made.captured)
-        while not _finite(self._reference(batch, reference_gradients, options)):
-            if float(numbers[0]) <= LEAST:  # it is not the scale: both sides are compared as they are
-                numbers[0] = start
-                return
-            numbers[0] *= BACKOFF
-        if float(numbers[0]) < float(start):
-            self.report.note(f"step {batch.label}: gradients overflow above a loss scale of {float(numbers[0]):g}")
-
     # ---- one step ----
 
     def step(self, made: Made, batch: Batch, truth: Truth, before: StateCopy, backend: str) -> list[TensorRow]:
@@ -283,10 +207,10 @@ class SideBySide:
         rows = self._rows(
             batch, truth, "random", {"draws": _count(made.captured.num_sites)}, lambda r: {"draws": _count(r.draws)}
         )
-        rows += self._rows(batch, truth, "loss", {"loss": loss}, lambda r: {"loss": r.loss})
-        rows += self._rows(batch, truth, "aux", aux, lambda r: r.aux)
-        rows += self._rows(batch, truth, "gradient", gradients, lambda r: r.gradients)
-        rows += self._rows(batch, truth, "buffer", dict(subject.root.named_buffers()), lambda r: r.buffers)
+        buffers = dict(subject.root.named_buffers())
+        ours = {"loss": {"loss": loss}, "aux": aux, "gradient": gradients, "buffer": buffers}
+        for kind, values in ours.items():
+            rows += self._rows(batch, truth, kind, values, VALUES[kind])
         scope = self.compiler.options.clip_scope
         if variant.capture.plans and scope != "global":
             self.report.note(f"updates are not compared: clip_scope={scope!r} is not torch's clipping")
@@ -376,13 +300,15 @@ class SideBySide:
         before.restore()
         found = departure(made.variant.capture.graph, rows, self._boundary(made, batch))
         before.restore()
-        truth = self.truth(made, batch)
+        truth = self.references.truth(made.captured, made.variant.capture.graph, batch)
 
         def fails(count: int) -> bool:
             before.restore()
             probe = self.lowered(made.captured, made.reading, made.pipeline.first(count), "interpret")
             probe.variant.brought = made.variant.brought  # without guards nobody has read what a call brings
-            return not all(row.ok for row in self.step(probe, batch, truth, before, "interpret"))
+            rows = self.step(probe, batch, truth, before, "interpret")
+            before.restore()
+            return not all(row.ok for row in self.references.measured_again(probe.captured, batch, truth, rows))
 
         guilty = guilty_pass(made.pipeline, fails, self.backend)
         return dataclasses.replace(found, guilty_pass=guilty)
@@ -395,7 +321,7 @@ class SideBySide:
         if not made.args:
             return None  # another graph ran
         first = dataclasses.replace(batch, micro=batch.micro[:1])
-        truth = self.truth(made, first, keep_outputs=True)
+        truth = self.references.truth(made.captured, variant.capture.graph, first, keep_outputs=True)
         bare = without_updates(variant.capture.graph)
         runner = lower_watched(bare, self.backend, bare.boundaries)
         args = [a.detach().clone() if i in variant.brought else a for i, a in enumerate(made.args)]
@@ -405,39 +331,6 @@ class SideBySide:
         with seeded_generator(self.subject.device, self.seed, batch.count, 0):
             runner(inputs)
         return departing_boundary(runner.values, truth.eager, truth.exact, truth.rule, BOUNDARY_SLACK[self.backend])
-
-
-def _reference_options(capture: Capture) -> dict[str, Any]:
-    written = written_parameters(capture.graph)
-    return dict(num_sites=capture.num_sites, constants=capture.constants, written=written)
-
-
-def _accumulated(parts: list[Reference]) -> Reference:
-    """Losses and aux as a Step reports them; gradients summed, and divided by the summed weight if there is one."""
-    loss, aux = combine([(part.loss, part.aux) for part in parts])
-    gradients = dict(parts[0].gradients)
-    for part in parts[1:]:
-        gradients = {n: gradients[n] + g for n, g in part.gradients.items()}
-    if "weight" in parts[0].aux:
-        wide = torch.float64 if loss.dtype == torch.float64 else torch.float32
-        total = torch.stack([part.aux["weight"].reshape(()).to(wide) for part in parts]).sum()
-        gradients = {n: (g / total).to(g.dtype) for n, g in gradients.items()}
-    first = parts[0]
-    return Reference(
-        loss,
-        aux,
-        gradients,
-        parts[-1].buffers,
-        first.module_outputs,
-        first.draws,
-        first.activation_rms,
-        0,
-        parts[-1].written,
-    )
-
-
-def _finite(reference: Reference | str) -> bool:
-    return isinstance(reference, str) or all(bool(g.isfinite().all()) for g in reference.gradients.values())
 
 
 def _count(number: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ biased.py is attention with a learned bias (a kernel of our own), sdpa.py is the
 
 from wholestep.ops.attention import biased as biased
 from wholestep.ops.attention import operator as operator
-from wholestep.ops.attention.choice import choose, measured_choices
+from wholestep.ops.attention.choice import choose
 from wholestep.ops.attention.sdpa import scaled_dot_product_attention
 
-__all__ = ["choose", "measured_choices", "scaled_dot_product_attention"]
+__all__ = ["choose", "scaled_dot_product_attention"]

@@ -8,7 +8,6 @@ first call of one that no step makes.
 
 import functools
 import sys
-from dataclasses import asdict
 
 import torch
 
@@ -72,14 +71,6 @@ def asked(call: Call) -> Question | None:
         return None
     given = Asked(*(call[name] for name in Asked._fields))
     return question(signature_of(given), given)
-
-
-def measured_choices() -> list[dict[str, object]]:
-    """Every choice of this process, as plain data for reports."""
-    found = [
-        (call, choice) for (what, call), choice in TUNER.choices.items() if what == WHAT and isinstance(call, Signature)
-    ]
-    return [{"signature": {n: str(x) for n, x in asdict(call).items()}, **asdict(choice)} for call, choice in found]
 
 
 def why_not(implementation: Implementation, signature: Signature) -> str | None:

@@ -1,4 +1,4 @@
-"""Adam and AdamW: the record; the operator is `wholestep.ops.adamw`."""
+"""Adam and AdamW."""
 
 from __future__ import annotations
 
@@ -8,18 +8,44 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
 
-from wholestep.ops import adamw
 from wholestep.ops.call import Call
-from wholestep.ops.updates.update import Flags, Group, Rule, Update, floats, implementation, sign_of
+from wholestep.ops.multi_tensor import implementation_flags
+from wholestep.ops.updates.operators import Lists, define_update
+from wholestep.ops.updates.update import Flags, Group, Rule, floats, implementation, sign_of
+
+STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+NUMBERS = ("step", "lr", "beta1", "beta2", "eps", "weight_decay")
+
+
+def eager(params: list[Tensor], grads: list[Tensor], states: Lists, n: Mapping[str, float], flags: Flags) -> None:
+    # torch counts by itself, hence step - 1; fused kernels want the counts beside the parameters
+    device = params[0].device if flags["implementation"] == "fused" else torch.device("cpu")
+    steps = list(torch.full((len(params),), n["step"] - 1, dtype=torch.float32, device=device).unbind())
+    update = adamw if flags["decoupled"] else adam
+    update(
+        params, grads, *states, steps, amsgrad=flags["amsgrad"],
+        lr=n["lr"], beta1=n["beta1"], beta2=n["beta2"], eps=n["eps"], weight_decay=n["weight_decay"],
+        maximize=flags["maximize"], **implementation_flags(flags["implementation"]),
+    )  # fmt: skip
+
+
+def launch(
+    params: list[Tensor], grads: list[Tensor], states: Lists, hyper: Tensor, scale: Tensor | None, flags: Flags
+) -> None:
+    from wholestep.ops import adamw_triton
+
+    how = {"maximize": flags["maximize"], "decoupled": flags["decoupled"]}
+    adamw_triton.launch(params, grads, states, hyper, scale, **how)
 
 
 def describe(optimizer: Optimizer, group: Group, params: Sequence[Tensor]) -> tuple[tuple[str, ...], dict[str, Any]]:
     amsgrad = bool(group["amsgrad"])
     decoupled = bool(group.get("decoupled_weight_decay", type(optimizer) is AdamW))
     flags = dict(amsgrad=amsgrad, maximize=bool(group["maximize"]), decoupled=decoupled)
-    keys = ("exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if amsgrad else ())
-    return keys, flags | {"implementation": implementation(group, params)}
+    return STATES if amsgrad else STATES[:2], flags | {"implementation": implementation(group, params)}
 
 
 def fill(group: Group, steps: float) -> list[float]:
@@ -37,14 +63,15 @@ def flops(call: Call) -> int:
     return 14 + int(bool(call["amsgrad"]))
 
 
-ADAM = Update(
-    kind="adamw",
+ADAM = define_update(
+    "adamw",
     classes=(Adam, AdamW),
-    operator=torch.ops.ws.adamw.default,
     elementwise=True,
-    in_place=adamw.update_in_place,
-    states=("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    numbers=("step", "lr", "beta1", "beta2", "eps", "weight_decay"),
+    states=STATES,
+    numbers=NUMBERS,
+    flags={"amsgrad": "bool", "maximize": "bool", "decoupled": "bool"},
+    eager=eager,
+    launch=launch,
     fill=fill,
     describe=describe,
     rules=rules,

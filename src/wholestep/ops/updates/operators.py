@@ -1,13 +1,15 @@
-"""The operator of an update, from two functions: what the optimizer itself calls, and the same arithmetic for a GPU.
+"""The operator of an update, from two functions: what the optimizer itself calls, and the same for a GPU.
 
-In: names of states, numbers and flags; `eager`, the optimizer's own code; `arithmetic`, which reads its numbers from 0-d tensors;
-what else its record says. Out: the record, an `Update`, with `ws::<name>` and its in-place twin:
+In: names of states, numbers and flags; `eager`, the optimizer's own code; for a GPU either `arithmetic`, which reads its numbers
+from 0-d tensors, or `launch`, which starts one kernel; what else its record says. Out: the record, an `Update`, with `ws::<name>`
+and its in-place twin:
 
     name(params, grads, <one list per state>, hyper, scale, <flags>, implementation) -> new params and states, concatenated
 
 On the CPU `eager` runs on the tensors themselves, hence its very bits. On a GPU no value may travel to the host (the step is
 recorded as a CUDA graph), so `arithmetic` runs, in float32 (float64 for float64 parameters), a few parameters at a time: what it
 makes in passing stays small. A `scale` below zero leaves everything as it was: chosen by a select there, by a question here.
+Gradients are of their parameters' dtypes, or narrower ones that are widened as they are read.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ Eager: TypeAlias = Callable[[list[Tensor], list[Tensor], Lists, Mapping[str, flo
 """(params, grads, states, numbers, flags): in place; gradients are only read. Flags hold the `implementation`."""
 Arithmetic: TypeAlias = Callable[[list[Tensor], list[Tensor], Lists, Mapping[str, Tensor], Mapping[str, Any]], None]
 """The same, where numbers are 0-d float64 tensors beside the parameters. All tensors of a call are of one dtype."""
+Launch: TypeAlias = Callable[[list[Tensor], list[Tensor], Lists, Tensor, Tensor | None, Mapping[str, Any]], None]
+"""(params, grads, the states that are kept, hyper, scale, flags): in place, by one Triton kernel. Without Triton the optimizer's
+own code runs, which waits for the GPU."""
 
 BYTES_AT_ONCE = 64 << 20
 """Of parameters on a GPU: copies and intermediate values of so many exist at a time."""
@@ -40,7 +45,8 @@ def define_update(
     numbers: tuple[str, ...],
     flags: Mapping[str, str],
     eager: Eager,
-    arithmetic: Arithmetic,
+    arithmetic: Arithmetic | None = None,
+    launch: Launch | None = None,
     **facts: Any,
 ) -> Update:
     """`flags`: name -> type in the schema, beside the implementation. `facts`: the other fields of the `Update`."""
@@ -54,7 +60,10 @@ def define_update(
     def in_place(params: list[Tensor], grads: list[Tensor], *rest: Any) -> None:
         kept, (hyper, scale, *chosen) = [list(kept) for kept in rest[:count]], rest[count:]
         named = dict(zip((*flags, "implementation"), chosen, strict=True))
-        if params and params[0].is_cuda:
+        on_gpu = bool(params) and params[0].is_cuda
+        if on_gpu and launch and multi_tensor.triton_reason() is None:
+            launch(params, grads, [tensors for tensors in kept if tensors], hyper, scale, named)
+        elif on_gpu and arithmetic:
             values = dict(zip(numbers, hyper.unbind(), strict=True))
             update_on_device(arithmetic, list(params), list(grads), kept, values, scale, named)
         elif params and not multi_tensor.skipped(scale):
@@ -62,9 +71,8 @@ def define_update(
             _update_on_host(eager, list(params), list(grads), kept, values, multi_tensor.factor(scale), named)
 
     def fake(params: list[Tensor], grads: list[Tensor], *rest: Any) -> list[Tensor]:
-        multi_tensor.check_lengths(params, {"grads": grads}, f"ws::{name}")
-        kept = dict(zip(states, rest, strict=False))
-        multi_tensor.check_lengths(params, {key: tensors for key, tensors in kept.items() if tensors}, f"ws::{name}")
+        kept = {f"{key}s": tensors for key, tensors in zip(states, rest, strict=False) if tensors}
+        multi_tensor.check_lengths(params, {"grads": grads, **kept}, f"ws::{name}")
         return [torch.empty_like(t) for tensors in (params, *kept.values()) for t in tensors]
 
     in_place.__name__ = in_place.__qualname__ = f"{name}_in_place"

@@ -21,7 +21,7 @@ from wholestep.schedule.changes import (
     refuse_edited,
     refuse_lost_arguments,
 )
-from wholestep.schedule.modules import Modules, once
+from wholestep.schedule.modules import Modules, nearest, once
 from wholestep.schedule.pattern import trace_pattern
 from wholestep.schedule.verb import Verb, loaded, objects, verb
 
@@ -85,6 +85,8 @@ def replaced(
     places = once(places)
     if by == LEAN:
         return [_lean(path, module) for path, module in places.items()]
+    if isinstance(by, str) and ":" not in by:
+        raise BadOption(f"by={by!r}", hint=nearest(by, [LEAN], 'give "lean", or a name as package.module:name'))
     new, maker = loaded(by), loaded(make)
     if maker is not None and not callable(maker):
         raise BadOption(f"make={make!r}", hint="give a function (path, module) that makes a Module")
@@ -142,7 +144,7 @@ def _lean(path: str, module: nn.Module) -> ClassChange:
     refuse_edited(path, module)
     found = recognise(module, planned=True)
     if found is None or isinstance(found, str):
-        reason = found or f"no lean form of a {type(module).__name__} is known"
+        reason = found or f"no lean form of {type(module).__name__} is known"
         raise BadOption(f"{path}: {reason}", hint="see docs/lean-layers.md")
     kind = type(module)  # what the lean forms of other libraries' layers call
     return ClassChange(
