@@ -164,9 +164,9 @@ def test_a_broken_forward_raises_the_users_own_error(kind: type[Exception]) -> N
 
 def test_public_names_are_functions_whatever_was_imported_before() -> None:
     check = (
-        "import time; began = time.perf_counter()\n"
+        "import time; began = time.process_time()\n"
         "import sys, wholestep\n"
-        "assert 'torch' not in sys.modules and time.perf_counter() - began < 2\n"
+        "assert 'torch' not in sys.modules and time.process_time() - began < 2\n"
         "assert {'plan', 'profile', 'train', 'compile', 'verify', 'nn', 'hf'} <= set(dir(wholestep))\n"
         "import wholestep.plan.budget, wholestep.profile.profile, wholestep.train.loop, wholestep.verify.report\n"
         "from wholestep.schedule import recipes\n"

@@ -197,6 +197,10 @@ def test_a_kernel_is_taken_or_never_taken() -> None:
         step(batch)
         return {key: name for key, name in step.plan.kernel.items() if "/" in key}
 
+    def implementations(sch: Any) -> list[str]:
+        graph = wholestep.compile(model, squared, optimizer, batch, recipe=sch, **QUICK).graph
+        return sorted(str(n.kwargs.get("implementation")) for n in graph.operations() if "attention" in str(n.target))
+
     (free,) = set(taken(None).values())
     sch = wholestep.schedule(model)
     sch["*"].kernel(forbid=free)
@@ -204,9 +208,24 @@ def test_a_kernel_is_taken_or_never_taken() -> None:
     assert others and free not in others.values()
     sch.undo()
     sch["0"].kernel(take="math")
-    step = wholestep.compile(model, squared, optimizer, batch, recipe=sch, **QUICK)
-    named = [node.kwargs.get("implementation") for node in step.graph.operations() if "attention" in str(node.target)]
-    assert sorted(map(str, named)) == ["None", "None", "math", "math"]
+    assert implementations(sch) == ["None", "None", "math", "math"]
+    sch.undo()
+    for first, second in (("take", "forbid"), ("forbid", "take")):  # of two lines about one call the narrower counts
+        for at, wide in (("0", ""), ("0", "*")):
+            sch = wholestep.schedule(model)
+            for verb in (first, second):
+                sch.record("kernel", at if verb == "take" else wide, **{verb: free})
+            assert implementations(sch) == [free, free, "math", "math"], (first, at, wide)
+            sch = wholestep.schedule(model)
+            for verb in (first, second):
+                sch.record("kernel", wide if verb == "take" else at, **{verb: free})
+            assert implementations(sch) == [free, free, "math", "math"], (first, at, wide)
+    sch = wholestep.schedule(model)
+    sch["0"].kernel("flash")
+    with pytest.raises(
+        BadOption, match=r"line 1 of the schedule \(kernel 0 take='flash'\) names kernel 'flash'.*runs on cuda"
+    ):
+        taken(sch)
     sch.undo()
     sch["0.qkv"].kernel(forbid="math")
     with pytest.raises(BadOption, match="the step has no choice there"):

@@ -19,7 +19,7 @@ from wholestep.graph.training_graph import TrainingGraph, module_of
 from wholestep.ops import linear_cross_entropy
 from wholestep.ops.attention import choice
 from wholestep.ops.call import Call, read_call
-from wholestep.ops.tuner import Question
+from wholestep.ops.tuner import Question, refuse_unusable
 
 ws = torch.ops.ws
 ASKS: dict[OpOverload, Callable[[Call], Question | None]] = {
@@ -47,6 +47,11 @@ class Asking:
     def fits(self, place: str) -> bool:
         """Whether a place of a plan is the call's own key, or its module, a pattern of it, or a module that holds it."""
         return self.key == place or holds_module(place, without_calls(self.module))
+
+    def refuse_unusable(self, kernel: str, by: str = "the plan") -> None:
+        """An error where the call has no such implementation, or it does not support the call."""
+        reasons = {candidate.name: candidate.supports() for candidate in self.question.candidates}
+        refuse_unusable(kernel, self.question.what, f"in {self.key}, {self.question.call}", reasons, by)
 
 
 def calls_that_ask(graph: TrainingGraph) -> Iterator[Asking]:

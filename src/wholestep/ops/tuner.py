@@ -111,16 +111,16 @@ def recording() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def refuse_unusable(name: str, what: str, call: str, reasons: Mapping[str, str | None]) -> None:
-    """One clear line where a plan names what there is not, or what does not support the call."""
+def refuse_unusable(name: str, what: str, call: str, reasons: Mapping[str, str | None], by: str = "the plan") -> None:
+    """One clear line where a plan, or a line of a recipe, names what there is not, or what does not support the call."""
     fit = [candidate for candidate, reason in reasons.items() if reason is None]
     if name not in reasons:
         near = difflib.get_close_matches(name, reasons, n=1)
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(fit)}"
-        raise NoSuchKernel(f"the plan names kernel {name!r} for {what} {call}, which does not exist", hint=hint)
+        raise NoSuchKernel(f"{by} names kernel {name!r} for {what} {call}, which does not exist", hint=hint)
     if reasons[name] is not None:
         hint = f"use one of {', '.join(fit)}, or leave it out and the fastest is found"
-        raise BadOption(f"the plan names kernel {name!r} for {what} {call}: {reasons[name]}", hint=hint)
+        raise BadOption(f"{by} names kernel {name!r} for {what} {call}: {reasons[name]}", hint=hint)
 
 
 class Tuner:

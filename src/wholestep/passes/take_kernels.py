@@ -13,7 +13,6 @@ from wholestep.errors import BadOption
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.ops.tuned import Asking, calls_that_ask
-from wholestep.ops.tuner import refuse_unusable
 from wholestep.passes.pipeline import compiler_pass
 
 
@@ -27,8 +26,7 @@ def take_kernels(graph: TrainingGraph, plan: Plan) -> TrainingGraph:
     for call in calls:
         named = [name for place, name in plan.kernel.items() if call.fits(place)]
         if named:
-            reasons = {candidate.name: candidate.supports() for candidate in call.question.candidates}
-            refuse_unusable(named[-1], call.question.what, f"in {call.key}, {call.question.call}", reasons)
+            call.refuse_unusable(named[-1])
             call.node.kwargs = {**call.node.kwargs, "implementation": named[-1]}
     return graph
 

@@ -152,24 +152,30 @@ class Scheduled:
         ):  # planned here, to run elsewhere: nothing can be asked
             return {}
         calls = list(calls_that_ask(graph)) if lines else []
-        found: dict[str, str] = {}
+        taken: dict[str, Any] = {}
         for line in lines:
             if line.take is not None:
                 places = [place for place in plan_places(line.at, self.modules) if any(c.fits(place) for c in calls)]
                 if not places:
                     raise BadOption(f"{self.recipe.place(line)}: the step has no choice there", hint=_choices(calls))
-                found |= dict.fromkeys(places, line.take)
+                taken |= dict.fromkeys(places, line)
+        found = {place: line.take for place, line in taken.items()}
         forbidding = [line for line in lines if line.forbid is not None]
-        if not forbidding:
-            return found
         met: dict[int, set[str]] = {id(line): set() for line in forbidding}
         """Line -> the implementations that the calls have which it is about."""
+        chosen: dict[str, dict[str, str]] = defaultdict(dict)
+        """Key -> module -> what is taken instead of what is forbidden; nothing where a call is free."""
         for call in calls:
+            takes = [line for place, line in taken.items() if call.fits(place)][-1:]
+            for line in takes:
+                call.refuse_unusable(line.take, self.recipe.place(line))
             about = [line for line in forbidding if self._is_about(line, call)]
             for line in about:
                 met[id(line)] |= {candidate.name for candidate in call.question.candidates}
+            about = [line for line in about if all(self._width(line) < self._width(take) for take in takes)]
             never = {line.forbid for line in about}
-            if not about or call.key in found:
+            chosen[call.key][without_calls(call.module)] = ""
+            if not about or any(take.take not in never for take in takes):
                 continue
             left = [candidate for candidate in call.question.candidates if candidate.name not in never]
             usable = [candidate.name for candidate in left if candidate.supports() is None]
@@ -178,7 +184,10 @@ class Scheduled:
             reference = call.question.reference if call.question.reference in usable else usable[0]
             asked = (call.question.call, "without", *sorted(never))
             question = dataclasses.replace(call.question, candidates=left, call=asked, reference=reference)
-            found[call.key] = TUNER.choose(question).name
+            chosen[call.key][without_calls(call.module)] = TUNER.choose(question).name
+        for key, names in chosen.items():  # equal layers share a key: it is written where all of them are decided alike
+            alike = len(set(names.values())) == 1
+            found |= {key if alike else module: name for module, name in names.items() if name}
         for line in forbidding:
             known = sorted(met[id(line)])
             if not known:
@@ -187,6 +196,13 @@ class Scheduled:
                 hint = nearest(line.forbid, known, f"they are {', '.join(known)}")
                 raise BadOption(f"{self.recipe.place(line)}: no implementation has that name", hint=hint)
         return found
+
+    def _width(self, line: Any) -> int:
+        """How many modules a line is about: of two lines about one call the narrower counts."""
+        if "/" in line.at:
+            return 0
+        paths = self.modules.select(line.at)
+        return sum(any(inside(inner, path) for path in paths) for inner, _ in self.modules)
 
     def _is_about(self, line: Any, call: Any) -> bool:
         if "/" in line.at:
