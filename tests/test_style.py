@@ -127,6 +127,8 @@ REGEXES = {"match", "search", "fullmatch", "split", "findall", "finditer", "sub"
 
 def notes_read_as_text(source: str) -> list[int]:
     """Lines that look into a note's text: at an entry of something called `notes`, or at what is called `note`."""
+    if "note" not in source:
+        return []
     tree = ast.parse(source)
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.comprehension)]
     entries = {"note"} | {n.target.id for n in loops if _is_called(n.iter, "notes") and isinstance(n.target, ast.Name)}

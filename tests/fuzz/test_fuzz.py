@@ -14,9 +14,10 @@ from tests.fuzz.shrink import is_wrong, shrunk
 from tests.fuzz.training import OPTIMIZERS
 
 GROUP = 20
+FIRSTS = [pytest.param(first, marks=[pytest.mark.slow] if first >= 120 else []) for first in range(0, 300, GROUP)]
 
 
-@pytest.mark.parametrize("first", range(0, 300, GROUP))
+@pytest.mark.parametrize("first", FIRSTS)
 def test_random_steps_train_the_same_after_every_stage(first: int) -> None:
     refused = [examine(draw(seed).case(), stages_for(seed, (), "interpret")) for seed in range(first, first + GROUP)]
     assert sum(reason is not None for reason in refused) <= GROUP // 4, refused

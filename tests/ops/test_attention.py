@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from wholestep.ops import DECOMPOSITIONS
 from wholestep.ops.attention import reference, scaled_dot_product_attention
 from wholestep.ops.random_bits import keep_mask
 
@@ -254,3 +255,24 @@ def test_bad_arguments_are_named() -> None:
         scaled_dot_product_attention(q, k, v, dropout_p=0.5)
     with pytest.raises(ValueError, match="must agree"):
         torch.ops.ws.attention(q, k[..., :4], v, None, False, 1.0, 0.0, None)
+
+
+@pytest.mark.parametrize("dropped", [0.0, 0.25])
+def test_on_a_cpu_inductor_sees_its_arithmetic_where_it_drops_out(dropped: float) -> None:
+    q, k, v = (t.detach() for t in inputs(torch.float32, transposed=True))
+    arguments = (q, k, v, None, True, 0.3, dropped, KEY if dropped else None)
+    kept = torch.ops.ws.attention(*arguments)
+    call = (torch.randn(kept[0].shape), *arguments[:4], *kept, *arguments[4:])
+    for operator, given in ((torch.ops.ws.attention, arguments), (torch.ops.ws.attention_backward, call)):
+        tensors = [t for t in given if isinstance(t, Tensor)]
+
+        def again(*new: Tensor, operator: object = operator, given: tuple = given) -> tuple[Tensor, ...]:
+            left = iter(new)
+            return operator(*(next(left) if isinstance(t, Tensor) else t for t in given))
+
+        traced = make_fx(again, decomposition_table=DECOMPOSITIONS)(*tensors)
+        whole = any("ws.attention" in str(node.target) for node in traced.graph.nodes)
+        assert whole == (dropped == 0.0)
+        for ours, theirs in zip(traced(*tensors), operator(*given), strict=True):
+            assert ours.shape == theirs.shape and ours.stride() == theirs.stride()
+            assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)

@@ -1,8 +1,8 @@
 """What an implementation of ws::attention is: its signature, its record, and the head reshaping that several share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,11 @@ class Kept(NamedTuple):
     logsumexp: Tensor
     seed: Tensor
     offset: Tensor
+
+
+def asked_and_kept(arguments: Sequence[Any]) -> tuple[Asked, Kept]:
+    """Of the arguments of ws::attention_backward behind the gradient: what the forward keeps stands between."""
+    return Asked(*arguments[:4], *arguments[8:]), Kept(*arguments[4:8])
 
 
 @dataclass(frozen=True, slots=True)

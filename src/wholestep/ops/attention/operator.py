@@ -16,7 +16,7 @@ from torch import Tensor
 from wholestep.ops.aten import attention as costs
 from wholestep.ops.attention import decomposition, reference
 from wholestep.ops.attention.choice import choose
-from wholestep.ops.attention.interface import Asked, Kept
+from wholestep.ops.attention.interface import Asked, asked_and_kept
 from wholestep.ops.attention.reference import compute_dtype, empty_out
 from wholestep.ops.call import Call
 from wholestep.ops.record import Precision, record
@@ -33,8 +33,9 @@ LIBRARY.define(
 )
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, key: Tensor | None) -> None:
+def check(asked: Asked) -> None:
     """Refuse what no implementation could mean, with the values."""
+    q, k, v = asked[:3]
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(f"ws::attention takes (batch, heads, length, width) tensors; got {shapes}")
@@ -42,7 +43,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, key: Tensor | None)
         raise ValueError(f"ws::attention: batch, key length, key heads and width must agree; got {shapes}")
     if q.shape[1] % k.shape[1] != 0:
         raise ValueError(f"ws::attention: query heads must be a multiple of key heads; got {shapes}")
-    if dropout_p > 0.0 and key is None:
+    if asked.dropout_p > 0.0 and asked.key is None:
         raise ValueError("ws::attention: dropout_p > 0 needs a key (a 0-d int64 tensor)")
 
 
@@ -59,72 +60,36 @@ def in_layout(t: Tensor, model: Tensor, make: Callable[[], Tensor]) -> Tensor:
     return like.copy_(t)
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    key: Tensor | None,
-    *,
-    implementation: str = "",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def attention(*arguments: Any, implementation: str = "") -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the chosen implementation and give its results the announced strides."""
-    check(q, k, v, dropout_p, key)
-    asked = Asked(q, k, v, mask, causal, scale, dropout_p, key)
+    asked = Asked(*arguments)
+    check(asked)
     out, logsumexp, seed, offset = choose(asked, implementation).forward(asked)
     if seed is None or offset is None:
         # Without dropout nobody reads them: on CUDA leave them unwritten and save two launches.
-        make = torch.empty if q.is_cuda else torch.zeros
-        seed, offset = (make((), dtype=torch.int64, device=q.device) for _ in range(2))
-    return in_layout(out, q, lambda: empty_out(q, v)), logsumexp.contiguous(), seed, offset
+        make = torch.empty if asked.q.is_cuda else torch.zeros
+        seed, offset = (make((), dtype=torch.int64, device=asked.q.device) for _ in range(2))
+    return in_layout(out, asked.q, lambda: empty_out(asked.q, asked.v)), logsumexp.contiguous(), seed, offset
 
 
-def attention_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    logsumexp: Tensor,
-    seed: Tensor,
-    offset: Tensor,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    key: Tensor | None,
-    *,
-    implementation: str = "",
-) -> tuple[Tensor, Tensor, Tensor]:
+def attention_backward(grad_out: Tensor, *arguments: Any, implementation: str = "") -> tuple[Tensor, Tensor, Tensor]:
     """The backward of the same implementation: `choose` reads nothing that differs between the two calls."""
-    asked = Asked(q, k, v, mask, causal, scale, dropout_p, key)
-    grads = choose(asked, implementation).backward(grad_out, asked, Kept(out, logsumexp, seed, offset))
+    asked, kept = asked_and_kept(arguments)
+    grads = choose(asked, implementation).backward(grad_out, asked, kept)
     dq, dk, dv = (
-        in_layout(g, t, functools.partial(torch.empty_like, t)) for g, t in zip(grads, (q, k, v), strict=True)
+        in_layout(g, t, functools.partial(torch.empty_like, t)) for g, t in zip(grads, asked[:3], strict=True)
     )
     return dq, dk, dv
 
 
 @torch.library.register_fake("ws::attention", lib=LIBRARY)
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    key: Tensor | None,
-    *,
-    implementation: str = "",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check(q, k, v, dropout_p, key)
+def _fake(*arguments: Any, implementation: str = "") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    asked = Asked(*arguments)
+    check(asked)
+    q = asked.q
     logsumexp = torch.empty(q.shape[:3], dtype=compute_dtype(q.dtype), device=q.device)
     seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
-    return empty_out(q, v), logsumexp, seed, offset
+    return empty_out(q, asked.v), logsumexp, seed, offset
 
 
 @torch.library.register_fake("ws::attention_backward", lib=LIBRARY)
