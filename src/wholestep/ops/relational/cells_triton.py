@@ -27,8 +27,8 @@ from wholestep.ops.relational.gather_triton import flat_rows, sums_of_chunks
 from wholestep.ops.relational.segments_triton import cut, direct_entry, pieces
 
 ROWS, NUM_WARPS, AHEAD = 32, 4, 4
-"""Not raced yet: with four entries at a time most cells of a tile need one read of rows, and a thread no more registers than with two
-(209 for 64 columns of tf32)."""
+"""Not raced yet: with four entries at a time most tiles need one read of rows, and a thread no more registers than with two (209
+for 64 columns of tf32)."""
 WEIGHTS_ROWS, WEIGHTS_WARPS, WEIGHTS_STAGES = 64, 4, 2
 
 
