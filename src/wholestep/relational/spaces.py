@@ -289,6 +289,7 @@ DOTS = {Space.SOURCE: dot_of_nodes, Space.SOURCE_PAIR: dot_of_source_pairs}
 # ---- sums over the edges of a node ----
 
 LINEAR_SUM = "weighted sum of products, the better side"
+ALL_AT_ONCE = "weighted sum of products, all relations at once"
 
 
 def linear_sum(graph: RelGraph, x: Tensor, matrices: Tensor, weight: Tensor | None, on_gpu: bool) -> Tensor:
