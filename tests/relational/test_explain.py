@@ -53,7 +53,7 @@ def test_sides_are_counted_and_edges_have_numbers_only() -> None:
 
 
 def test_a_sum_without_rows_between_reads_nodes_and_moves_its_products_twice() -> None:
-    graph = made("plain")
+    graph = made("many relations")
     x, weight = torch.randn(graph.num_nodes, 64), torch.randn(graph.num_relations, 64, 32)
     layer = rel.layer(lambda e, p: (e.src.x.unsqueeze(1) @ p.W[e.type]).squeeze(1))
     told, rows = layer.explain(graph, {"x": x}, {"W": weight}), graph.rows
@@ -63,6 +63,15 @@ def test_a_sum_without_rows_between_reads_nodes_and_moves_its_products_twice() -
     products = 2 * (rows.gathered.ptr.shape[0] - 1) * 32
     moved = 4 * (x.numel() + weight.numel() + tables + products + graph.num_nodes * 32)
     assert numbers(told, "weighted sum")[-2] == pytest.approx(moved / 1e6, abs=1e-3)
+
+
+def test_where_most_pairs_exist_nothing_has_a_row_per_pair() -> None:
+    graph = made("loops, edges twice")
+    x, w = torch.randn(graph.num_nodes, 4), torch.randn(graph.num_relations, 4, 4)
+    layer = rel.layer(lambda e, p: (e.src.x.unsqueeze(1) @ p.W[e.type]).squeeze(1))
+    told = layer.explain(graph, {"x": x}, {"W": w})
+    assert re.search(rf"weighted sum of products, all relations at once +destination nodes +{graph.num_nodes} ", told)
+    assert "by source," not in told
 
 
 def test_types_and_edge_features_have_rows() -> None:

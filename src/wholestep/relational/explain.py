@@ -33,7 +33,7 @@ class _Counted(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes = 0
+        self.bytes, self.at_once = 0, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -46,6 +46,7 @@ class _Counted(TorchDispatchMode):
             self.bytes += _size(t for t in tree_leaves((read, kwargs, out)) if isinstance(t, Tensor))
             if func is torch.ops.ws.linear_sum.default:
                 self.bytes += 2 * bytes_between(args[2], args[4])
+            self.at_once |= func is torch.ops.ws.cell_mm.default
             if func is torch.ops.ws.scattered_mm.default:
                 self.bytes += 2 * product_bytes(args[0], args[2])
         return out
@@ -67,7 +68,8 @@ class _Measured(fx.Interpreter):
         with _Counted() as counted:
             out = super().run_node(n)
         if "told" in n.meta:
-            self.steps.append((*n.meta["told"], counted.bytes))
+            told = (spaces.ALL_AT_ONCE, None) if counted.at_once else n.meta["told"]
+            self.steps.append((*told, counted.bytes))
         return out
 
 

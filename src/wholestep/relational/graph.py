@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from wholestep.errors import BadOption
+from wholestep.relational.between import Between as Between
+from wholestep.relational.between import between
 from wholestep.relational.tables import Cells as Cells
 from wholestep.relational.tables import NodeTypes as NodeTypes
 from wholestep.relational.tables import Pairs as Pairs
@@ -58,6 +60,8 @@ class RelGraph:
     """The same with source pairs for every relation: where a message is not linear in its source, and to compare with."""
     cells: Cells | None
     """Of all nodes and relations, where most are pairs."""
+    between: Between | None
+    """For dots of both ends, where relations take different sides."""
     of_relations: Table
     """Relations -> nodes, over pairs: relations of sources, then those of destinations, each with its pairs."""
     at_destinations: Table
@@ -87,6 +91,7 @@ class RelGraph:
         src, dst, etype = (ids.index_select(0, order) for ids in (src, dst, etype))
         types = None if ntype is None else make_types(*_checked_types(ntype, nodes, num_types, src.device))
         tables = make_tables(src, dst, etype, nodes, relations)
+        tables["between"] = between(tables, nodes)
         self._fill({"order": order.to(tables["src"].dtype), "types": types} | tables)
 
     @classmethod

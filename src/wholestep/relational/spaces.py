@@ -260,6 +260,8 @@ def dot_of_source_pairs(graph: RelGraph, destination: Tensor, source: Tensor) ->
 
 def linear_dot(graph: RelGraph, destination: Tensor, source: Tensor, matrices: Tensor, on_gpu: bool) -> Tensor:
     """<destination, source @ matrices[relation]>: the matrix is moved to the better side."""
+    if graph.between is not None and graph.between.knows(destination, source, matrices):
+        return graph.between.dot(graph.rows, destination, source, matrices)
     pairs = graph.sources.relation.shape[0], graph.destinations.relation.shape[0]
     if side_of(*pairs, sum(pairs), on_gpu or graph.src.device.type != "cpu"):
         moved = product_of(graph, source, matrices, Space.SOURCE, Space.SOURCE_PAIR, Space.RELATION)
@@ -287,6 +289,7 @@ DOTS = {Space.SOURCE: dot_of_nodes, Space.SOURCE_PAIR: dot_of_source_pairs}
 # ---- sums over the edges of a node ----
 
 LINEAR_SUM = "weighted sum of products, the better side"
+ALL_AT_ONCE = "weighted sum of products, all relations at once"
 
 
 def linear_sum(graph: RelGraph, x: Tensor, matrices: Tensor, weight: Tensor | None, on_gpu: bool) -> Tensor:

@@ -244,7 +244,7 @@ def make_tables(
         "from_src": Taking(long[0], back_ptr, back), "from_dst": Taking(long[1], ptr, everyone),
         "sources": sources, "destinations": destinations, "rows": rows, "only_sources": only_sources,
         "cells": None if room is not None else _cells(sides, etype, at_destinations, only_sources.spread, sizes, fit),
-        "of_relations": _of_relations(sources, destinations, numbers[:pairs]),
+        "between": None, "of_relations": _of_relations(sources, destinations, numbers[:pairs]),
         "at_destinations": at_destinations,
         "incoming": Table(ptr, everyone, everyone, numbers[: sizes.edges + 1], long[1], everyone),
         "neighbours": Table(ptr, long[0], everyone, back_ptr, _at(long[1], back), back),

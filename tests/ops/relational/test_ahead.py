@@ -52,7 +52,7 @@ def compiled(
         monkeypatch.setattr(cells_triton, "narrow_precision", lambda precision=precision: precision)
         cell = ids(96 * 500 + 1), ids(700), ids(700)
         out = cells_triton.cell_mm(rows, factors, *cell, matrices)
-        cells_triton.cell_mm_weights(rows, factors, *cell, out, 96)
+        cells_triton.cell_mm_weights(rows, factors, out, *cell, cell[1])
     return len(launches.done)
 
 

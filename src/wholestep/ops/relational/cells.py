@@ -82,8 +82,7 @@ def cell_mm_weights(
     if in_triton(x, weight, grad) and grouped_mm.is_narrow(x.shape[1], grad.shape[1]):
         from wholestep.ops.relational import cells_triton
 
-        groups = (ptr.shape[0] - 1) // max(grad.shape[0], 1)
-        return cells_triton.cell_mm_weights(x, None if edge is None else weight, ptr, index, edge, grad, groups)
+        return cells_triton.cell_mm_weights(x, None if edge is None else weight, grad, ptr, index, target, edge)
     return weights_reference(x, weight, grad, ptr, index, target, edge)
 
 
@@ -110,7 +109,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, weight, w, *tables = ctx.saved_tensors
     table, turned = tables[:4], tables[4:]
     of_x = of_weight = of_w = None
-    if ctx.needs_input_grad[2]:  # the narrower rows are those that are read once for every edge
+    if ctx.needs_input_grad[
+        2
+    ]:  # entries of one table have their nodes in order: of the wider rows, which are read once then
         if x.shape[1] <= grad.shape[1]:
             of_w = torch.ops.ws.cell_mm_weights(x, weight, grad, *table)
         else:
@@ -160,18 +161,15 @@ def _weights_cases() -> Iterator[tuple[Any, ...]]:
         yield x, weight, torch.randn(3, w.shape[2], dtype=x.dtype), *tables[:4]
 
 
-SPLIT = 2048
-"""Nodes of a part of the gradient of weights."""
-
-
 def _parts_bytes(call: Call) -> int:
     (nodes, columns), inner = call.shape("grad"), call.shape("x")[1]
-    return 4 * -(-nodes // SPLIT) * ((call.shape("ptr")[0] - 1) // nodes) * inner * columns
+    groups, entries = (call.shape("ptr")[0] - 1) // nodes, call.shape("index")[0]
+    return 4 * (grouped_mm.splits_of(entries) + groups) * inner * columns
 
 
-def _flops(call: Call, columns: int) -> int:
+def _flops(call: Call) -> int:
     """Of products, and of the sums before them."""
-    inner = call.shape("x")[1]
+    _, inner, columns = call.shape("w")
     return 2 * (call.shape("ptr")[0] - 1) * inner * columns + 2 * numel(call.tensor("index")) * inner
 
 
@@ -181,7 +179,7 @@ record(
     cases=_cases,
     tolerance=1e-5,
     kind="matmul",
-    flops=lambda call: _flops(call, call.shape("w")[2]),
+    flops=_flops,
     compiled=False,
 )
 record(
@@ -190,7 +188,7 @@ record(
     cases=_weights_cases,
     tolerance=1e-5,
     kind="matmul",
-    flops=lambda call: _flops(call, call.shape("grad")[1]),
+    flops=lambda call: 2 * numel(call.tensor("index")) * call.shape("x")[1] * call.shape("grad")[1],
     scratch=_parts_bytes,
     compiled=False,
 )

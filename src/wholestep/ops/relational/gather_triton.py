@@ -25,9 +25,10 @@ from wholestep.ops.relational.segments_triton import direct_entry, pieces, some_
 
 TILE, COLUMNS, NUM_WARPS = 1024, 128, 2
 """Numbers that a program holds, and the most columns among them."""
-AHEAD, DOTS_AHEAD, FEW_PROGRAMS = 4, 2, 1 << 16
+AHEAD, DOTS_AHEAD, FEW_PROGRAMS = 4, 2, 1 << 12
 """Blocks of entries of long targets that are under way at a time where there are few programs: one that takes block after block
-waits for memory twice each time, and a kernel over a small graph waits for its longest targets. Over a large one others run."""
+waits for memory twice each time, and a kernel over a small graph waits for its longest targets. Over a large one others run, as
+many as registers allow. Not raced yet."""
 
 
 @triton.jit
@@ -100,9 +101,7 @@ def sums(
         chunk = first + done + lane % ENTRIES
         inside = (chunk < last)[:, None] & (column < width)[None, :]
         total += tl.load(partial + chunk[:, None] * width + column[None, :], mask=inside, other=0.0)
-    if ENTRIES > 1:
-        total = tl.sum(tl.reshape(total, (TARGETS, ENTRIES, COLUMNS)), 1)
-    return total
+    return tl.sum(tl.reshape(total, (TARGETS, ENTRIES, COLUMNS)), 1)
 
 
 @triton.jit

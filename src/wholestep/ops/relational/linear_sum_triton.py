@@ -28,8 +28,10 @@ from wholestep.ops.relational.linear_sum import MOST_SPLIT
 
 NUM_WARPS = 4
 WEIGHTS_ROWS, WEIGHTS_WARPS = 32, 4
-AHEAD, WEIGHTS_AHEAD = 1, 1
 """Of a gradient of weights, which holds sums of both sides."""
+AHEAD, WEIGHTS_AHEAD = 2, 1
+"""Entries of a row that are read at a time. In a product two take as many registers as one (96 a thread), in the gradient of
+weights a fifth more. Not raced yet."""
 Side = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """x, ptr, index, edge."""
 

@@ -54,11 +54,18 @@ def pieces(ptr, target, targets, CHUNK: tl.constexpr):
     are `first` to `last`."""
     start = tl.load(ptr + target, mask=target < targets, other=0)
     end = tl.load(ptr + target + 1, mask=target < targets, other=0)
+    head, direct, first, last = cut(start, end, CHUNK)
+    return start, head, direct, first, last
+
+
+@triton.jit
+def cut(start, end, CHUNK: tl.constexpr):
+    """The same of entries from start to end."""
     first = (start + CHUNK - 1) // CHUNK
     last = tl.maximum(end // CHUNK, first)
     head = tl.where(last > first, first * CHUNK - start, end - start)
     direct = tl.where(last > first, head + end - last * CHUNK, head)
-    return start, head, direct, first, last
+    return head, direct, first, last
 
 
 @triton.jit
