@@ -215,16 +215,16 @@ def test_skipping_it_goes_on_and_counts(call: Call) -> None:
 
 
 def test_a_full_disk_while_training_names_the_last_good_checkpoint(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    import safetensors.torch
+    from wholestep.train import checkpoint_files
 
-    kept = safetensors.torch.save_file
+    kept = checkpoint_files.save_tensors
 
     def fills_up(tensors: Any, path: Path, *rest: Any) -> None:
         if "step-000004" in str(path):
             raise OSError(28, "No space left on device")
         kept(tensors, path, *rest)
 
-    monkeypatch.setattr(safetensors.torch, "save_file", fills_up)
+    monkeypatch.setattr(checkpoint_files, "save_tensors", fills_up)
     done = call(*OWN, "--steps", "6", "--out", "a", "--save-every", "2", "--quiet")
     assert done.code == 2 and "No space left on device" in done.err and "step-000002 is complete and kept" in done.err
     assert len(done.err.splitlines()) == 1

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import wholestep
 from wholestep.errors import BadBatch, BadCheckpoint, BadLoss, BadOption, WholestepError
-from wholestep.train import running
+from wholestep.train import checkpoint_files, running
 from wholestep.train.checkpoint_hashes import write_hashes
 from wholestep.train.loop import Outcome, train
 from wholestep.train.metrics import read_rows
@@ -266,7 +266,7 @@ def full_disk(*args: Any, **kwargs: Any) -> None:
 
 
 def test_a_disk_that_fills_up_names_the_last_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill = at_step(5, lambda: monkeypatch.setattr("safetensors.torch.save_file", full_disk))
+    fill = at_step(5, lambda: monkeypatch.setattr(checkpoint_files, "save_tensors", full_disk))
     with pytest.raises(BadCheckpoint, match=r"No space left on device\. step-000004 is complete and kept"):
         run(tmp_path / "a", steps=10, options={"display": fill, "save_every": 2})
     monkeypatch.undo()

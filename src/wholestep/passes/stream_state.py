@@ -36,8 +36,6 @@ MOST_BYTES = 128 << 20
 """Of state per update: 3 ms of a link of 40 GB/s, long beside what a copy costs to start."""
 AT_ONCE = 4
 """Parts on the card at a time where nothing but updates runs meanwhile: half of them come while the others leave."""
-BESIDE_A_LAYER = 1 << 30
-"""Of state that comes at most while the backward of a layer runs; it leaves beside that of the next."""
 
 
 @compiler_pass(numerics="bitwise", for_updates=True)
@@ -197,12 +195,13 @@ class _Stream:
 
 
 def _stream(graph: TrainingGraph, updates: Sequence[fx.Node], away: set[fx.Node]) -> None:
-    """Before an update: its own state is there. A round with more state than may lie on the card at once comes in portions, each
-    while the one before is updated."""
+    """Before an update: its own state is there. That of a round comes as a whole, or in portions, each while the one before is
+    updated, where there is no other round beside which it could."""
     stream = _Stream(graph, updates, away)
     trips = round_trips(list(graph.graph.nodes))
     for comes, members, leaves in trips:
-        portions = _portions([u for u in members if u in stream.states], stream.states, early=len(trips) > 1)
+        mine = [update for update in members if update in stream.states]
+        portions = _portions(mine, stream.states) if len(trips) == 1 else [mine]
         for update in portions[0] if portions else ():
             stream.come(update, before=comes)
         for number, portion in enumerate(portions):
@@ -220,17 +219,13 @@ def _stream(graph: TrainingGraph, updates: Sequence[fx.Node], away: set[fx.Node]
         state.meta["val"] = said_to_be_on(state.meta["val"], torch.device("cpu"))
 
 
-def _portions(
-    updates: Sequence[fx.Node], states: Mapping[fx.Node, Sequence[fx.Node]], *, early: bool
-) -> list[list[fx.Node]]:
+def _portions(updates: Sequence[fx.Node], states: Mapping[fx.Node, Sequence[fx.Node]]) -> list[list[fx.Node]]:
     """As many updates at a time as may have their state on the card together."""
     found: list[list[fx.Node]] = []
-    together = AT_ONCE // 2 * MOST_BYTES
-    held, most = 0, BESIDE_A_LAYER if early else together
+    held = 0
     for update in updates:
         size = sum(state.meta["val"].nbytes for state in states[update])
-        if not found or held + size > most:
-            most = most if not found else together
+        if not found or held + size > AT_ONCE // 2 * MOST_BYTES:
             found.append([])
             held = 0
         found[-1].append(update)
