@@ -39,7 +39,7 @@ from wholestep.capture.front import (  # noqa: F401 - tell Dynamo what to do oth
     equal_layers,
     own_code,
     own_containers,
-    quick_values,
+    quick_guards,
     replaced,
     texts,
     written,

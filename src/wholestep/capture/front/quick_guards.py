@@ -1,6 +1,7 @@
-"""Dynamo finds what a guard looks at by evaluating text, place by place; equal layers have equal texts, so each is compiled once.
+"""What Dynamo does again for every guard, some two hundred times per layer, is done once for all that are alike.
 
-In: `ChainedSource.get_value`, asked some thirty times per module. Out: the same values in a fifth of the time.
+A guard's value is found by evaluating text, place by place: equal layers have equal texts, so each is compiled once. And each
+guard is told with its line of the user's code, in a file of which the short name is found by comparing paths.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import types
 from typing import Any
 
 from torch._guards import ChainedSource
+from torch.utils import _traceback
 
 _BASE = "base_"
 
@@ -20,6 +22,7 @@ def _compiled(template: str) -> types.CodeType:
 
 
 def _get_value(self: Any, globals: dict[str, Any], locals: dict[str, Any], cache: Any) -> Any:
+    """ChainedSource.get_value, but that its text is compiled once."""
     if self in cache:
         return cache[self]
     locals[_BASE] = self.base.get_value(globals, locals, cache)
@@ -31,3 +34,4 @@ def _get_value(self: Any, globals: dict[str, Any], locals: dict[str, Any], cache
 
 
 ChainedSource.get_value = _get_value  # type: ignore[method-assign]
+_traceback.shorten_filename = functools.lru_cache(maxsize=1 << 10)(_traceback.shorten_filename)
