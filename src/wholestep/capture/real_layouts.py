@@ -21,6 +21,7 @@ from torch._prims_common import (
     suggest_memory_format,
 )  # fmt: skip
 from torch._subclasses.fake_impls import op_implementations_dict
+from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 Order = Callable[..., Any]
@@ -85,18 +86,18 @@ ORDERS: dict[Any, Order] = {
 def _rule(order: Order, made_by: Callable[..., Any], mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     with mode:
         made = made_by(*args, **kwargs)
+        # nothing to put right; and asking for the order of symbolic sizes would tie the graph to what is answered
+        if all(value.is_contiguous() for value in tree_leaves(args) if isinstance(value, Tensor)):
+            return made
         strides = order(*args, **kwargs)
         if isinstance(made, Tensor):
             return _laid_out(made, strides)
-        if not isinstance(made[0], Tensor):  # a gradient that nobody asks for
-            return made
-        return tuple(
-            _laid_out(one, strides) if isinstance(one, Tensor) and one.shape == made[0].shape else one for one in made
-        )
+        alike = 2 if func is aten.log_sigmoid_forward.default else 1  # the others are sums, or of parameters
+        return tuple(_laid_out(one, strides) if at < alike else one for at, one in enumerate(made))
 
 
-def _laid_out(made: Tensor, strides: Any) -> Tensor:
-    if made.dim() != len(strides) or made.stride() == tuple(strides):  # broadcast operands: as it was
+def _laid_out(made: Any, strides: Any) -> Any:
+    if made is None or made.dim() != len(strides):  # a gradient that nobody asks for; broadcast operands
         return made
     return torch.empty_strided(made.shape, strides, dtype=made.dtype, device=made.device)
 
