@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -72,3 +73,10 @@ def test_variables_are_found_wherever_they_are_read() -> None:
     assert what_it_reads(turned) is None
     for function in (scaled, scaled_inside, scaled_in_a_list, scaled_by_another):
         assert what_it_reads(function) == "t", function
+
+
+def test_filters_of_warnings_are_refused_by_name() -> None:
+    with pytest.warns(WholestepWarning, match="reads warnings.filters"):
+        step = interpreted(side(None, lambda _: 1.0 + len(warnings.filters)), BATCH)
+        step(BATCH)
+    assert step.rung == "eager"
