@@ -137,7 +137,7 @@ def _refuse_shared_attributes(read: Sequence[tuple[str, Any]]) -> None:
     """Two objects with one `__dict__`: what is written to one of them shows in the other."""
     owners: dict[int, Any] = {}
     for _, value in read:
-        if not isinstance(value, type | types.FunctionType) and is_users_class(type(value)):
+        if not isinstance(value, type | types.FunctionType | types.MethodType) and is_users_class(type(value)):
             table = getattr(value, "__dict__", None)
             if isinstance(table, dict) and owners.setdefault(id(table), value) is not value:
                 raise CaptureRefused(
