@@ -173,7 +173,7 @@ LOUD: dict[str, str] = {
             "weak_proxy_of_a_config", "weak_values_that_die", "template_filled_in",
             "numbers_of_numpy_by_kind", "schedule_in_an_array", "schedule_in_an_array_as_it_is",
             "name_added_to_the_builtins", "queue_written_at_a_place_that_data_tells", "autocast_left_by_an_error",
-            "boxes_cut_and_pasted", "smoothing_by_a_schedule_of_a_dataclass",
+            "boxes_cut_and_pasted",
         ),
         "",
     ),
