@@ -15,6 +15,7 @@ from tests.trust import (
     data,
     derivatives,
     equal_layers,
+    everyday,
     held_by_modules,
     hooks,
     idioms,
@@ -49,7 +50,7 @@ FILES = (
     burned_in, values_read, code_changed, outside, structure, left_behind, carried, optimizers, hooks, randomness, data,
     python_values, loops, interrupted, stale_cache, refusals, equal_layers, aliases, switches, techniques, updates,
     objects, protocols, opaque, idioms, recipes, held_by_modules, batches, derivatives,
-    objectives, numbers, own_code, absences, compared, ways_round,
+    objectives, numbers, own_code, absences, compared, ways_round, everyday,
 )  # fmt: skip
 
 LOUD: dict[str, str] = {
@@ -127,6 +128,7 @@ LOUD: dict[str, str] = {
     "table_read_through_its_descriptor": "through a descriptor",
     "checkpointed_batch_norm_and_dropout": "random numbers",
     "checkpointed_average_of_activations": "activation checkpoint",
+    "filters_of_warnings_counted": "warnings.filters",
     "hessian_of_every_sample": "torch.func.hessian",
     **dict.fromkeys(  # whatever the reason is called, it is told
         (
@@ -171,7 +173,7 @@ LOUD: dict[str, str] = {
             "weak_proxy_of_a_config", "weak_values_that_die", "template_filled_in",
             "numbers_of_numpy_by_kind", "schedule_in_an_array", "schedule_in_an_array_as_it_is",
             "name_added_to_the_builtins", "queue_written_at_a_place_that_data_tells", "autocast_left_by_an_error",
-            "boxes_cut_and_pasted", "smoothing_by_a_schedule_of_a_dataclass",
+            "boxes_cut_and_pasted",
         ),
         "",
     ),

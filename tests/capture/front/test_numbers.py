@@ -55,6 +55,7 @@ def test_a_counter_is_returned_as_an_int(check: str) -> None:
         lambda state: 0.5 * (1 + math.cos(math.pi * state["step"] / 8)),
         lambda state: min(state["step"], 4),
         lambda state: float(state["step"]) ** 0.5,
+        lambda state: 1.0 + 0.1 * (-1) ** state["step"],  # the base has a sign
     ],
 )  # fmt: skip
 def test_schedules_of_a_count_follow(scale: Callable[[dict[str, Any]], Any]) -> None:
@@ -123,3 +124,23 @@ def test_numbers_are_not_read_off_a_device() -> None:
     args = [5 if argument.kind == "number" else None for argument in graph.arguments]
     numbers, results = graph.host(args)
     assert numbers == [1.0 / (1 + 6)] and list(results.values()) == [6], "no tensor is needed"
+
+
+def test_what_a_number_switches_on_stays_in_the_graph() -> None:
+    """`vmap` in chunks of a size that varies enters a level for every chunk."""
+
+    def make() -> Side:
+        side = sgd(small_mlp(), {"step": 0})
+
+        def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+            side.extra["step"] += 1
+            chunks = 2 + side.extra["step"] % 2
+            return torch.vmap(lambda x: model(x).square().sum(), chunk_size=chunks)(batch[0]).mean()
+
+        side.loss_fn = loss_fn
+        return side
+
+    twins = Twins(make, BATCHES[0], check="off")
+    twins.train(BATCHES[:4])
+    assert twins.step.rung == "whole step"
+    assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0

@@ -59,3 +59,16 @@ def test_code_of_a_class_is_refused_by_name(weight: Any, reason: str) -> None:
 
 def test_what_reads_nothing_that_changes_is_captured() -> None:
     assert compiled(lambda: 2.0 if Mode.SLOW == Mode.FAST else 1.0).rung == "whole step"
+
+
+def test_a_function_marked_as_constant_is_read_at_every_step() -> None:
+    held = {"weight": 1.0}
+
+    @torch.compiler.assume_constant_result
+    def weight() -> float:
+        return held["weight"]
+
+    step, batch = compiled(weight), class_batches(1)[0]
+    before = float(step(batch))
+    held["weight"] = 100.0
+    assert step.rung == "whole step" and float(step(batch)) > 10 * before

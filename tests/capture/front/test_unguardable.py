@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import types
+import warnings
 from typing import Any
 
 import pytest
@@ -83,3 +84,10 @@ def test_classes_of_python_are_not_the_users() -> None:
     assert is_users_class(Options) and is_users_class(typed["Typed"])
     for cls in (types.MethodType, dict, itertools.count, types.SimpleNamespace, torch.Tensor, nn.Linear):
         assert not is_users_class(cls), cls
+
+
+def test_filters_of_warnings_are_refused_by_name() -> None:
+    with pytest.warns(WholestepWarning, match="reads warnings.filters"):
+        step = interpreted(side(None, lambda _: 1.0 + len(warnings.filters)), BATCH)
+        step(BATCH)
+    assert step.rung == "eager"

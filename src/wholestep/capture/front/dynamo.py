@@ -46,7 +46,7 @@ from wholestep.capture.front import (  # noqa: F401 - tell Dynamo what to do oth
 )
 from wholestep.capture.front.assumed import assuming
 from wholestep.capture.front.growing import growing
-from wholestep.capture.front.modes_left import dispatcher_put_back, functions_put_back
+from wholestep.capture.front.modes_left import functions_put_back, modes_put_back
 from wholestep.capture.front.quiet import TALKATIVE, quiet
 from wholestep.capture.front.sparse import attach_parts, is_matrix
 
@@ -290,7 +290,7 @@ def capture_call(
     known = {id(entry.code) for entry in _debug_get_cache_entry_list(function.__code__)}
     compiled = _compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
     try:
-        with dispatcher_put_back(), settings(loggers, lists, update, **more), contextlib.suppress(Stopped):
+        with modes_put_back(), settings(loggers, lists, update, **more), contextlib.suppress(Stopped):
             compiled(**arguments)
     finally:
         taking.clear()

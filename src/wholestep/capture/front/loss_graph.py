@@ -22,7 +22,7 @@ from wholestep import compat
 from wholestep.capture.front import traced as marks
 from wholestep.capture.front.checkpoints import RANDOM, is_checkpoint
 from wholestep.capture.front.empty_parts import copy_in_place_of_cat
-from wholestep.capture.front.numbers import Argument, HostPart, split_numbers
+from wholestep.capture.front.numbers import Argument, HostPart, split_numbers, write_powers
 from wholestep.capture.front.opaque import derivatives, refuse_opaque, replaced, written
 from wholestep.capture.front.replay import MARKS, Assumed, Replay, Watcher, target_name, user_line
 from wholestep.capture.front.shared import copy_in_place_of_set, live_views
@@ -70,6 +70,7 @@ class LossGraph:
         self.paths = paths
         self.module = _copied(module)  # Dynamo reads its own graph again after the backend
         copy_in_place_of_cat(self.module)
+        write_powers(self.module)
         rewrite(self.module)
         self.ranks: Ranks | None = self.module.meta.get(RANKS)
         """Who runs it, where a rewrite has made it the program of one rank."""

@@ -9,6 +9,7 @@ tensor operator takes.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,6 +53,22 @@ class HostPart:
         return numbers, dict(zip(self.returned, results, strict=True))
 
 
+def write_powers(module: fx.GraphModule) -> None:
+    """`(-1) ** n` as the call of a function: torch writes it as `-1 ** n` into the code of a graph, which is -1 for every n."""
+    for inner in module.modules():
+        if isinstance(inner, fx.GraphModule):
+            powers = inner.graph.find_nodes(op="call_function", target=operator.pow)
+            of_numbers = [node for node in powers if isinstance(node.args[0], int | float | complex)]
+            for node in of_numbers:
+                node.target = power
+            if of_numbers:
+                inner.recompile()
+
+
+def power(base: Any, exponent: Any) -> Any:
+    return base**exponent
+
+
 def split_numbers(module: fx.GraphModule, arguments: Sequence[Argument]) -> HostPart:
     """Take the part that computes with numbers alone out of `module`; its new inputs follow the others."""
     graph = module.graph
@@ -67,7 +84,13 @@ def split_numbers(module: fx.GraphModule, arguments: Sequence[Argument]) -> Host
     for node in graph.nodes:
         before = set(node.all_input_nodes)
         makes_tensor = isinstance(node.meta.get("example_value"), torch.Tensor)  # torch.tensor([1, number])
-        if node.op in ("call_function", "call_method") and before and before <= host and not makes_tensor:
+        if (
+            node.op in ("call_function", "call_method")
+            and before
+            and before <= host
+            and not makes_tensor
+            and not _acts(node)
+        ):
             if node.target == "item" or not before & wrapped:
                 host.add(node)
     output = next(n for n in graph.nodes if n.op == "output")
@@ -84,6 +107,15 @@ def split_numbers(module: fx.GraphModule, arguments: Sequence[Argument]) -> Host
     for node in reversed([n for n in graph.nodes if n in host and n.op != "placeholder"]):
         graph.erase_node(node)
     return HostPart(function, tuple(_is_integer(node) for node in crossing), returned)
+
+
+def _acts(node: fx.Node) -> bool:
+    """Whether a call switches something for what follows it in the graph: `vmap` of chunks whose size varies enters a level."""
+    return str(getattr(node.target, "__module__", "")).startswith(_SWITCHES)
+
+
+_SWITCHES = ("torch._functorch", "torch._C", "torch.autograd", "torch.amp")
+"""Modules whose functions do so."""
 
 
 def _host_function(

@@ -4,6 +4,7 @@
   by the code that the class, its metaclass or the enum has for them.
 - Numbers, texts, tuples, sets and members of enums are true as Python's own are, whatever `__bool__` their class has.
 - `Config(...)` runs `__call__` of a metaclass of one's own, which Dynamo passes over, and `Mode("x")` runs `_missing_`, once.
+- A function that is marked as constant for torch.compile (`assume_constant_result`) is none in eager: it is traced.
 - An object that the loss makes is never made by a captured step, and made more than once by Dynamo: `__del__` would be counted.
 """
 
@@ -16,11 +17,11 @@ from typing import Any
 
 from torch._dynamo import symbolic_convert
 from torch._dynamo.exc import unimplemented
-from torch._dynamo.variables import BuiltinVariable, LazyVariableTracker, UserDefinedClassVariable
+from torch._dynamo.variables import BuiltinVariable, LazyVariableTracker, UserDefinedClassVariable, UserFunctionVariable
 
 from wholestep.capture.front.assumed import follow_instruction
 from wholestep.capture.front.growing import growing
-from wholestep.capture.front.unguardable import users_method, what_it_reads, where_is
+from wholestep.capture.front.unguardable import is_users, users_method, what_it_reads, where_is
 
 _LOOKS = {"isinstance", "issubclass", "type", "getattr", "hasattr", "setattr", "super", "id", "callable"}
 """Builtin functions that ask a class for no operator; checks of instances are refused in `unguardable.py`."""
@@ -118,6 +119,17 @@ def _judging(plain: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     return judge
 
 
+def _following(plain: Callable[..., None]) -> Callable[..., None]:
+    def init(self: Any, fn: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, fn, *args, **kwargs)
+        code = getattr(fn, "__code__", None)
+        if self.is_constant and getattr(growing, "on", False) and code is not None and is_users(code):
+            self.is_constant = False
+
+    return init
+
+
+UserFunctionVariable.__init__ = _following(UserFunctionVariable.__init__)
 BuiltinVariable.call_function = _folding(BuiltinVariable.call_function)
 for _table in (symbolic_convert.compare_op_handlers, vars(symbolic_convert)):  # bound before the line above
     for _name, _bound in list(_table.items()):

@@ -89,6 +89,10 @@ def refuse_unguardable(
     for name, reason in _MENTIONED.items():
         if name in mentioned:
             raise CaptureRefused(reason)
+    if {"warnings", "filters"} <= mentioned:
+        raise CaptureRefused(
+            "the loss reads warnings.filters, to which a trace adds one of its own; read it outside of the loss"
+        )
     called = {name for code in codes for name in code.co_names} | _OPERATORS
     patched = [n for n, value in vars(torch.Tensor).items() if n in called and n in _TENSOR and _TENSOR[n] is not value]
     if patched:
