@@ -3,7 +3,8 @@
 In: folders that hold a checkout each (`NAME=FOLDER`), workloads of `wholestep bench`. Out: for every workload and commit the first
 step, milliseconds of a step, peak of allocated memory, losses; JSON, and a table of ratios to the first commit named.
 
-A process for each commit. All of a workload compile at the same time, each on its share of the CPU's cores and from empty caches;
+A process for each commit. All of a workload compile at the same time, each on its share of the CPU's cores and from empty caches
+(`--one-by-one`: one after another on all cores, as a first step is alone, and where two first steps do not fit the card together);
 then each makes a few steps in turn, round after round, so that clocks and heat that drift are the same for all. A round's
 figure is the median of its steps, a commit's the median of its rounds. The children talk to this script by lines: `ready`
 after the first step, `go` for a round. `--peers eager,compile` adds those, by the last commit's benchmark.
@@ -66,7 +67,10 @@ def child(request: dict[str, Any]) -> None:
         return training.iterate(calls, number)
 
     losses: list[Any] = [step(0)]
-    say(ready=True, first_loss=float(losses[0]), first_step_seconds=time.perf_counter() - began)
+    told = {"first_loss": float(losses[0]), "first_step_seconds": time.perf_counter() - began}
+    if on_gpu:
+        torch.cuda.empty_cache()  # what comparing the first step with eager took is for the others on this device
+    say(ready=True, **told)
     peak = 0.0
     for round_ in range(ROUNDS + 1):
         sys.stdin.readline()
@@ -133,19 +137,25 @@ class Child:
             self.row |= heard
 
 
-def measured(model: str, systems: list[tuple[str, Path, str]], caches: Path) -> list[dict[str, Any]]:
+def measured(model: str, systems: list[tuple[str, Path, str]], caches: Path, one_by_one: bool) -> list[dict[str, Any]]:
     """Rows of one workload."""
+    from wholestep.bench.turns import my_turn
+
     every = sorted(os.sched_getaffinity(0))
-    share = max(1, len(every) // len(systems))
+    share = len(every) if one_by_one else max(1, len(every) // len(systems))
     children = []
     for index, (name, folder, system) in enumerate(systems):
-        cores = every[index * share : (index + 1) * share] or every
+        cores = every[:share] if one_by_one else every[index * share : (index + 1) * share] or every
         children.append(Child(name, folder, system, model, cores, caches))
+        if one_by_one:
+            children[-1].row |= children[-1].hear() or {}
     for one in children:
-        one.row |= one.hear() or {}
-    for _ in range(ROUNDS + 1):
-        for one in children:
-            one.go()
+        if not one_by_one:
+            one.row |= one.hear() or {}
+    with my_turn():
+        for _ in range(ROUNDS + 1):
+            for one in children:
+                one.go()
     for one in children:
         one.process.kill()
         one.process.wait()
@@ -177,6 +187,7 @@ def main() -> None:
     parser.add_argument("--trees", default="now=.", help="NAME=FOLDER,...; the first is what others are compared with")
     parser.add_argument("--models", default=MODELS)
     parser.add_argument("--peers", default="", help="eager, compile")
+    parser.add_argument("--one-by-one", action="store_true", help="first steps one after another, on all cores")
     parser.add_argument("--out", type=Path, default=Path("commits.json"))
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -191,7 +202,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = json.loads(options.out.read_text("utf-8"))["rows"] if options.out.exists() else []
     with tempfile.TemporaryDirectory(prefix="wholestep-commits-") as caches:
         for model in options.models.split(","):
-            found = measured(model, systems, Path(tempfile.mkdtemp(dir=caches)))
+            found = measured(model, systems, Path(tempfile.mkdtemp(dir=caches)), options.one_by_one)
             rows += found
             options.out.write_text(json.dumps({"machine": facts(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
             print_table(found)

@@ -387,7 +387,8 @@ def test_compiled_regions_too() -> None:
     graph, (message, change) = made("hubs"), child_training()
     layer = rel.layer(message)
     wanted, found = trained(layer.reference, graph, change), trained(layer, graph, change, backend="inductor")
-    torch.testing.assert_close(found[:2], wanted[:2])
+    # each step begins where the one before it ended, so what compiled sums over a hub round otherwise adds up
+    torch.testing.assert_close(found[:2], wanted[:2], rtol=1e-5, atol=1e-5)
     assert found[2].rung == "whole step"
 
 

@@ -132,7 +132,7 @@ LOUD: dict[str, str] = {
     "hessian_of_every_sample": "torch.func.hessian",
     **dict.fromkeys(  # whatever the reason is called, it is told
         (
-            "list_that_grows", "batch_norm_with_cumulative_average", "queue_with_a_tensor_pointer",
+            "list_that_grows", "batch_norm_with_cumulative_average",
             "replay_deque", "single_dispatch_registered_later", "tensor_method_patched",
             "strings_read", "forward_hook_inside_the_loss", "full_backward_hook_counts", "full_backward_hook_scales",
             "full_backward_pre_hook_scales", "full_backward_hook_added_later", "backward_hook_for_all_modules",
@@ -146,7 +146,7 @@ LOUD: dict[str, str] = {
             "json_file_read_by_path", "file_exists", "file_written", "clock", "clock_of_the_last_step", "date",
             "working_directory", "level_of_a_logger", "name_of_the_thread", "list_of_numbers", "branch_on_the_loss",
             "fixed_point_until_it_settles", "unique_labels",
-            "cut_to_the_longest", "custom_autograd_function_that_counts",
+            "custom_autograd_function_that_counts",
             "checkpointed_forward_that_counts",
             "embedding_with_sparse_gradients", "random_number", "random_branch",
             "random_choice_of_a_layer", "random_order_of_layers", "layers_dropped_at_random",

@@ -385,8 +385,9 @@ class _Writing:
         if not isinstance(value, fx.Node) or not self.absent.twins:
             return None
         if meaning.kind is OutputKind.GRADIENT:
-            prefix = "gradient/" if meaning.name.startswith("gradient/") else ""
-            return ("gradients", prefix), meaning.name.removeprefix(prefix)
+            return ("gradients", meaning.kind), meaning.name
+        if meaning.kind is OutputKind.KEPT and meaning.name.startswith("gradient/"):
+            return ("gradients", meaning.kind), meaning.name.removeprefix("gradient/")
         listed = self.absent.lists.get(value.args[0]) if value.target is operator.getitem else None  # type: ignore[arg-type]
         name = owner(self.order[meaning.target]) if meaning.target is not None else None
         return None if listed is None or name is None else (("update", listed), name)

@@ -37,6 +37,7 @@ from wholestep.capture.front import (  # noqa: F401 - tell Dynamo what to do oth
     asked,
     decomposed,
     equal_layers,
+    mends,
     own_code,
     own_containers,
     quick_guards,
@@ -164,7 +165,7 @@ def switched_off() -> str | None:
 @contextlib.contextmanager
 def settings(loggers: Any, lists: Iterable[str] = (), update: Iterable[Any] = (), **more: Any) -> Iterator[None]:
     """Dynamo's settings as a faithful capture needs them, for this process, while the context is open."""
-    with compat.ONE_AT_A_TIME, compat.guards_not_timed(), dynamo.config.patch(**_wanted(loggers, more)), quiet():
+    with compat.ONE_AT_A_TIME, mends.guards_not_timed(), dynamo.config.patch(**_wanted(loggers, more)), quiet():
         growing.on, growing.lists, assuming.on, assuming.sparse = True, frozenset(lists), True, set()
         growing.update, growing.stale = tuple(update), None
         try:
@@ -286,7 +287,7 @@ def capture_call(
 
         return run
 
-    compat.forget_imports()
+    mends.forget_imports()
     known = {id(entry.code) for entry in _debug_get_cache_entry_list(function.__code__)}
     compiled = _compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
     try:
@@ -295,7 +296,7 @@ def capture_call(
     finally:
         taking.clear()
         scope.clear()
-        compat.forget_backend(backend)
+        mends.forget_backend(backend)
     fresh = [entry for entry in _debug_get_cache_entry_list(function.__code__) if id(entry.code) not in known]
     if len(fresh) != 1:
         return None
@@ -371,8 +372,8 @@ def _not_for_us(plain: Callable[..., None]) -> Callable[..., None]:
 VariableBuilder.mark_static_input = _not_for_us(VariableBuilder.mark_static_input)
 decorators.mark_static_address = _not_for_us(decorators.mark_static_address)
 TorchInGraphFunctionVariable._get_handlers()[torch.rand] = _scalar_draw
-compat.mend_lstm()
-compat.keep_validation()
-compat.trace_requires_grad(lambda: getattr(growing, "on", False))
+mends.mend_lstm()
+mends.keep_validation()
+mends.trace_requires_grad(lambda: getattr(growing, "on", False))
 compat.note_picked_sizes()
 real_layouts.install()

@@ -22,7 +22,7 @@ from torch._dynamo.variables import (
     UserFunctionVariable,
 )
 
-from wholestep import compat
+from wholestep.capture.front import mends
 from wholestep.capture.front.assumed import assuming, follow_instruction
 from wholestep.capture.front.distinct import keep_two
 
@@ -95,5 +95,5 @@ def _calling(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 for _name in _HOW:
     follow_instruction(_name, _comparing)
-compat.HashedVariable.__init__ = _noting_keys(compat.HashedVariable.__init__)  # a dictionary's key, a member of a set
+mends.HashedVariable.__init__ = _noting_keys(mends.HashedVariable.__init__)  # a dictionary's key, a member of a set
 BuiltinVariable.call_function = _calling(BuiltinVariable.call_function)

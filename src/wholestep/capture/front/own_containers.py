@@ -16,7 +16,7 @@ from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import ConstDictVariable, UserDefinedObjectVariable, user_defined
 from torch._dynamo.variables.misc import StringFormatVariable
 
-from wholestep import compat
+from wholestep.capture.front import mends
 from wholestep.capture.front.growing import growing
 
 
@@ -81,5 +81,5 @@ def _refuse_own_equality(key: Any) -> None:
 
 if hasattr(ConstDictVariable, "has_new_items"):
     ConstDictVariable.has_new_items = _in_another_order(ConstDictVariable.has_new_items)
-compat.HashedVariable.__eq__ = _compared_as_keys(compat.HashedVariable.__eq__)
-compat.HashedVariable.__init__ = _hashed(compat.HashedVariable.__init__)
+mends.HashedVariable.__eq__ = _compared_as_keys(mends.HashedVariable.__eq__)
+mends.HashedVariable.__init__ = _hashed(mends.HashedVariable.__init__)

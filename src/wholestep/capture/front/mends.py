@@ -1,0 +1,113 @@
+"""What Dynamo does otherwise from version to version, or does for its own callers and not for us.
+
+In: torch. Out: `dynamo.py` calls these once, or around a trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+def _hashed_variable() -> Any:
+    """Dynamo's class for keys of dictionaries and members of sets."""
+    try:
+        from torch._dynamo.variables.hashable import HashableTracker
+    except ImportError:
+        from torch._dynamo.variables import ConstDictVariable
+
+        return ConstDictVariable._HashableTracker
+    return HashableTracker
+
+
+HashedVariable = _hashed_variable()
+
+
+def mend_lstm() -> None:
+    """torch 2.11 leaves a dimension of one in the last states of an LSTM that it takes apart over time (mended in 2.13)."""
+    from torch._decomp import decompositions
+
+    broken = decompositions.one_layer_lstm
+
+    @functools.wraps(broken)
+    def one_layer_lstm(*args: Any, **kwargs: Any) -> Any:
+        out, states = broken(*args, **kwargs)
+        return out, tuple(state.squeeze(0) if state.dim() == 3 else state for state in states)
+
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        decompositions.one_layer_lstm = one_layer_lstm
+
+
+def trace_requires_grad(wanted: Callable[[], bool]) -> None:
+    """torch 2.11 gives up where a value that a loss made is told to require a gradient (penalties on gradients); 2.13 traces it."""
+    from torch._dynamo.variables import TensorVariable
+
+    plain = TensorVariable.method_requires_grad_
+
+    @functools.wraps(plain)
+    def method_requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:
+        proxy, asked = self.as_proxy(), requires_grad if requires_grad is True else requires_grad.as_python_constant()
+        value = proxy.node.meta["example_value"]
+        if self.source or not value.is_leaf or value.requires_grad == asked or not wanted():
+            return plain(self, tx, requires_grad)
+        tx.output.create_proxy("call_method", "requires_grad_", (proxy, asked), {})
+        self.requires_grad = value.requires_grad_(asked).requires_grad
+        return self
+
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        TensorVariable.method_requires_grad_ = method_requires_grad_
+
+
+def keep_validation() -> None:
+    """Dynamo switches the validation of torch.distributions off, for the whole process, when it is first used: not for us."""
+    from torch._dynamo.eval_frame import TorchPatcher
+
+    kept = torch.distributions.Distribution._validate_args
+    TorchPatcher.patch()  # once per process
+    torch.distributions.Distribution.set_default_validate_args(kept)
+    # `Categorical.probs`, which validation looks at, is an object that is made for every look (so that Sphinx finds a property):
+    # no guard on it would hold
+    torch.distributions.utils.lazy_property.__get__ = _lazy_value
+
+
+def _lazy_value(self: Any, instance: Any, owner: Any = None) -> Any:
+    """lazy_property.__get__, but for the first line."""
+    if instance is None:
+        return self
+    with torch.enable_grad():
+        value = self.wrapped(instance)
+    setattr(instance, self.wrapped.__name__, value)
+    return value
+
+
+def forget_imports() -> None:
+    """Dynamo remembers modules by name for the whole process, whatever takes their place in sys.modules later."""
+    remembered: Any = getattr(torch._dynamo.symbolic_convert, "_import_module", None)
+    if hasattr(remembered, "cache_clear"):
+        remembered.cache_clear()
+
+
+@contextlib.contextmanager
+def guards_not_timed() -> Iterator[None]:
+    """Dynamo times the guards of every capture for its log, on a flushed processor cache: 20 ms, a fifth of a small capture."""
+    from torch._dynamo import guards
+
+    timed = guards.profile_guard_manager
+    guards.profile_guard_manager = lambda *_: 0.0
+    try:
+        yield
+    finally:
+        guards.profile_guard_manager = timed
+
+
+def forget_backend(backend: Callable[..., Any]) -> None:
+    """Dynamo keeps every backend for as long as the process lives, and with it all that the backend refers to."""
+    from torch._dynamo.eval_frame import cached_backends
+
+    for key, kept in list(cached_backends.items()):
+        if getattr(kept, "compiler_fn", kept) is backend:
+            del cached_backends[key]
