@@ -42,10 +42,12 @@ def child(request: dict[str, Any]) -> None:
     """Compile and make the first step; then one round for every line that comes."""
     os.sched_setaffinity(0, request["cores"])
     import torch
-    from h200 import timed_steps
 
     workloads = importlib.import_module("wholestep.bench.workloads").WORKLOADS
     api = importlib.import_module("wholestep.api")
+    assert Path(api.__file__ or "").is_relative_to(request["folder"]), api.__file__
+    from h200 import timed_steps  # not earlier: it puts its own checkout in front of the others
+
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     torch.set_float32_matmul_precision("high")
@@ -104,7 +106,7 @@ class Child:
             "WHOLESTEP_CACHE_DIR": str(own / "wholestep"), "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, len(cores) - 1)),
             "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error",
         }  # fmt: skip
-        request = json.dumps({"model": model, "system": system, "cores": cores})
+        request = json.dumps({"model": model, "system": system, "cores": cores, "folder": str(folder)})
         own.mkdir(parents=True)
         self.errors = (own / "stderr").open("w+")
         self.process = subprocess.Popen(

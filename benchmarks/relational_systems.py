@@ -129,9 +129,17 @@ def over_edges(model: str, edges: Edges, n: dict[str, Tensor], p: dict[str, Tens
 LINEAR_DOT = spaces.linear_dot
 
 
-def dot_at_sources(graph: rel.RelGraph, destination: Tensor, source: Tensor, matrices: Tensor, _: bool) -> Tensor:
+def dot_at_asked_side(
+    graph: rel.RelGraph, destination: Tensor, source: Tensor, matrices: Tensor, on_gpu: bool
+) -> Tensor:
+    """Programs are shared by the layers of a message function, so the system is asked for when one runs."""
+    if graph.rows is not graph.only_sources:
+        return LINEAR_DOT(graph, destination, source, matrices, on_gpu)
     moved = spaces.product_of(graph, source, matrices, Space.SOURCE, Space.SOURCE_PAIR, Space.RELATION)
     return spaces.dot_of_source_pairs(graph, destination, moved)
+
+
+spaces.linear_dot = dot_at_asked_side
 
 
 def by_relation(edges: Edges) -> tuple[Edges, Tensor]:
@@ -149,11 +157,11 @@ def forward_of(
     system: str, model: str, edges: Edges, n: dict[str, Tensor], p: dict[str, Tensor]
 ) -> Callable[[], Tensor]:
     if system in ("wholestep", "wholestep-graph", "source-only"):
-        spaces.linear_dot = dot_at_sources if system == "source-only" else LINEAR_DOT
         graph, layer = rel.RelGraph(*edges[:3], num_nodes=edges[3], num_relations=edges[4]), rel.layer(MESSAGES[model])
         if system == "source-only":
             rows, graph = graph.only_sources, copy.copy(graph)
             object.__setattr__(graph, "rows", rows)
+            object.__setattr__(graph, "between", None)  # whose places are those of the rows that were there
         return lambda: layer(graph, n, p)
     if system in ("pyg", "pyg-compile"):
         return pyg(model, edges, n, p, system == "pyg-compile")
