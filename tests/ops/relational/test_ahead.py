@@ -50,9 +50,9 @@ def compiled(
         out = linear_sum_triton.summed_mm(*side[:1], factors, *side[1:], matrices, ends)
         linear_sum_triton.summed_mm_weights(side, (out, *side[1:3], None), factors, ends)
         monkeypatch.setattr(cells_triton, "narrow_precision", lambda precision=precision: precision)
-        cell = ids(96 * 500 + 1), ids(700), ids(700)
+        cell = ids(96 * 500 + 1), ids(700), ids(700), ids(700)
         out = cells_triton.cell_mm(rows, factors, *cell, matrices)
-        cells_triton.cell_mm_weights(rows, factors, out, *cell, cell[1])
+        cells_triton.cell_mm_weights(rows, factors, out, *cell)
     return len(launches.done)
 
 

@@ -113,7 +113,7 @@ def try_one(groups, nodes, most, hub, inner, columns, dtype, device="cpu"):
     for given, edge in ((None, None), (weight, table[3])):
         wide = [None if t is None else t.double() for t in (x, given, w, grad)]
         for run, wanted in (
-            (lambda: kernels.cell_mm(x, given, *table[:2], edge, w), cells.reference(*wide[:3], *table[:3], edge)),
+            (lambda: kernels.cell_mm(x, given, *table[:3], edge, w), cells.reference(*wide[:3], *table[:3], edge)),
             (
                 lambda: kernels.cell_mm_weights(x, given, grad, *table[:3], edge),
                 cells.weights_reference(*wide[:2], wide[3], *table[:3], edge),
@@ -130,13 +130,13 @@ INTERPRETED = (
     TRIED
     + """
 segments_triton.CHUNK, gather_triton.TILE, gather_triton.COLUMNS = 8, 256, 32
-kernels.ROWS, kernels.WEIGHTS_ROWS, kernels.split_of = 16, 16, lambda *_: 32
+kernels.ROWS, kernels.MOST_ENTRIES, kernels.WEIGHTS_ROWS, kernels.split_of = 16, 16, 16, lambda *_: 32
 kernels.narrow_precision = lambda: "ieee"
 for table in TABLES:
     try_one(*table, 5, 3, torch.float32)
 try_one(*TABLES[0], 16, 20, torch.float16)
 nothing = torch.zeros(0).int()
-assert not kernels.cell_mm(torch.randn(5, 3), None, torch.zeros(9).int(), nothing, None, torch.randn(2, 3, 4)).any()
+assert not kernels.cell_mm(torch.randn(5, 3), None, torch.zeros(9).int(), nothing, nothing, None, torch.randn(2, 3, 4)).any()
 none = torch.zeros(9).int(), nothing, nothing, None
 assert not kernels.cell_mm_weights(torch.randn(5, 3), None, torch.randn(4, 4), *none).any()
 print("equal")

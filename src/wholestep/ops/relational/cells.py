@@ -65,7 +65,7 @@ def cell_mm(
     if in_triton(x, weight, w) and grouped_mm.is_narrow(*w.shape[1:]):
         from wholestep.ops.relational import cells_triton
 
-        return cells_triton.cell_mm(x, None if edge is None else weight, ptr, index, edge, w)
+        return cells_triton.cell_mm(x, None if edge is None else weight, ptr, index, target, edge, w)
     return reference(x, weight, w, ptr, index, target, edge)
 
 

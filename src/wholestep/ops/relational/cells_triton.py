@@ -2,9 +2,9 @@
 
 Legend: as in `cells.py`; N nodes, G groups.
 
-    cell_mm          a block of nodes goes through all groups: the sums of its cells are made as gather_sum makes them
-                     (`gather_triton.py`) and multiplied where they are. AHEAD entries of every cell are read at a time, and
-                     those of the next group are found while this one's are on their way
+    cell_mm          a block of nodes goes through all groups. The entries of its cells of a group stand behind one another, so
+                     that their rows are read without gaps; which node each is for is a matrix of ones and zeros, whose
+                     product with the rows are the sums. Whole chunks of a cell have been summed up (`gather_triton.py`)
     cell_mm_weights  1. of every SPLIT entries and every group among them: rows of x, transposed, @ rows of grad, which is one
                      product with no sums before it, 2. summed up per group
 
@@ -24,106 +24,116 @@ from wholestep.ops.grouped_mm_triton import narrow_precision
 from wholestep.ops.grouped_narrow_triton import add_parts, first_group, ready, slots_of, tile_of
 from wholestep.ops.relational import segments_triton as segments
 from wholestep.ops.relational.gather_triton import flat_rows, sums_of_chunks
-from wholestep.ops.relational.segments_triton import cut, direct_entry, pieces
 
-ROWS, NUM_WARPS, AHEAD = 32, 4, 4
-"""Not raced yet: with four entries at a time most tiles need one read of rows, and a thread no more registers than with two (209
-for 64 columns of tf32)."""
+ROWS, NUM_WARPS = 32, 4
 WEIGHTS_ROWS, WEIGHTS_WARPS, WEIGHTS_STAGES = 64, 4, 2
+MOST_ENTRIES = 128
+
+
+def entries_of(entries: int, cells: int) -> int:
+    """Of a block of cells at a time: all of most blocks, at least a chunk."""
+    usual = ROWS * entries // max(cells, 1)
+    return min(max(triton.next_power_of_2(usual + usual // 4), segments.CHUNK), max(MOST_ENTRIES, segments.CHUNK))
 
 
 @triton.jit
-def _found(index, edge, entry, real, NAMED: tl.constexpr):
-    """The rows that entries take, or -1, and where their weights stand."""
-    row = tl.load(index + entry, mask=real, other=-1).to(tl.int64)
-    if NAMED:
-        return row, tl.load(edge + entry, mask=real, other=-1).to(tl.int64)
-    return row, tl.where(row >= 0, entry, -1)
-
-
-@triton.jit
-def _taken(x, weight, row, place, column, width, x_row, WEIGHTED: tl.constexpr):
-    """(ROWS, AHEAD, COLUMNS)"""
-    inside = (row >= 0)[:, :, None] & (column < width)[None, None, :]
-    value = tl.load(x + row[:, :, None] * x_row + column[None, None, :], mask=inside, other=0.0).to(tl.float32)
-    if WEIGHTED:
-        value *= tl.load(weight + place, mask=place >= 0, other=1.0).to(tl.float32)[:, :, None]
-    return value
-
-
-@triton.jit
-def _rest(
-    total, x, weight, index, edge, partial, start, head, direct, first, last, done, column, width, x_row,
-    WEIGHTED: tl.constexpr, NAMED: tl.constexpr, AHEAD: tl.constexpr, CHUNK: tl.constexpr,
+def _add_tile(
+    a, x, weight, index, target, edge, begin, end, first, step, width, x_row,
+    WEIGHTED: tl.constexpr, NAMED: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """total (ROWS, COLUMNS) + the direct entries of each target from number `done` on + its whole chunks."""
-    for so_far in range(done, tl.max(direct.to(tl.int32), 0), AHEAD):
-        number = so_far + tl.arange(0, AHEAD)[None, :]
-        entry = direct_entry(start[:, None], head[:, None], last[:, None], number, CHUNK).to(tl.int64)
-        row, place = _found(index, edge, entry, number < direct[:, None], NAMED)
-        total += tl.sum(_taken(x, weight, row, place, column, width, x_row, WEIGHTED), 1)
-    for number in range(0, tl.max((last - first).to(tl.int32), 0)):
-        chunk = (first + number).to(tl.int64)
-        inside = (chunk < last)[:, None] & (column < width)[None, :]
-        total += tl.load(partial + chunk[:, None] * width + column[None, :], mask=inside, other=0.0)
+    """a (ROWS, INNER) + the entries from begin to end, at most ENTRIES, each in the row of its node: ones and zeros @ rows of x."""
+    entry = begin + tl.arange(0, ENTRIES)
+    row = tl.load(index + entry, mask=entry < end, other=-1).to(tl.int64)
+    node = tl.load(target + entry, mask=entry < end, other=-1)
+    value = tl.load(
+        x + row[:, None] * x_row + step[None, :], mask=(row >= 0)[:, None] & (step < width)[None, :], other=0.0
+    )
+    if WEIGHTED:
+        place = tl.where(row >= 0, entry, -1)
+        if NAMED:
+            place = tl.load(edge + entry, mask=entry < end, other=-1)
+        factor = tl.load(weight + place, mask=place >= 0, other=1.0).to(tl.float32)
+        value = value.to(tl.float32) * factor[:, None]
+    mine = (first + tl.arange(0, ROWS))[:, None] == node[None, :]
+    return tl.dot(mine.to(value.dtype), ready(value, PRECISION), a, input_precision=PRECISION)
+
+
+@triton.jit
+def _one_by_one(
+    x, weight, ptr, index, target, edge, first, behind, step, column, width, x_row, w, nodes, groups, columns, w_group, w_inner,
+    w_column, WEIGHTED: tl.constexpr, NAMED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """What the kernel computes, entry by entry: what is not finite in one stays in its node."""
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for group in range(groups):
+        b = tl.load(
+            w + group * w_group + step[:, None] * w_inner + column[None, :] * w_column,
+            mask=(step < width)[:, None] & (column < columns)[None, :], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        for entry in range(tl.load(ptr + group * nodes + first), tl.load(ptr + group * nodes + behind)):
+            row = tl.load(index + entry).to(tl.int64)
+            if row >= 0:
+                value = tl.load(x + row * x_row + step, mask=step < width, other=0.0).to(tl.float32)
+                if WEIGHTED:
+                    place = entry
+                    if NAMED:
+                        place = tl.load(edge + entry)
+                    if place >= 0:
+                        value *= tl.load(weight + place).to(tl.float32)
+                part = tl.sum(tl.where((step < width)[:, None], value[:, None] * b, 0.0), 0)
+                mine = first + tl.arange(0, ROWS) == tl.load(target + entry)
+                total += tl.where(mine[:, None], part[None, :], 0.0)
     return total
 
 
 @triton.jit
-def row_sums(
-    x, weight, ptr, index, edge, partial, target, targets, column, width, x_row,
-    WEIGHTED: tl.constexpr, NAMED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
-    """(ROWS, COLUMNS): direct entries + whole chunks of each target; zeros from `targets` on."""
-    start, head, direct, first, last = pieces(ptr, target, targets, CHUNK)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    return _rest(
-        total, x, weight, index, edge, partial, start, head, direct, first, last, 0, column, width, x_row, WEIGHTED, NAMED,
-        AHEAD, CHUNK,
-    )  # fmt: skip
-
-
-@triton.jit
-def _bounds(ptr, group, groups, node, nodes):
-    """Where the entries of a group's cells begin and end; of no more than there are."""
-    cell = ptr + tl.minimum(group, groups - 1) * nodes + node
-    start = tl.load(cell, mask=node < nodes, other=0)
-    return start, tl.load(cell + 1, mask=node < nodes, other=0)
-
-
-@triton.jit
 def _cells_kernel(
-    x, weight, ptr, index, edge, partial, width, x_row, w, out, nodes, groups, columns, w_group, w_inner, w_column,
-    WEIGHTED: tl.constexpr, NAMED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-    AHEAD: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    x, weight, ptr, index, edge, partial, owner, target, chunks, width, x_row, w, out, nodes, groups, columns, w_group, w_inner,
+    w_column, WEIGHTED: tl.constexpr, NAMED: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr,
+    INNER: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    node, number = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, AHEAD)[None, :]
+    first = tl.program_id(0) * ROWS
+    behind = tl.minimum(first + ROWS, nodes)
     step, column = tl.arange(0, INNER), tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    start, end = _bounds(ptr, 0, groups, node, nodes)
-    later, later_end = _bounds(ptr, 1, groups, node, nodes)
-    head, direct, first, last = cut(start, end, CHUNK)
-    entry = direct_entry(start[:, None], head[:, None], last[:, None], number, CHUNK).to(tl.int64)
-    row, place = _found(index, edge, entry, number < direct[:, None], NAMED)
+    # Triton 3.6 computes something else where a loop hands on tensors of which it takes the largest: numbers alone are handed on.
+    begin, end = tl.load(ptr + first), tl.load(ptr + behind)
     for group in range(groups):
-        value = _taken(x, weight, row, place, step, width, x_row, WEIGHTED)
-        next_head, next_direct, next_first, next_last = cut(later, later_end, CHUNK)
-        entry = direct_entry(later[:, None], next_head[:, None], next_last[:, None], number, CHUNK).to(tl.int64)
-        row, place = _found(index, edge, entry, number < next_direct[:, None], NAMED)
-        next_start = later
-        later, later_end = _bounds(ptr, group + 2, groups, node, nodes)
-        a = _rest(
-            tl.sum(value, 1), x, weight, index, edge, partial, start, head, direct, first, last, AHEAD, step, width, x_row,
-            WEIGHTED, NAMED, AHEAD, CHUNK,
+        cells = tl.minimum(group + 1, groups - 1) * nodes
+        next_begin, next_end = tl.load(ptr + cells + first), tl.load(ptr + cells + behind)
+        # all at once, or up to the next chunk and then chunk by chunk
+        done = tl.where(end - begin <= ENTRIES, end, (begin // CHUNK + 1) * CHUNK)
+        a = _add_tile(
+            tl.zeros((ROWS, INNER), tl.float32), x, weight, index, target, edge, begin, done, first, step, width, x_row,
+            WEIGHTED, NAMED, ROWS, ENTRIES, SUMS,
         )  # fmt: skip
-        b = tl.load(  # not earlier: it takes most registers
+        while done < end:
+            chunk = done // CHUNK
+            cell = tl.load(owner + chunk, mask=chunk < chunks, other=-1)
+            if cell >= 0:  # summed up already
+                value = tl.load(partial + chunk.to(tl.int64) * width + step, mask=step < width, other=0.0)
+                mine = group * nodes + first + tl.arange(0, ROWS) == cell
+                a += tl.where(mine[:, None], value[None, :], 0.0)
+            else:
+                a = _add_tile(
+                    a, x, weight, index, target, edge, done, tl.minimum(done + CHUNK, end), first, step, width, x_row,
+                    WEIGHTED, NAMED, ROWS, ENTRIES, SUMS,
+                )  # fmt: skip
+            done += CHUNK
+        b = tl.load(  # not earlier: then a thread has 213 registers instead of 128
             w + group * w_group + step[:, None] * w_inner + column[None, :] * w_column,
             mask=(step < width)[:, None] & (column < columns)[None, :], other=0.0,
         )  # fmt: skip
         a, b = ready(a.to(x.dtype.element_ty), PRECISION), ready(b, PRECISION)
         total = tl.dot(a, b, total, input_precision=PRECISION)
-        start, head, direct, first, last = next_start, next_head, next_direct, next_first, next_last
+        begin, end = next_begin, next_end
+    finite = tl.abs(total) < float("inf")
+    if tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0:
+        total = _one_by_one(
+            x, weight, ptr, index, target, edge, first, behind, step, column, width, x_row, w, nodes, groups, columns, w_group,
+            w_inner, w_column, WEIGHTED, NAMED, ROWS, COLUMNS,
+        )  # fmt: skip
+    node = first + tl.arange(0, ROWS)
     at = out + node.to(tl.int64)[:, None] * columns + column[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=(node < nodes)[:, None] & (column < columns)[None, :])
 
@@ -170,19 +180,22 @@ def _parts_kernel(
         group += 1
 
 
-def cell_mm(x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, edge: Tensor | None, w: Tensor) -> Tensor:
+def cell_mm(
+    x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, target: Tensor, edge: Tensor | None, w: Tensor
+) -> Tensor:
     """As `cells.reference`."""
     groups, inner, columns = w.shape
-    nodes = (ptr.shape[0] - 1) // max(groups, 1)
+    nodes, entries = (ptr.shape[0] - 1) // max(groups, 1), index.shape[0]
     out = x.new_empty(nodes, columns)
-    if out.numel() == 0 or x.numel() == 0 or index.shape[0] == 0:
+    if out.numel() == 0 or x.numel() == 0 or entries == 0:
         return out.zero_()
-    table, sizes, fixed = sums_of_chunks(flat_rows(x), weight, ptr, index, edge)
+    table, sizes, owner, fixed = sums_of_chunks(flat_rows(x), weight, ptr, index, edge)
     del fixed["PER_HEAD"]
+    precision = narrow_precision()
     _cells_kernel[(triton.cdiv(nodes, ROWS),)](
-        *table, *sizes[:2], w, out, nodes, groups, columns, *w.stride(), ROWS=ROWS, COLUMNS=tile_of(columns),
-        INNER=tile_of(inner), AHEAD=AHEAD, CHUNK=segments.CHUNK, PRECISION=narrow_precision(), num_warps=NUM_WARPS,
-        num_stages=1, **fixed,
+        *table, owner, target, owner.shape[0], *sizes[:2], w, out, nodes, groups, columns, *w.stride(), ROWS=ROWS,
+        ENTRIES=entries_of(entries, groups * nodes), COLUMNS=tile_of(columns), INNER=tile_of(inner), CHUNK=segments.CHUNK,
+        PRECISION=precision, SUMS=precision if x.dtype == torch.float32 else "tf32", num_warps=NUM_WARPS, num_stages=1, **fixed,
     )  # fmt: skip
     return out
 

@@ -22,9 +22,9 @@ from wholestep.ops.grouped_mm import split_of
 from wholestep.ops.grouped_mm_triton import narrow_precision
 from wholestep.ops.grouped_narrow_triton import add_parts, first_group, ready, slots_of, tile_of
 from wholestep.ops.relational import segments_triton as segments
-from wholestep.ops.relational.cells_triton import row_sums
 from wholestep.ops.relational.gather_triton import flat_rows, sums_of_chunks
 from wholestep.ops.relational.linear_sum import MOST_SPLIT
+from wholestep.ops.relational.segments_triton import direct_entry, pieces
 
 NUM_WARPS = 4
 WEIGHTS_ROWS, WEIGHTS_WARPS = 32, 4
@@ -42,6 +42,44 @@ def rows_of(columns: int) -> int:
 
 
 @triton.jit
+def _taken(
+    x, weight, index, edge, entry, real, column, width, x_row, WEIGHTED: tl.constexpr, NAMED: tl.constexpr
+):  # fmt: skip
+    """The rows that entries (ROWS, AHEAD) take, times their weights: (ROWS, AHEAD, COLUMNS)."""
+    row = tl.load(index + entry, mask=real, other=-1).to(tl.int64)
+    inside = (row >= 0)[:, :, None] & (column < width)[None, None, :]
+    value = tl.load(x + row[:, :, None] * x_row + column[None, None, :], mask=inside, other=0.0).to(tl.float32)
+    if WEIGHTED:
+        place = tl.where(row >= 0, entry, -1)
+        if NAMED:
+            place = tl.load(edge + entry, mask=real, other=-1).to(tl.int64)
+        value *= tl.load(weight + place, mask=place >= 0, other=1.0).to(tl.float32)[:, :, None]
+    return value
+
+
+@triton.jit
+def _row_sums(
+    x, weight, ptr, index, edge, partial, target, targets, column, width, x_row,
+    WEIGHTED: tl.constexpr, NAMED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """(ROWS, COLUMNS): direct entries + whole chunks of each target; zeros from `targets` on."""
+    start, head, direct, first, last = pieces(ptr, target, targets, CHUNK)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for done in range(0, tl.max(direct.to(tl.int32), 0), AHEAD):
+        number = done + tl.arange(0, AHEAD)[None, :]
+        entry = direct_entry(start[:, None], head[:, None], last[:, None], number, CHUNK).to(tl.int64)
+        total += tl.sum(
+            _taken(x, weight, index, edge, entry, number < direct[:, None], column, width, x_row, WEIGHTED, NAMED), 1
+        )
+    for number in range(0, tl.max((last - first).to(tl.int32), 0)):
+        chunk = (first + number).to(tl.int64)
+        inside = (chunk < last)[:, None] & (column < width)[None, :]
+        total += tl.load(partial + chunk[:, None] * width + column[None, :], mask=inside, other=0.0)
+    return total
+
+
+@triton.jit
 def _rows_kernel(
     x, weight, ptr, index, edge, partial, width, x_row, w, out, ends, rows, columns, w_group, w_inner, w_column,
     WEIGHTED: tl.constexpr, NAMED: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
@@ -51,7 +89,7 @@ def _rows_kernel(
     row, step, column = begin + tl.arange(0, ROWS), tl.arange(0, INNER), tl.arange(0, COLUMNS)
     behind = tl.minimum(begin + ROWS, rows)
     group = first_group(ends, begin, GROUPS, SLOTS)
-    a = row_sums(
+    a = _row_sums(
         x, weight, ptr, index, edge, partial, row, rows, step, width, x_row, WEIGHTED, NAMED, ROWS, INNER, AHEAD, CHUNK
     )
     a = ready(a.to(x.dtype.element_ty), PRECISION)
@@ -92,11 +130,11 @@ def _parts_kernel(
             total = tl.zeros((INNER, COLUMNS), tl.float32)
             for start in range(begin, end, ROWS):
                 row = start + tl.arange(0, ROWS)  # those of the next group give zeros
-                a = row_sums(
+                a = _row_sums(
                     x, weight, ptr, index, edge, x_partial, row, end, entry, inner, x_row, WEIGHTED, NAMED, ROWS, INNER, AHEAD,
                     CHUNK,
                 )  # fmt: skip
-                b = row_sums(
+                b = _row_sums(
                     grad, grad_weight, grad_ptr, grad_index, grad_edge, grad_partial, row, end, column, columns, grad_row,
                     GRAD_WEIGHTED, GRAD_NAMED, ROWS, COLUMNS, AHEAD, CHUNK,
                 )  # fmt: skip
@@ -116,7 +154,7 @@ def summed_mm(
     out = x.new_empty(rows, columns)
     if out.numel() == 0 or x.numel() == 0 or index.shape[0] == 0:
         return out.zero_()
-    table, sizes, fixed = sums_of_chunks(flat_rows(x), weight, ptr, index, edge)
+    table, sizes, _, fixed = sums_of_chunks(flat_rows(x), weight, ptr, index, edge)
     del fixed["PER_HEAD"]
     tile = rows_of(columns)
     _rows_kernel[(triton.cdiv(rows, tile),)](
@@ -137,7 +175,7 @@ def summed_mm_weights(of_x: Side, of_grad: Side, weight: Tensor | None, ends: Te
         or any(x.numel() == 0 or index.shape[0] == 0 for x, _, index, _ in (of_x, of_grad))
     ):
         return out.zero_()
-    (left, (_, left_row, *_), fixed), (right, (_, right_row, *_), known) = (
+    (left, (_, left_row, *_), _, fixed), (right, (_, right_row, *_), _, known) = (
         sums_of_chunks(flat_rows(x), None if edge is None else weight, ptr, index, edge)
         for x, ptr, index, edge in (of_x, of_grad)
     )
