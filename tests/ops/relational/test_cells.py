@@ -130,7 +130,7 @@ INTERPRETED = (
     TRIED
     + """
 segments_triton.CHUNK, gather_triton.TILE, gather_triton.COLUMNS = 8, 256, 32
-kernels.ROWS, kernels.MOST_ENTRIES, kernels.WEIGHTS_ROWS, kernels.split_of = 16, 16, 16, lambda *_: 32
+kernels.ROWS, kernels.WEIGHTS_ROWS, kernels.split_of = 16, 16, lambda *_: 32
 kernels.narrow_precision = lambda: "ieee"
 for table in TABLES:
     try_one(*table, 5, 3, torch.float32)

@@ -2,9 +2,9 @@
 
 Legend: as in `cells.py`; N nodes, G groups.
 
-    cell_mm          a block of nodes goes through all groups. The entries of its cells of a group stand behind one another, so
-                     that their rows are read without gaps; which node each is for is a matrix of ones and zeros, whose
-                     product with the rows are the sums. Whole chunks of a cell have been summed up (`gather_triton.py`)
+    cell_mm          a block of nodes goes through all groups: the sums of its cells are made and multiplied where they are.
+                     AHEAD entries of every cell are read at a time, and those of the next group are found while this one's
+                     are on their way; what is in longer cells is added as gather_sum does (`gather_triton.py`)
     cell_mm_weights  1. of every SPLIT entries and every group among them: rows of x, transposed, @ rows of grad, which is one
                      product with no sums before it, 2. summed up per group
 
@@ -24,38 +24,32 @@ from wholestep.ops.grouped_mm_triton import narrow_precision
 from wholestep.ops.grouped_narrow_triton import add_parts, first_group, ready, slots_of, tile_of
 from wholestep.ops.relational import segments_triton as segments
 from wholestep.ops.relational.gather_triton import flat_rows, sums_of_chunks
+from wholestep.ops.relational.linear_sum_triton import row_sums, taken
 
-ROWS, NUM_WARPS = 32, 4
+ROWS, NUM_WARPS, AHEAD = 32, 4, 4
+"""With four entries at a time most cells are short, and are read at once. Tried on an H200 and slower: the entries of a block of
+cells one behind the other, added up by a product with ones and zeros (5.8 ms for the four sums of a step of r-gcn, 3.1 so)."""
 WEIGHTS_ROWS, WEIGHTS_WARPS, WEIGHTS_STAGES = 64, 4, 2
-MOST_ENTRIES = 128
-
-
-def entries_of(entries: int, cells: int) -> int:
-    """Of a block of cells at a time: all of most blocks, at least a chunk."""
-    usual = ROWS * entries // max(cells, 1)
-    return min(max(triton.next_power_of_2(usual + usual // 4), segments.CHUNK), max(MOST_ENTRIES, segments.CHUNK))
 
 
 @triton.jit
-def _add_tile(
-    a, x, weight, index, target, edge, begin, end, first, step, width, x_row,
-    WEIGHTED: tl.constexpr, NAMED: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """a (ROWS, INNER) + the entries from begin to end, at most ENTRIES, each in the row of its node: ones and zeros @ rows of x."""
-    entry = begin + tl.arange(0, ENTRIES)
-    row = tl.load(index + entry, mask=entry < end, other=-1).to(tl.int64)
-    node = tl.load(target + entry, mask=entry < end, other=-1)
-    value = tl.load(
-        x + row[:, None] * x_row + step[None, :], mask=(row >= 0)[:, None] & (step < width)[None, :], other=0.0
-    )
-    if WEIGHTED:
-        place = tl.where(row >= 0, entry, -1)
-        if NAMED:
-            place = tl.load(edge + entry, mask=entry < end, other=-1)
-        factor = tl.load(weight + place, mask=place >= 0, other=1.0).to(tl.float32)
-        value = value.to(tl.float32) * factor[:, None]
-    mine = (first + tl.arange(0, ROWS))[:, None] == node[None, :]
-    return tl.dot(mine.to(value.dtype), ready(value, PRECISION), a, input_precision=PRECISION)
+def _bounds(ptr, group, groups, node, nodes):
+    """Where the entries of a group's cells begin and end, and the most of a cell; of no more groups than there are."""
+    cell = ptr + tl.minimum(group, groups - 1) * nodes + node
+    start = tl.load(cell, mask=node < nodes, other=0)
+    end = tl.load(cell + 1, mask=node < nodes, other=0)
+    return start, end, tl.max(end - start, 0)
+
+
+@triton.jit
+def _found(index, edge, start, end, number, NAMED: tl.constexpr):
+    """The rows that the entries of short cells take, or -1, and where their weights stand."""
+    entry, count = (start[:, None] + number).to(tl.int64), (end - start)[:, None]
+    real = (number < count) & (count <= number.shape[1])
+    row = tl.load(index + entry, mask=real, other=-1).to(tl.int64)
+    if NAMED:
+        return row, tl.load(edge + entry, mask=real, other=-1).to(tl.int64)
+    return row, tl.where(row >= 0, entry, -1)
 
 
 @triton.jit
@@ -88,52 +82,45 @@ def _one_by_one(
 
 @triton.jit
 def _cells_kernel(
-    x, weight, ptr, index, edge, partial, owner, target, chunks, width, x_row, w, out, nodes, groups, columns, w_group, w_inner,
-    w_column, WEIGHTED: tl.constexpr, NAMED: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr,
-    INNER: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
+    x, weight, ptr, index, edge, partial, target, width, x_row, w, out, nodes, groups, columns, w_group, w_inner, w_column,
+    WEIGHTED: tl.constexpr, NAMED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    AHEAD: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0) * ROWS
-    behind = tl.minimum(first + ROWS, nodes)
+    block = tl.program_id(0) * ROWS
+    node, number = block + tl.arange(0, ROWS), tl.arange(0, AHEAD)[None, :]
     step, column = tl.arange(0, INNER), tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    # Triton 3.6 computes something else where a loop hands on tensors of which it takes the largest: numbers alone are handed on.
-    begin, end = tl.load(ptr + first), tl.load(ptr + behind)
+    # Triton 3.6 takes the largest of a tensor that a loop hands on once, before the loop: what is handed on are largest numbers
+    # that were found where the tensor was loaded.
+    start, end, longest = _bounds(ptr, 0, groups, node, nodes)
+    later, later_end, later_longest = _bounds(ptr, 1, groups, node, nodes)
+    row, place = _found(index, edge, start, end, number, NAMED)
     for group in range(groups):
-        cells = tl.minimum(group + 1, groups - 1) * nodes
-        next_begin, next_end = tl.load(ptr + cells + first), tl.load(ptr + cells + behind)
-        # all at once, or up to the next chunk and then chunk by chunk
-        done = tl.where(end - begin <= ENTRIES, end, (begin // CHUNK + 1) * CHUNK)
-        a = _add_tile(
-            tl.zeros((ROWS, INNER), tl.float32), x, weight, index, target, edge, begin, done, first, step, width, x_row,
-            WEIGHTED, NAMED, ROWS, ENTRIES, SUMS,
-        )  # fmt: skip
-        while done < end:
-            chunk = done // CHUNK
-            cell = tl.load(owner + chunk, mask=chunk < chunks, other=-1)
-            if cell >= 0:  # summed up already
-                value = tl.load(partial + chunk.to(tl.int64) * width + step, mask=step < width, other=0.0)
-                mine = group * nodes + first + tl.arange(0, ROWS) == cell
-                a += tl.where(mine[:, None], value[None, :], 0.0)
-            else:
-                a = _add_tile(
-                    a, x, weight, index, target, edge, done, tl.minimum(done + CHUNK, end), first, step, width, x_row,
-                    WEIGHTED, NAMED, ROWS, ENTRIES, SUMS,
-                )  # fmt: skip
-            done += CHUNK
-        b = tl.load(  # not earlier: then a thread has 213 registers instead of 128
+        value = taken(x, weight, row, place, step, width, x_row, WEIGHTED)
+        row, place = _found(index, edge, later, later_end, number, NAMED)
+        next_longest = later_longest
+        later, later_end, later_longest = _bounds(ptr, group + 2, groups, node, nodes)
+        a = tl.sum(value, 1)
+        if longest > AHEAD:
+            first, behind, _ = _bounds(ptr, group, groups, node, nodes)
+            long = tl.where(behind - first > AHEAD, group * nodes + node, groups * nodes)
+            a += row_sums(
+                x, weight, ptr, index, edge, partial, long, groups * nodes, step, width, x_row, WEIGHTED, NAMED, ROWS, INNER,
+                AHEAD, CHUNK,
+            )  # fmt: skip
+        b = tl.load(  # not earlier: it takes most registers
             w + group * w_group + step[:, None] * w_inner + column[None, :] * w_column,
             mask=(step < width)[:, None] & (column < columns)[None, :], other=0.0,
         )  # fmt: skip
         a, b = ready(a.to(x.dtype.element_ty), PRECISION), ready(b, PRECISION)
         total = tl.dot(a, b, total, input_precision=PRECISION)
-        begin, end = next_begin, next_end
+        longest = next_longest
     finite = tl.abs(total) < float("inf")
     if tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0:
         total = _one_by_one(
-            x, weight, ptr, index, target, edge, first, behind, step, column, width, x_row, w, nodes, groups, columns, w_group,
-            w_inner, w_column, WEIGHTED, NAMED, ROWS, COLUMNS,
+            x, weight, ptr, index, target, edge, block, tl.minimum(block + ROWS, nodes), step, column, width, x_row, w, nodes,
+            groups, columns, w_group, w_inner, w_column, WEIGHTED, NAMED, ROWS, COLUMNS,
         )  # fmt: skip
-    node = first + tl.arange(0, ROWS)
     at = out + node.to(tl.int64)[:, None] * columns + column[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=(node < nodes)[:, None] & (column < columns)[None, :])
 
@@ -185,17 +172,16 @@ def cell_mm(
 ) -> Tensor:
     """As `cells.reference`."""
     groups, inner, columns = w.shape
-    nodes, entries = (ptr.shape[0] - 1) // max(groups, 1), index.shape[0]
+    nodes = (ptr.shape[0] - 1) // max(groups, 1)
     out = x.new_empty(nodes, columns)
-    if out.numel() == 0 or x.numel() == 0 or entries == 0:
+    if out.numel() == 0 or x.numel() == 0 or index.shape[0] == 0:
         return out.zero_()
-    table, sizes, owner, fixed = sums_of_chunks(flat_rows(x), weight, ptr, index, edge)
+    table, sizes, fixed = sums_of_chunks(flat_rows(x), weight, ptr, index, edge)
     del fixed["PER_HEAD"]
-    precision = narrow_precision()
     _cells_kernel[(triton.cdiv(nodes, ROWS),)](
-        *table, owner, target, owner.shape[0], *sizes[:2], w, out, nodes, groups, columns, *w.stride(), ROWS=ROWS,
-        ENTRIES=entries_of(entries, groups * nodes), COLUMNS=tile_of(columns), INNER=tile_of(inner), CHUNK=segments.CHUNK,
-        PRECISION=precision, SUMS=precision if x.dtype == torch.float32 else "tf32", num_warps=NUM_WARPS, num_stages=1, **fixed,
+        *table, target, *sizes[:2], w, out, nodes, groups, columns, *w.stride(), ROWS=ROWS, COLUMNS=tile_of(columns),
+        INNER=tile_of(inner), AHEAD=AHEAD, CHUNK=segments.CHUNK, PRECISION=narrow_precision(), num_warps=NUM_WARPS,
+        num_stages=1, **fixed,
     )  # fmt: skip
     return out
 

@@ -222,9 +222,8 @@ def flat_rows(x: Tensor) -> Tensor:
 
 def sums_of_chunks(
     x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, edge: Tensor | None
-) -> tuple[tuple[Tensor, ...], tuple[int, ...], Tensor, dict[str, int]]:
-    """What `sums` takes of a table and of x (N, width): tensors, sizes, the owners of chunks, and what is fixed; whole chunks are
-    summed up."""
+) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, int]]:
+    """What `sums` takes of a table and of x (N, width): tensors, sizes and what is fixed; whole chunks are summed up."""
     width, owner = x.shape[1], segments.owners(ptr, index.shape[0])
     heads, columns = 1 if weight is None else weight.shape[1:].numel(), min(triton.next_power_of_2(width), COLUMNS)
     partial = x.new_empty(max(owner.shape[0], 1), width, dtype=torch.float32)
@@ -238,7 +237,7 @@ def sums_of_chunks(
             x, factors, index, names, owner, partial, chunks, *sizes, LANES=min(TILE // columns, segments.CHUNK),
             COLUMNS=columns, CHUNK=segments.CHUNK, CHUNKS=at_once, num_warps=NUM_WARPS, num_stages=1, **fixed,
         )  # fmt: skip
-    return (x, factors, ptr, index, names, partial), sizes, owner, fixed
+    return (x, factors, ptr, index, names, partial), sizes, fixed
 
 
 def gather_sum(x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, edge: Tensor | None) -> Tensor:
@@ -247,7 +246,7 @@ def gather_sum(x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, edg
     if entries == 0 or targets == 0 or x.numel() == 0:
         return x.new_zeros(targets, *x.shape[1:])
     flat, out = flat_rows(x), x.new_empty(targets, *x.shape[1:])
-    table, sizes, _, fixed = sums_of_chunks(flat, weight, ptr, index, edge)
+    table, sizes, fixed = sums_of_chunks(flat, weight, ptr, index, edge)
     columns = min(triton.next_power_of_2(flat.shape[1]), COLUMNS)
     at_a_time = segments.entries_at_a_time(entries, targets)
     block = min(max(TILE // columns // at_a_time, 1), 64)

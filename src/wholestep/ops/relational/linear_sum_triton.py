@@ -42,23 +42,17 @@ def rows_of(columns: int) -> int:
 
 
 @triton.jit
-def _taken(
-    x, weight, index, edge, entry, real, column, width, x_row, WEIGHTED: tl.constexpr, NAMED: tl.constexpr
-):  # fmt: skip
-    """The rows that entries (ROWS, AHEAD) take, times their weights: (ROWS, AHEAD, COLUMNS)."""
-    row = tl.load(index + entry, mask=real, other=-1).to(tl.int64)
+def taken(x, weight, row, place, column, width, x_row, WEIGHTED: tl.constexpr):
+    """x[row] of entries (ROWS, AHEAD), times what stands at their places of `weight`; nothing below 0: (ROWS, AHEAD, COLUMNS)."""
     inside = (row >= 0)[:, :, None] & (column < width)[None, None, :]
     value = tl.load(x + row[:, :, None] * x_row + column[None, None, :], mask=inside, other=0.0).to(tl.float32)
     if WEIGHTED:
-        place = tl.where(row >= 0, entry, -1)
-        if NAMED:
-            place = tl.load(edge + entry, mask=real, other=-1).to(tl.int64)
         value *= tl.load(weight + place, mask=place >= 0, other=1.0).to(tl.float32)[:, :, None]
     return value
 
 
 @triton.jit
-def _row_sums(
+def row_sums(
     x, weight, ptr, index, edge, partial, target, targets, column, width, x_row,
     WEIGHTED: tl.constexpr, NAMED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -69,9 +63,11 @@ def _row_sums(
     for done in range(0, tl.max(direct.to(tl.int32), 0), AHEAD):
         number = done + tl.arange(0, AHEAD)[None, :]
         entry = direct_entry(start[:, None], head[:, None], last[:, None], number, CHUNK).to(tl.int64)
-        total += tl.sum(
-            _taken(x, weight, index, edge, entry, number < direct[:, None], column, width, x_row, WEIGHTED, NAMED), 1
-        )
+        row = tl.load(index + entry, mask=number < direct[:, None], other=-1).to(tl.int64)
+        place = tl.where(row >= 0, entry, -1)
+        if NAMED:
+            place = tl.load(edge + entry, mask=number < direct[:, None], other=-1).to(tl.int64)
+        total += tl.sum(taken(x, weight, row, place, column, width, x_row, WEIGHTED), 1)
     for number in range(0, tl.max((last - first).to(tl.int32), 0)):
         chunk = (first + number).to(tl.int64)
         inside = (chunk < last)[:, None] & (column < width)[None, :]
@@ -89,7 +85,7 @@ def _rows_kernel(
     row, step, column = begin + tl.arange(0, ROWS), tl.arange(0, INNER), tl.arange(0, COLUMNS)
     behind = tl.minimum(begin + ROWS, rows)
     group = first_group(ends, begin, GROUPS, SLOTS)
-    a = _row_sums(
+    a = row_sums(
         x, weight, ptr, index, edge, partial, row, rows, step, width, x_row, WEIGHTED, NAMED, ROWS, INNER, AHEAD, CHUNK
     )
     a = ready(a.to(x.dtype.element_ty), PRECISION)
@@ -130,11 +126,11 @@ def _parts_kernel(
             total = tl.zeros((INNER, COLUMNS), tl.float32)
             for start in range(begin, end, ROWS):
                 row = start + tl.arange(0, ROWS)  # those of the next group give zeros
-                a = _row_sums(
+                a = row_sums(
                     x, weight, ptr, index, edge, x_partial, row, end, entry, inner, x_row, WEIGHTED, NAMED, ROWS, INNER, AHEAD,
                     CHUNK,
                 )  # fmt: skip
-                b = _row_sums(
+                b = row_sums(
                     grad, grad_weight, grad_ptr, grad_index, grad_edge, grad_partial, row, end, column, columns, grad_row,
                     GRAD_WEIGHTED, GRAD_NAMED, ROWS, COLUMNS, AHEAD, CHUNK,
                 )  # fmt: skip
@@ -154,7 +150,7 @@ def summed_mm(
     out = x.new_empty(rows, columns)
     if out.numel() == 0 or x.numel() == 0 or index.shape[0] == 0:
         return out.zero_()
-    table, sizes, _, fixed = sums_of_chunks(flat_rows(x), weight, ptr, index, edge)
+    table, sizes, fixed = sums_of_chunks(flat_rows(x), weight, ptr, index, edge)
     del fixed["PER_HEAD"]
     tile = rows_of(columns)
     _rows_kernel[(triton.cdiv(rows, tile),)](
@@ -175,7 +171,7 @@ def summed_mm_weights(of_x: Side, of_grad: Side, weight: Tensor | None, ends: Te
         or any(x.numel() == 0 or index.shape[0] == 0 for x, _, index, _ in (of_x, of_grad))
     ):
         return out.zero_()
-    (left, (_, left_row, *_), _, fixed), (right, (_, right_row, *_), _, known) = (
+    (left, (_, left_row, *_), fixed), (right, (_, right_row, *_), known) = (
         sums_of_chunks(flat_rows(x), None if edge is None else weight, ptr, index, edge)
         for x, ptr, index, edge in (of_x, of_grad)
     )
