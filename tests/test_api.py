@@ -18,7 +18,6 @@ from wholestep.errors import (
     BadLoss,
     BadOption,
     BudgetTooSmall,
-    NotBuiltYet,
     UnsupportedModel,
     UnsupportedOptimizer,
     WholestepError,
@@ -43,7 +42,7 @@ def compiled(
 REFUSED: dict[str, tuple[dict[str, Any], type[WholestepError], str]] = {
     "memory": ({"memory": "40GBs"}, BadOption, r"'40GBs' is not an amount of memory.*write it as 12GiB"),
     "too little memory": ({"memory": 100}, BudgetTooSmall, r"memory=100 B is not enough.*ask for"),
-    "fp16": ({"precision": "fp16", "accumulate": 2}, NotBuiltYet, r"accumulate=2.*use precision='bf16'"),
+    "fp16": ({"precision": "fp16", "optimizer": None}, BadOption, r"without an optimizer.*use precision='bf16'"),
     "precision": ({"precision": "fp8"}, BadOption, r"precision='fp8'\. use one of 'fp32', 'bf16'"),
     "backend": ({"backend": "xla"}, BadOption, r"backend='xla'\. use one of 'inductor', 'interpret'"),
     "check": ({"check": "always"}, BadOption, r"check='always'\. use one of 'first', 'off'"),

@@ -115,7 +115,6 @@ BAD: list[tuple[str, str]] = [
     ("train --set width=100000000", "a smaller width"),
     ("train --set vocabulary=99999999999", "use less than 10,000,000"),
     ("train --set heads=3", "use a multiple"),
-    ("train --precision fp16 --set accumulate=2", "leave accumulate out"),
     ("train --set dropout=2", "less than 1"),
     ("train --memory -1GiB", "12GiB"),
     ("train --memory nanGiB", "12GiB"),

@@ -196,12 +196,8 @@ _TARGETS = {"target", "targets", "label", "labels", "y_true", "truth"}
 
 
 def _check_fp16(subject: Subject) -> None:
-    """Loss scaling needs the update, in one piece, on float32 weights."""
+    """Loss scaling needs the update, on float32 weights."""
     other = "use precision='bf16', which needs no loss scaling"
-    if subject.accumulate > 1:
-        raise NotBuiltYet(
-            f"precision='fp16' with accumulate={subject.accumulate}", hint=f"leave accumulate out, or {other}"
-        )
     if subject.optimizer is None:
         raise BadOption("precision='fp16' without an optimizer: the gradients you get would be scaled", hint=other)
     reason = optimizers.supported(subject.optimizer)

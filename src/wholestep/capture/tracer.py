@@ -366,9 +366,9 @@ class Tracer:
         with self.mode:
             if self.captured_update and not accumulating:
                 self.add_update_inputs(device)
-            if subject.loss_scale is not None:
-                self.fakes[SCALE] = torch.empty(len(loss_scale.KEYS), device=device)
             if accumulating:
+                if subject.loss_scale is not None:
+                    self.fakes[SCALE] = torch.empty(len(loss_scale.KEYS), device=device)
                 for name in subject.trained:
                     self.fakes[Input(Role.GRADIENT, name)] = torch.empty_like(self.fakes[Input(Role.PARAMETER, name)])
                 if self._has_weight():
@@ -409,3 +409,5 @@ class Tracer:
             self.fakes[Input(Role.HYPER, plan.hyper_name)] = torch.empty(size, dtype=torch.float64, device=device)
         if self.subject.clip_norm is not None:
             self.fakes[Input(Role.HYPER, "clip_norm")] = torch.empty((), dtype=torch.float64, device=device)
+        if self.subject.loss_scale is not None:
+            self.fakes[SCALE] = torch.empty(len(loss_scale.KEYS), device=device)

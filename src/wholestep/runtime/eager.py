@@ -77,7 +77,10 @@ def update_in_torch(subject: Subject) -> torch.Tensor | None:
     assert optimizer is not None
     if subject.clip_norm is not None:
         norm = torch.nn.utils.clip_grad_norm_(list(subject.trained.values()), subject.clip_norm)
-    skips = skips_update(subject)
+    elif subject.nonfinite == "skip":
+        norm = torch.nn.utils.get_total_norm([p.grad for p in subject.trained.values() if p.grad is not None])
+    # decided on the host, which waits for a GPU
+    skips = norm is not None and subject.nonfinite == "skip" and not bool(norm.isfinite())
     if not skips:
         optimizer.step()
     if subject.loss_scale is not None:
@@ -96,14 +99,6 @@ def clear_gradients(optimizer: Optimizer) -> None:
                     parameter.grad = None
     else:
         optimizer.zero_grad()
-
-
-def skips_update(subject: Subject) -> bool:
-    """`nonfinite="skip"` where the update is not captured: it is decided on the host, which waits for a GPU."""
-    if subject.nonfinite != "skip":
-        return False
-    grads = [p.grad for p in subject.trained.values() if p.grad is not None]
-    return bool(grads) and not bool(torch.nn.utils.get_total_norm(grads).isfinite())
 
 
 def combine(results: Sequence[Result]) -> Result:

@@ -1,4 +1,4 @@
-"""Buffers as they were before a captured step, for one that fails: nothing of it may stay behind.
+"""Buffers as they were before a step, for one that fails or whose update is left out: nothing of it may stay behind.
 
 Parameters and optimizer state are written at the end of a step, after all that can fail for what a batch holds. Buffers are
 not: a BatchNorm counts in its forward, and the loss after it may still find a target out of range. What eager PyTorch leaves
@@ -37,6 +37,12 @@ class Kept:
         with torch.no_grad():
             if self.holds and self.tensors:
                 torch._foreach_copy_(self.tensors, self.copies)
+
+    def put_back_unless(self, finite: torch.Tensor) -> None:
+        """Decided on the device."""
+        with torch.no_grad():
+            for tensor, copy in zip(self.tensors, self.copies, strict=True):
+                tensor.copy_(torch.where(finite.to(tensor.device), tensor, copy))
 
     def forget(self) -> None:
         self.holds = False

@@ -50,6 +50,7 @@ class OneStep:
         self.python_random: Any = None
         self.afterwards: list[tuple[Any, Result]] = []
         """Checks that wait for the update of an accumulating step."""
+        step.buffers.forget()
 
     def whole(self, *, known_only: bool = False) -> tuple[Result, torch.Tensor | None]:
         """All micro-batches through captured graphs, then the update."""
@@ -71,7 +72,18 @@ class OneStep:
         self.norm = self._finish()
         for afterwards, result in self.afterwards:
             afterwards(self, result)
+        self._leave_out(self.norm)
         return self.norm
+
+    def _keep_buffers(self) -> None:
+        """Before the first micro-batch of a step whose update may be left out, by nothing in the graph that writes them."""
+        if self.subject.nonfinite == "skip" and not self.results:
+            self.step.buffers.keep([b for b in self.subject.buffers.values() if not b.is_inference()])
+
+    def _leave_out(self, norm: torch.Tensor | None) -> None:
+        if norm is not None and self.step.buffers.holds:
+            self.step.buffers.put_back_unless(norm.isfinite())
+        self.step.buffers.forget()
 
     def capture_only(self) -> None:
         """Make the variant for the first micro-batch."""
@@ -113,6 +125,8 @@ class OneStep:
             step.make_room(variant)
             variant.begin(args)
             self._clear_gradients(variant)
+            if self.subject.accumulate > 1 or not variant.capture.plans:
+                self._keep_buffers()
             self.variants.append(variant)
         if not variant.checked:
             with compat.no_collection():
@@ -131,7 +145,7 @@ class OneStep:
         An index that is out of range is told by eager with its type, its words and its line; compiled code names a kernel.
         Buffers are then as eager leaves them: a BatchNorm in front of the failing line has counted.
         """
-        for variant in self.variants:
+        for variant in reversed(self.variants):  # what the first wrote is put back last
             variant.before.put_back()
         unasked = (WholestepError, CaptureRefused, StateMoved, MemoryError, torch.OutOfMemoryError)
         error = assumption_failed(error, *(variant.capture for variant in self.variants))
@@ -204,6 +218,9 @@ class OneStep:
         variant = self.variants[-1]
         gradients = {n: g for n, g in variant.binding.gradients.items() if n in names or n == ACCUMULATED_WEIGHT}
         variant.hand_over(gradients)
+        if self.subject.loss_scale is not None:
+            left = [self.subject.parameters[n].grad for n in names]
+            torch._foreach_div_(left, self.subject.loss_scale.on(self.subject.device)[0])
 
     # ---- on a lower rung ----
 
@@ -214,4 +231,7 @@ class OneStep:
             names = set().union(*(v.capture.used for v in self.variants))
             for name in names:  # sums of weighted losses, as eager's backward leaves them
                 self.subject.parameters[name].grad = variant.binding.gradients[name].clone()
-        return rung.step(self.micro[len(self.results) :], self.results)
+        self._keep_buffers()
+        result, norm = rung.step(self.micro[len(self.results) :], self.results)
+        self._leave_out(norm)
+        return result, norm

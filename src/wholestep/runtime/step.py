@@ -38,6 +38,7 @@ from wholestep.passes.stream_state import update_rounds
 from wholestep.runtime.binding import StateMoved, guard_steps_by_hand
 from wholestep.runtime.blame import Example, blamed
 from wholestep.runtime.compiled import LowerRung
+from wholestep.runtime.kept import Kept
 from wholestep.runtime.one_step import OneStep
 from wholestep.runtime.random import chosen_seed
 from wholestep.runtime.variant import AssumptionFailed, Variant
@@ -62,6 +63,8 @@ class Step:
         self.falls: tuple[Fall, ...] = ()
         self.notes: list[Note] = []
         self.front = Front(self.subject, dynamic=True if self.options.dynamic is True else None, note=self._note)
+        self.buffers = Kept()
+        """Before a step whose update may be left out."""
         self.making = Making(compiler, self._note, self.make_room)
         self.room = compiler.make_room
         """(variant that will run, or None for one that is not made yet; the recordings of others): for a memory budget."""

@@ -17,7 +17,7 @@ from wholestep.data.image_files import IMAGES_WANTED
 from wholestep.data.texts import OTHER_DATA, TEXTS, unknown_data
 from wholestep.data.token_files import is_token_file
 from wholestep.data.tokens import KINDS, TOKENIZER_FILE, bpe_available, find_tokenizer
-from wholestep.errors import BadOption, NotBuiltYet, WholestepWarning
+from wholestep.errors import BadOption, WholestepWarning
 from wholestep.train import resolve, wishes
 from wholestep.train.families import Family, find_family
 from wholestep.train.presets import (
@@ -155,7 +155,6 @@ def _settings(
             f"--batch {batch} cannot be cut into accumulate={accumulate} equal parts", hint="use a multiple"
         )
     precision = sizes["precision"] or (row.precision if on_gpu else "fp32")
-    _refuse_scaled_parts(precision, accumulate)
     return {
         "model": os.path.abspath(os.path.expanduser(name)) if os.path.exists(os.path.expanduser(name)) and name not in PRESETS
         else name,
@@ -222,13 +221,6 @@ def _tokenizer(family: Family, row: Preset, training: Mapping[str, Any], sizes: 
 # ---- what fits what ----
 
 
-def _refuse_scaled_parts(precision: str, accumulate: int) -> None:
-    """What a step would refuse, before data is read."""
-    if precision == "fp16" and accumulate > 1:
-        hint = "leave accumulate out, or use --precision bf16, which needs no loss scaling"
-        raise NotBuiltYet(f"--precision fp16 with --set accumulate={accumulate}", hint=hint)
-
-
 def is_function(data: str) -> bool:
     """`package.module:callable`."""
     return ":" in data and not os.path.exists(os.path.expanduser(data))
@@ -293,7 +285,6 @@ def _own_settings(name: str, asked: dict[str, Any], sizes: Mapping[str, Any], se
             if key not in takes and not any_other:
                 raise BadOption(f"--{key}: {name} makes its own batches", hint=f"give the function a parameter {key}")
             values[key] = sizes[key]
-    _refuse_scaled_parts(sizes["precision"] or "fp32", options.get("accumulate", 1))
     return {
         "model": name, "family": None, "config": values, "data": None, "steps": sizes["steps"] or OWN_STEPS,
         "precision": sizes["precision"] or "fp32", "clip_norm": options.get("clip_norm"),

@@ -85,6 +85,8 @@ class FirstStep:
 
     def before(self) -> None:
         self.numbers = self.variant.numbers
+        scale = self.subject.loss_scale
+        self.loss_scale = 1.0 if scale is None else float(scale.numbers[0])
         targets = [entry.target for entry in self.graph.outputs if entry.target is not None]
         live = self.variant.inputs(self.args)
         touched = [live[t] for t in targets if self.graph.inputs[t].role in (Role.CONSTANT, Role.BATCH)]
@@ -134,14 +136,11 @@ class FirstStep:
 
     def _unscaled(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """As the update sees them. An overflow is the loss scale's business: it is halved, and nothing is to be compared."""
-        assert self.subject.loss_scale is not None
         if not all(
             bool(g.isfinite().all()) for g in itertools.chain(self.eager.gradients.values(), gradients.values())
         ):
-            scale = float(self.subject.loss_scale.numbers[0])
-            raise NotImplementedError(f"gradients overflow at the loss scale {scale:g}")
-        scale_now = self.subject.loss_scale.on(self.subject.device)[0]
-        return {n: g.float() / scale_now for n, g in gradients.items()}  # in fp16 they would vanish
+            raise NotImplementedError(f"gradients overflow at the loss scale {self.loss_scale:g}")
+        return {n: g.float() / self.loss_scale for n, g in gradients.items()}  # in fp16 they would vanish
 
     def _reference(self, **options: Any) -> Reference:
         capture = self.variant.capture
@@ -195,11 +194,12 @@ class FirstStep:
         live = self.variant.inputs(self.args)
         targets = [entry.target for entry in self.graph.outputs if entry.target is not None]
         before = [(live[t], self._copied(live[t])) for t in targets]
-        for gradient in self.binding.gradients.values():
-            gradient.zero_()
+        for target in targets:  # and no other: micro-batches before this one may have trained other parameters
+            if self.graph.inputs[target].role is Role.GRADIENT:
+                live[target].zero_()
         self._run(self.variant.runner)
-        gradients = {n: g for n, g in self.binding.gradients.items() if n != ACCUMULATED_WEIGHT}
-        failing = self._failing({n: gradients[n] for n in self.graph.gradients}, self.limits.lowered)
+        gradients = {n: self.binding.gradients[n] / self.loss_scale for n in self.graph.gradients}
+        failing = self._failing(gradients, self.limits.lowered)
         for tensor, value in before:
             tensor.copy_(value)
         if failing:
@@ -302,7 +302,7 @@ class FirstStep:
             return self.eager.gradients.get(name)
         weight = self.binding.gradients.get(ACCUMULATED_WEIGHT)
         total = self.binding.gradients.get(name)
-        return total if weight is None or total is None else total / weight
+        return None if total is None else total / (self.loss_scale if weight is None else weight * self.loss_scale)
 
     def _clipped(self, total: torch.Tensor | None) -> tuple[float, float]:
         """The factor of clipping by the norm the step itself found, and how far that norm is off, relatively.
