@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +57,16 @@ def test_a_line_with_numbers_as_arguments_is_logged(caplog: Any) -> None:
     assert ours == theirs and len(ours) == len(BATCHES)
 
 
-@pytest.mark.parametrize("read", [lambda n: float(f"{n:.1f}"), lambda n: {"0.5": 1.0}.get(f"{n}", 2.0)])
+READ: list[Callable[[float], float]] = [
+    lambda n: float(f"{n:.1f}"),
+    lambda n: {"0.5": 1.0}.get(f"{n}", 2.0),
+    lambda n: 1.0 if f"{n}" == "0.5" else 2.0,
+    lambda n: 1.0 if operator.ne("0.5", repr(n)) else 2.0,
+    lambda n: 1.0 if f"share {n:.1f}" in ("share 0.5", "share 0.6") else 2.0,
+]
+
+
+@pytest.mark.parametrize("read", READ)
 def test_a_text_that_the_loss_reads_is_captured_by_value(read: Callable[[float], float]) -> None:
     def make() -> Side:
         model = small_mlp()

@@ -372,6 +372,7 @@ def _not_for_us(plain: Callable[..., None]) -> Callable[..., None]:
 VariableBuilder.mark_static_input = _not_for_us(VariableBuilder.mark_static_input)
 decorators.mark_static_address = _not_for_us(decorators.mark_static_address)
 TorchInGraphFunctionVariable._get_handlers()[torch.rand] = _scalar_draw
+mends.guard_classes()
 mends.mend_lstm()
 mends.keep_validation()
 mends.trace_requires_grad(lambda: getattr(growing, "on", False))

@@ -62,6 +62,16 @@ def trace_requires_grad(wanted: Callable[[], bool]) -> None:
         TensorVariable.method_requires_grad_ = method_requires_grad_
 
 
+def guard_classes() -> None:
+    """Dynamo guards no class that it reaches through a closure, since `super()` reads a cell: that cell alone is left out."""
+    from torch._dynamo.source import CellContentsSource
+    from torch._dynamo.variables import builder
+
+    builder.is_from_closure_source = lambda source: (
+        isinstance(source, CellContentsSource) and source.freevar_name == "__class__"
+    )
+
+
 def keep_validation() -> None:
     """Dynamo switches the validation of torch.distributions off, for the whole process, when it is first used: not for us."""
     from torch._dynamo.eval_frame import TorchPatcher

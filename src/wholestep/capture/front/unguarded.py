@@ -74,7 +74,6 @@ class Unguarded:
         self.tuples = [(value, _content(value)) for value in objects if type(value) is tuple and _holds_mutable(value)]
         if _OLDER_TORCH:
             self.tuples += [(value, _content(value)) for value in _class_containers(self.classes, mentioned)]
-        self.cells = list(_cells_of_classes(functions)) if _OLDER_TORCH else []
         self.orders = [(value, list(value)) for value in objects if type(value) is OrderedDict and len(value) > 1]
         looks = _looks_for_absence(codes) or any(isinstance(value, ChainMap) for value in objects)
         by_table = _reads_tables(codes)
@@ -170,8 +169,6 @@ class Unguarded:
             return "what a tuple, or a container of a class, holds"
         if [*map(_kind, self.held)] != self.kinds_held:
             return "the type of a tensor, or whether it requires a gradient"
-        if any(cell.cell_contents is not value for cell, value in self.cells):
-            return "a class of a function's closure"
         if [getattr(owner, name) for owner, name in self.titled] != self.titles:
             return "the name or the text of a function or class"
         for value, order in self.orders:
@@ -217,14 +214,6 @@ def _class_containers(classes: Iterable[type], mentioned: set[str]) -> Iterator[
     """Lists, dictionaries and sets of the user's own classes that traced code mentions."""
     for cls in filter(is_users_class, classes):
         yield from (v for name, v in vars(cls).items() if name in mentioned and isinstance(v, list | dict | set))
-
-
-def _cells_of_classes(functions: Iterable[types.FunctionType]) -> Iterator[tuple[types.CellType, type]]:
-    """Variables of closures that hold a class."""
-    for function in functions:
-        for cell in function.__closure__ or ():
-            if cell != types.CellType() and isinstance(cell.cell_contents, type):
-                yield cell, cell.cell_contents
 
 
 _OLDER_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
