@@ -33,6 +33,8 @@ LOSSES: dict[str, Loss] = {
     "margin ranking": lambda h, v: F.margin_ranking_loss(h[:, 0], h[:, 1], SIGNS, margin=v),
     "triplet": lambda h, v: F.triplet_margin_loss(h, T, T.flip(0), margin=v, swap=True),
     "hinge": lambda h, v: nn.HingeEmbeddingLoss(margin=v)(h, T.sign()),
+    "cosine embedding": lambda h, v: F.cosine_embedding_loss(h, T, torch.tensor([1, -1, 0, -1, 1]), margin=v - 0.5),
+    "softshrink": lambda h, v: F.softshrink(h, v).square().mean(),
     "hardtanh": lambda h, v: F.hardtanh(h, -v, v).square().mean(),
     "deviation": lambda h, v: torch.std(h, 0, correction=2 * v).mean() + torch.var(h, correction=v),
 }
@@ -49,6 +51,27 @@ def test_one_graph_for_all_numbers(name: str) -> None:
     twins = Twins(side, (X, numbers[0]))
     twins.train([(X, number) for number in numbers], tolerance=1e-5)
     assert twins.step.rung == "whole step" and twins.step.captures <= 3, twins.step.explain()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_momentum_that_is_annealed(precision: str) -> None:
+    """As point clouds are trained; between two steps the layer is in eval mode for one."""
+
+    def side() -> Side:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        return Side(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: (m(b) - T).square().mean(), model[1]
+        )
+
+    tolerance = 1e-5 if precision == "fp32" else 0.1  # the other side has no autocast
+    twins = Twins(side, X, precision=precision)
+    for number in range(8):
+        for one in (twins.ours, twins.theirs):
+            one.extra.momentum = 0.5 * 0.7**number
+            one.extra.train(number != 5)
+        twins.train([X + number], tolerance=tolerance)
+    assert torch.allclose(twins.ours.extra.running_var, twins.theirs.extra.running_var, rtol=tolerance)
+    assert twins.step.rung == "whole step" and twins.step.captures <= 4, twins.step.explain()
 
 
 def test_what_is_not_known_is_captured_anew() -> None:

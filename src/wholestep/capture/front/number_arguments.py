@@ -59,6 +59,19 @@ def _layer_norm(
     return (normal if bias is None else normal + bias).to(input.dtype)
 
 
+def _batch_norm(
+    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None, bias: Tensor | None = None,
+    training: bool = False, momentum: Any = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    if not training or running_mean is None or running_var is None:  # a momentum that nothing takes
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, 0.0, eps)
+    mean, var = torch.zeros_like(running_mean), torch.zeros_like(running_var)
+    out = F.batch_norm(input, mean, var, weight, bias, True, 1.0, eps)  # those of this batch
+    running_mean.mul_(1 - momentum).add_(mean * momentum)
+    running_var.mul_(1 - momentum).add_(var * momentum)
+    return out
+
+
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: Any = None, enable_gqa: bool = False,
@@ -85,6 +98,15 @@ def _triplet_margin_loss(
     return _reduced((margin + near - far).clamp_min(0), reduction)
 
 
+def _cosine_embedding_loss(
+    input1: Tensor, input2: Tensor, target: Tensor, margin: Any = 0.0, *, reduction: str = "mean"
+) -> Tensor:
+    squares = ((input1 * input1).sum(-1) + 1e-12) * ((input2 * input2).sum(-1) + 1e-12)
+    cosine = (input1 * input2).sum(-1) / squares.sqrt()
+    apart = torch.where(target == -1, (cosine - margin).clamp_min(0), 0)
+    return _reduced(torch.where(target == 1, 1 - cosine, apart), reduction)
+
+
 def _hinge_embedding_loss(input: Tensor, target: Tensor, margin: Any = 1.0, *, reduction: str = "mean") -> Tensor:
     far, near = torch.where(target != 1, (margin - input).clamp_min(0), 0), torch.where(target != -1, input, 0)
     return _reduced(far + near, reduction)
@@ -92,6 +114,10 @@ def _hinge_embedding_loss(input: Tensor, target: Tensor, margin: Any = 1.0, *, r
 
 def _hardtanh(input: Tensor, min_val: Any = -1.0, max_val: Any = 1.0, inplace: bool = False) -> Tensor:
     return input.clamp_(min_val, max_val) if inplace else input.clamp(min_val, max_val)
+
+
+def _softshrink(input: Tensor, lambd: Any = 0.5) -> Tensor:
+    return input - input.clamp(-lambd, lambd)
 
 
 def _var(input: Tensor, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Tensor:
@@ -108,16 +134,21 @@ COMPOSED: dict[Any, Callable[..., Tensor]] = {
     F.huber_loss: _huber_loss, F.smooth_l1_loss: _smooth_l1_loss, F.cross_entropy: _cross_entropy, F.layer_norm: _layer_norm,
     F.scaled_dot_product_attention: _attention, F.margin_ranking_loss: _margin_ranking_loss, F.hardtanh: _hardtanh,
     F.triplet_margin_loss: _triplet_margin_loss, F.hinge_embedding_loss: _hinge_embedding_loss,
+    F.batch_norm: _batch_norm, F.cosine_embedding_loss: _cosine_embedding_loss, F.softshrink: _softshrink,
     torch.var: _var, torch.std: _std,
 }  # fmt: skip
 """Function -> what takes its place where one of its numbers varies."""
-_NUMBERS = {"delta", "beta", "label_smoothing", "eps", "scale", "margin", "min_val", "max_val", "correction"}
+_NUMBERS = {
+    "delta", "beta", "label_smoothing", "eps", "scale", "margin", "min_val", "max_val", "correction", "momentum", "lambd",
+}  # fmt: skip
+_AS_UNDER_AUTOCAST = (F.scaled_dot_product_attention, F.batch_norm)
+"""Whose types autocast leaves alone, or gives to what ours is made of as well."""
 
 
 def composed(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], varies: Callable[[Any], bool]) -> Any:
     """What takes the place of a call of a function, or None; `varies`: whether an argument is a number that does."""
     ours = COMPOSED.get(function)
-    if ours is None or (_has_autocast() and function is not F.scaled_dot_product_attention):
+    if ours is None or (_has_autocast() and function not in _AS_UNDER_AUTOCAST):
         return None  # autocast has types of its own for losses, which differ between devices
     try:
         given = inspect.signature(ours).bind(*args, **kwargs).arguments
