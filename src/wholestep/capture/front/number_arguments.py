@@ -60,8 +60,8 @@ def _layer_norm(
 
 
 def _batch_norm(
-    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None, bias: Tensor | None = None,
-    training: bool = False, momentum: Any = 0.1, eps: float = 1e-5,
+    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+    bias: Tensor | None = None, training: bool = False, momentum: Any = 0.1, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
     if not training or running_mean is None or running_var is None:  # a momentum that nothing takes
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, 0.0, eps)
