@@ -34,6 +34,7 @@ LOSSES: dict[str, Loss] = {
     "triplet": lambda h, v: F.triplet_margin_loss(h, T, T.flip(0), margin=v, swap=True),
     "hinge": lambda h, v: nn.HingeEmbeddingLoss(margin=v)(h, T.sign()),
     "cosine embedding": lambda h, v: F.cosine_embedding_loss(h, T, torch.tensor([1, -1, 0, -1, 1]), margin=v - 0.5),
+    "tensor": lambda h, v: (h * torch.as_tensor(v)).square().mean(),
     "softshrink": lambda h, v: F.softshrink(h, v).square().mean(),
     "hardtanh": lambda h, v: F.hardtanh(h, -v, v).square().mean(),
     "deviation": lambda h, v: torch.std(h, 0, correction=2 * v).mean() + torch.var(h, correction=v),

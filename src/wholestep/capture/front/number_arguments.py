@@ -120,6 +120,10 @@ def _softshrink(input: Tensor, lambd: Any = 0.5) -> Tensor:
     return input - input.clamp(-lambd, lambd)
 
 
+def _as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
+    return torch.tensor(data, dtype=dtype, device=device)
+
+
 def _var(input: Tensor, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Tensor:
     plain = input.var(dim, correction=0, keepdim=keepdim)
     count = input.numel() // plain.numel()
@@ -135,13 +139,13 @@ COMPOSED: dict[Any, Callable[..., Tensor]] = {
     F.scaled_dot_product_attention: _attention, F.margin_ranking_loss: _margin_ranking_loss, F.hardtanh: _hardtanh,
     F.triplet_margin_loss: _triplet_margin_loss, F.hinge_embedding_loss: _hinge_embedding_loss,
     F.batch_norm: _batch_norm, F.cosine_embedding_loss: _cosine_embedding_loss, F.softshrink: _softshrink,
-    torch.var: _var, torch.std: _std,
+    torch.var: _var, torch.std: _std, torch.as_tensor: _as_tensor,
 }  # fmt: skip
 """Function -> what takes its place where one of its numbers varies."""
 _NUMBERS = {
-    "delta", "beta", "label_smoothing", "eps", "scale", "margin", "min_val", "max_val", "correction", "momentum", "lambd",
+    "delta", "beta", "label_smoothing", "eps", "scale", "margin", "min_val", "max_val", "correction", "momentum", "lambd", "data",
 }  # fmt: skip
-_AS_UNDER_AUTOCAST = (F.scaled_dot_product_attention, F.batch_norm)
+_AS_UNDER_AUTOCAST = (F.scaled_dot_product_attention, F.batch_norm, torch.as_tensor)
 """Whose types autocast leaves alone, or gives to what ours is made of as well."""
 
 
