@@ -80,7 +80,7 @@ def compile(
     compiler = compiler_for(model, loss_fn, optimizer, options, example_batch)
     if compat.untested_version() is not None:
         warnings.warn(str(compat.untested_version()), WholestepWarning, stacklevel=2)
-    _warn_about_optimizer(optimizer, clip_norm)
+    _warn_about_optimizer(compiler.subject.optimizer, clip_norm)
     step = Step(compiler, _first_check(compiler) if check == "first" else None)
     with compat.no_collection():
         step.prepare(_example_micro_batch(step, example_batch))

@@ -293,6 +293,7 @@ def compiler_for(
         hint = 'every rank computes the whole step; cut some: sch["layers.*.up"].shard("weight", 0)'
         warnings.warn(f"{options.mesh}: no line of a recipe cuts a parameter: {hint}", WholestepWarning, stacklevel=3)
     refuse_in_parts(subject)
+    optimizer = subject.optimizer
     if options.clip_scope != "global" and (optimizer is None or optimizers.supported(optimizer) is not None):
         raise BadOption("clip_scope='layer' without a captured update", hint="clip p.grad yourself")
     if dry is None:

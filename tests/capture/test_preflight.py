@@ -102,6 +102,61 @@ def test_fsdp_and_dtensor_are_refused(lone_process: None) -> None:
         interpreted(sgd_side(model), BATCHES[0])
 
 
+def accelerated(**options: Any) -> tuple[Any, Any, list[torch.Tensor]]:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerate.state.GradientState._reset_state()
+    model = small_mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    return accelerate.Accelerator(cpu=True, **options).prepare(model, optimizer, schedule)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_what_accelerate_prepared_is_trained_as_it_trains_it(precision: str) -> None:
+    torch.manual_seed(0)
+    ours, theirs = (Side(m, o, classify, s) for m, o, s in (accelerated(mixed_precision=precision) for _ in range(2)))
+    theirs.model.load_state_dict(ours.model.state_dict())
+    step = interpreted(ours, BATCHES[0], clip_norm=1.0)
+    for batch in BATCHES:
+        assert step(batch) == eager_update(theirs, batch, clip_norm=1.0)[0]
+        ours.extra.step(), theirs.extra.step()
+    assert step.rung == "whole step" and step.subject.optimizer is ours.optimizer.optimizer
+    assert ours.optimizer.param_groups[0]["lr"] == theirs.optimizer.param_groups[0]["lr"] < 1e-2
+
+
+def test_accelerates_own_accumulation_is_refused() -> None:
+    model, optimizer, _ = accelerated(gradient_accumulation_steps=4)
+    with pytest.raises(UnsupportedOptimizer, match=r"once in 4 batches .* use wholestep.compile\(accumulate=4\)"):
+        interpreted(Side(model, optimizer, classify), BATCHES[0])
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer around another one, as libraries write them: without the base class's `__init__`."""
+
+    def __init__(self, within: torch.optim.Optimizer) -> None:
+        self.within, self.param_groups, self.state = within, within.param_groups, within.state
+
+    def step(self, closure: Any = None) -> None:
+        self.within.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.within.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.within.state_dict()
+
+
+def test_an_optimizer_without_hooks_updates_by_its_own_call() -> None:
+    def side() -> Side:
+        model = small_mlp()
+        return Side(model, Around(torch.optim.SGD(model.parameters(), lr=0.1)), classify)
+
+    with pytest.warns(WholestepWarning, match="Around is not one of"):
+        twins = Twins(side, BATCHES[0])
+    twins.train(BATCHES)
+
+
 def test_several_processes_are_refused(lone_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert interpreted(mlp_side(), BATCHES[0]).rung == "whole step"
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 4)

@@ -23,6 +23,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from wholestep.errors import UnsupportedOptimizer
 from wholestep.ops.updates import BY_CLASS, UPDATES, Update, update_of
 
 
@@ -78,6 +79,25 @@ def supported(optimizer: Optimizer) -> str | None:
 
 OWN_HOOKS = "_wholestep_hooks"
 """On the optimizer of a Step: handles of what looks at `step()` by hand, and makes `state_dict()` wait for state on the host."""
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimizer within that of Hugging Face's accelerate, which passes everything on to it; refused where it does more."""
+    if not any(cls.__module__ == "accelerate.optimizer" for cls in type(optimizer).__mro__):
+        return optimizer
+    wrapper: Any = optimizer
+    if wrapper.scaler is not None:
+        raise UnsupportedOptimizer(
+            "accelerate's optimizer unscales gradients (mixed_precision='fp16')",
+            hint="use Accelerator(mixed_precision='no') and wholestep.compile(precision='fp16')",
+        )
+    if wrapper.gradient_state.num_steps > 1:
+        raise UnsupportedOptimizer(
+            f"accelerate's optimizer steps once in {wrapper.gradient_state.num_steps} batches (gradient_accumulation_steps)",
+            hint=f"leave that out and use wholestep.compile(accumulate={wrapper.gradient_state.num_steps})",
+        )
+    within: Optimizer = wrapper.optimizer
+    return within
 
 
 def _foreign_pre_hooks(optimizer: Optimizer) -> bool:

@@ -140,6 +140,7 @@ def make_subject(
             f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer",
             hint="pass the optimizer itself, or optimizer=None to get gradients in p.grad and step it yourself",
         )
+    optimizer = None if optimizer is None else optimizers.unwrapped(optimizer)
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise BadOption(f"accumulate={accumulate!r}", hint="use a whole number of micro-batches, 1 or more")
     if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm > 0):

@@ -280,8 +280,8 @@ def guard_steps_by_hand(optimizer: Optimizer) -> None:
     """Beside a Step, `optimizer.step()` by hand finds no gradients and does nothing, or finds state on the host, where it
     cannot update a parameter of the card: the one is told, the other refused. State on the host is written by copies
     that the host does not wait for, so whoever asks for it has to."""
-    if hasattr(optimizer, optimizers.OWN_HOOKS):
-        return
+    if hasattr(optimizer, optimizers.OWN_HOOKS) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return  # a wrapper that was never initialised as an optimizer has no hooks; its update is its own call
 
     def look(owner: Optimizer, args: Any, kwargs: Any) -> None:
         if _lies_apart(owner):
