@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import sympy
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import fx, nn
@@ -186,6 +187,31 @@ def shape_guards(mode: FakeTensorMode) -> list[Any]:
 
 SizeFromData = GuardOnDataDependentSymNode
 """What is computed depends on a size that only data tells."""
+_MANY = 10007
+
+
+@contextlib.contextmanager
+def counts_are_large(mode: FakeTensorMode) -> Iterator[None]:
+    """Where an operator asks whether a count that only data tells is zero, or one, a trace goes on as for many; that it does is a
+    fact (`facts_of_data`)."""
+    env: Any = mode.shape_env
+    if env not in _counts:
+        _counts[env], env.create_unbacked_symint = {}, functools.partial(_new_count, env)
+    env.real_tensor_prop_unbacked_vals = _counts[env]
+    try:
+        yield
+    finally:
+        env.real_tensor_prop_unbacked_vals = {}
+
+
+def _new_count(env: ShapeEnv, *args: Any, **options: Any) -> torch.SymInt:
+    number = ShapeEnv.create_unbacked_symint(env, *args, **options)
+    _counts[env][number.node.expr] = sympy.Integer(_MANY)
+    return number
+
+
+_counts: weakref.WeakKeyDictionary[ShapeEnv, dict[Any, sympy.Integer]] = weakref.WeakKeyDictionary()
+"""The counts of a trace, and what they are taken to be."""
 
 
 def about_picked_places(error: Exception) -> str:

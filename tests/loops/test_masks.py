@@ -224,13 +224,73 @@ def number_of_places(m: Any, b: Batch) -> torch.Tensor:
     return m(b["words"])[places[:, 0], places[:, 1]].mean()
 
 
-@pytest.mark.parametrize("loss", [nothing_picked, any_place, count_is_zero, count_as_a_number, number_of_places])
+def one_or_none(m: Any, b: Batch) -> torch.Tensor:
+    places = torch.where(b["mask"])
+    if all(len(found) <= 1 for found in places):
+        return m(b["words"]).sum() * 0.1
+    return m(b["words"])[places].square().mean()
+
+
+def more_than_one(m: Any, b: Batch) -> torch.Tensor:
+    loss = m(b["words"]).square().mean()
+    return loss + m(b["words"])[b["mask"]].mean() if b["mask"].sum() > 1 else loss
+
+
+ASKING = [nothing_picked, any_place, count_is_zero, count_as_a_number, number_of_places, one_or_none, more_than_one]
+
+
+@pytest.mark.parametrize("loss", ASKING)
 def test_an_empty_mask_goes_the_other_way(loss: Loss) -> None:
     twins = Twins(lambda: side(loss), BATCHES[0])
     twins.train([*BATCHES, EMPTY, *BATCHES], tolerance=1e-6)
     assert_whole(twins)
     note = next(note for note in twins.step.notes if "ran in eager PyTorch" in note)
     assert "test_masks.py:" in note
+
+
+# ---- operators that ask whether there is any place, or more than one ----
+
+OF_PLACES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "deviation": lambda p: p.std() + torch.var_mean(p, 0)[0].sum(),
+    "normalised": lambda p: ((p - p.mean()) / (p.std() + 1e-3)).pow(3).mean(),
+    "running sum": lambda p: p.flip(0).cumsum(0).square().mean(),
+    "product": lambda p: p.prod(0).sum() + p.roll(1, 0).mean(),
+    "distances": lambda p: torch.cdist(p, p).mean() + F.cosine_similarity(p[:, None], p[None], dim=-1).mean(),
+    "logsumexp": lambda p: p.logsumexp(0).sum() + sum(part.mean() for part in p.chunk(2)),
+    "batch norm": lambda p: F.batch_norm(p, None, None, training=True).sin().sum(),
+    "group norm": lambda p: F.group_norm(p[:, :10], 2).sin().mean(),
+    "determinant": lambda p: (p @ p.t() + torch.eye(len(p))).logdet(),
+    "pooled": lambda p: F.adaptive_avg_pool1d(p.t()[None], 2).square().mean(),
+    "triplets": lambda p: F.triplet_margin_loss(p, p.flip(0), p.roll(1, 0)),
+    "attention": lambda p: F.scaled_dot_product_attention(p[None], p[None], p[None]).square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", OF_PLACES)
+def test_operators_over_what_is_picked(name: str) -> None:
+    """Where there is one place, or none, eager may give another result, NaN, or raise."""
+
+    def loss(m: Any, b: Batch) -> torch.Tensor:
+        picked = m(b["words"])[b["mask"]]
+        return m(b["words"]).square().mean() + OF_PLACES[name](picked).nan_to_num(0.0, 0.0, 0.0)
+
+    def outcome(act: Callable[[Batch], torch.Tensor], b: Batch) -> Any:
+        try:
+            return act(b)
+        except (RuntimeError, ValueError, IndexError) as error:
+            return type(error).__name__, str(error)
+
+    twins = Twins(lambda: side(loss), BATCHES[0], check="off")
+    many = [batch(20 + i) for i in range(4)]
+    for b in [*many, BATCHES[2], BATCHES[3], *many, EMPTY, *many]:
+        given = [outcome(twins.step, b), outcome(lambda b: eager_update(twins.theirs, b)[0], b)]
+        if isinstance(given[1], tuple):
+            assert given[0] == given[1]
+        else:
+            torch.testing.assert_close(*given, rtol=1e-5, atol=1e-6, equal_nan=True)
+    for ours, theirs in zip(twins.ours.trained, twins.theirs.trained):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert_whole(twins)
 
 
 @pytest.mark.slow
@@ -271,10 +331,11 @@ def test_masks_that_do_not_fit_raise_as_eager_does(backend: str) -> None:
 
 
 def test_what_depends_on_the_count_is_refused_by_name() -> None:
-    def spread(m: Any, b: Batch) -> torch.Tensor:
-        return m(b["words"])[b["mask"]].std()
+    def by_half(m: Any, b: Batch) -> torch.Tensor:
+        picked = m(b["words"])[b["mask"]]
+        return picked.mean() if len(picked) > 7 else picked.square().mean()
 
     with pytest.warns(WholestepWarning, match=r"how many places a mask picks.*mask\.sum\(\)"):
-        twins = Twins(lambda: side(spread), BATCHES[0])
+        twins = Twins(lambda: side(by_half), BATCHES[0])
         twins.train(BATCHES[:2], tolerance=1e-6)
     assert twins.step.rung == "eager"

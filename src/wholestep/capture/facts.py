@@ -7,12 +7,14 @@ takes it, as with the facts that Dynamo's graph asserts itself.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -38,6 +40,21 @@ def look_at(recorded: fx.GraphModule, facts: Iterable[Any], device: torch.device
     output.args = ([*output.args[0], *looks.values()],)
     recorded.recompile()
     return {fact: node.meta["val"] for fact, node in looks.items()}
+
+
+def divisors(recorded: fx.GraphModule) -> set[Any]:
+    """That no number is zero by which the trace divides: Python raises there, torch's own code goes on with infinities."""
+    found = set()
+    for node in recorded.graph.nodes:
+        divisor = (
+            node.args[1].meta.get("val") if node.target in _DIVIDES and isinstance(node.args[1], fx.Node) else None
+        )
+        if isinstance(divisor, torch.SymInt | torch.SymFloat) and free_unbacked_symbols(divisor):
+            found.add(sympy.Ne(divisor.node.expr, 0))
+    return found
+
+
+_DIVIDES = (operator.truediv, operator.floordiv, operator.mod)
 
 
 def about_places(recorded: fx.GraphModule, facts: Iterable[Any]) -> set[Any]:

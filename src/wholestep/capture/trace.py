@@ -20,7 +20,7 @@ from wholestep import compat
 from wholestep.capture.absent import Absent
 from wholestep.capture.assemble import functional, lift_constants
 from wholestep.capture.chunked_loss import WHOLE_LOGITS_BYTES
-from wholestep.capture.facts import about_places, look_at
+from wholestep.capture.facts import about_places, divisors, look_at
 from wholestep.capture.front.quiet import quiet
 from wholestep.capture.front.replay import Assumed
 from wholestep.capture.nonfinite import keep_all, keep_buffers
@@ -151,7 +151,8 @@ def _trace(tracer: Tracer) -> tuple[TrainingGraph, tuple[torch.Tensor, ...]]:
         meanings[:], drawn = described, sites.used
         return outputs
 
-    recorded = compat.trace(whole, list(tracer.fakes.values()), mode=tracer.mode)
+    with compat.counts_are_large(tracer.mode):
+        recorded = compat.trace(whole, list(tracer.fakes.values()), mode=tracer.mode)
     _look_at_facts(tracer, recorded, meanings)
     attribute_backward(recorded)
     if tracer.watch is not None:
@@ -175,7 +176,7 @@ def _trace(tracer: Tracer) -> tuple[TrainingGraph, tuple[torch.Tensor, ...]]:
 
 def _look_at_facts(tracer: Tracer, recorded: fx.GraphModule, meanings: list[Output]) -> None:
     """Those about data at which nothing in the user's code looks; and no trace of few layers, which would be copied with them."""
-    unseen = compat.facts_of_data(tracer.mode) - {one.fact for one in tracer.facts}
+    unseen = (compat.facts_of_data(tracer.mode) | divisors(recorded)) - {one.fact for one in tracer.facts}
     if not unseen:
         return
     if tracer.watch is not None:

@@ -20,9 +20,10 @@ import sympy
 import torch
 from torch import fx
 from torch._dynamo import symbolic_convert
-from torch._dynamo.variables import SymNodeVariable, TensorVariable
+from torch._dynamo.variables import SymNodeVariable, TensorVariable, builder
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from wholestep import compat
 from wholestep.capture.front import traced as marks
 
 assuming = threading.local()
@@ -67,27 +68,33 @@ def _assumed_truth(tx: Any, inst: Any, jumps_at: bool) -> bool | None:
 
 
 def _number_is_likely(number: Any, node: fx.Node) -> bool | None:
-    """Where it is asked whether a count that only data tells is zero: it is not."""
+    """Where it is asked whether a count that only data tells is zero, or just one or two: it is not."""
     read = node.args[0] if node.target in (operator.eq, operator.ne) and node.args[1] == 1 else None
     if isinstance(read, fx.Node) and read.target == "item":  # bool(tensor)
         likely = _tensor_is_likely(read.args[0], in_validation=False)
         return likely if likely is None or node.target is operator.eq else not likely
     symbols, expression = free_unbacked_symbols(number), number.node.expr
     counts = all(number.node.shape_env.var_to_range[symbol].upper > 1 and symbol.is_integer for symbol in symbols)
-    asks_for_zero = isinstance(expression, sympy.Symbol | sympy.Rel) and (
-        expression.is_symbol or expression.rhs.is_zero
-    )
-    if not counts or not asks_for_zero or expression.free_symbols - symbols:
+    if not counts or not _asks_for_few(expression) or expression.free_symbols - symbols:
         return None
     found = expression.xreplace(dict.fromkeys(symbols, sympy.Integer(_LARGE)))
     return found not in (sympy.false, sympy.Integer(0))
 
 
+def _asks_for_few(expression: Any) -> bool:
+    """`n`, `a - b == 0`, `n <= 1`."""
+    if not isinstance(expression, sympy.Rel):
+        return bool(expression.is_symbol)
+    number, bound = expression.args[::-1] if expression.lhs.is_Integer else expression.args
+    return bool(bound.is_zero or (number.is_symbol and bound.is_Integer and 0 <= bound <= _FEW))
+
+
+_FEW = 2
 _LARGE = 10007
 
 
 def _tensor_is_likely(node: fx.Node, *, in_validation: bool) -> bool | None:
-    """`mask.any()`, `mask.sum() == 0` and the like ask whether a mask is empty: it is not. Numbers are finite."""
+    """`mask.any()`, `mask.sum() == 0` and the like ask whether a mask has any or a few places: it has more. Numbers are finite."""
     name = _name(node)
     if name in _FINITE:
         return _FINITE[name]
@@ -97,12 +104,12 @@ def _tensor_is_likely(node: fx.Node, *, in_validation: bool) -> bool | None:
             return finite is not False
         # `if not symmetric.all(): return symmetric`: what is not valid is told, and raised about by the caller
         return True if in_validation else None
-    if name in _AGAINST_ZERO and len(node.args) == 2 and node.args[1] == 0:
-        return _AGAINST_ZERO[name] if _is_count(node.args[0]) else None
+    if name in _COMPARES and len(node.args) == 2 and node.args[1] in range(_FEW + 1):
+        return getattr(operator, name)(_LARGE, node.args[1]) if _is_count(node.args[0]) else None
     return True if _is_count(node) else None
 
 
-_AGAINST_ZERO = {"eq": False, "ne": True, "gt": True, "le": False}
+_COMPARES = ("eq", "ne", "gt", "ge", "lt", "le")
 _FINITE = {"isnan": False, "isinf": False, "isfinite": True}
 
 
@@ -162,5 +169,16 @@ def follow_instruction(name: str, make: Callable[[Callable[[Any, Any], None]], C
         kind.dispatch_table[opcode] = handler
 
 
+def _for_many(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def get_fake_value(node: fx.Node, tx: Any, *args: Any, **options: Any) -> Any:
+        if not getattr(assuming, "on", False):
+            return plain(node, tx, *args, **options)
+        with compat.counts_are_large(tx.fake_mode):
+            return plain(node, tx, *args, **options)
+
+    return get_fake_value
+
+
+builder.get_fake_value = _for_many(builder.get_fake_value)  # what an operator gives, for tensors without data
 for _jump, _jumps_at in _JUMPS.items():
     follow_instruction(_jump, functools.partial(_branch, _jumps_at))

@@ -169,6 +169,8 @@ def _cases() -> Iterator[tuple[Any, ...]]:
         hidden = mask.clone()
         hidden[0, :, 0] = False  # a row that sees no key: what kernels of torch note of it is theirs
         yield q, k, v, hidden, False, 0.3, 0.25, torch.tensor(99)
+    for batch, length in ((0, 3), (2, 0)):
+        yield *(torch.randn(batch, heads, length, 8) for heads in (4, 2, 2)), None, False, 0.3, 0.0, None
 
 
 def _backward_cases() -> Iterator[tuple[Any, ...]]:

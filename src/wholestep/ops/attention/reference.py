@@ -44,7 +44,7 @@ def scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float
     dtype = compute_dtype(q.dtype)
     batch, heads, num_queries, width = q.shape
     groups, num_keys = k.shape[1], k.shape[2]
-    rows = q.to(dtype).reshape(batch, groups, -1, width)
+    rows = q.to(dtype).reshape(batch, groups, heads // groups * num_queries, width)
     s = (torch.matmul(rows, k.to(dtype).transpose(-1, -2)) * scale).view(batch, heads, num_queries, num_keys)
     if mask is not None and mask.dtype != torch.bool:
         s = s + mask.to(dtype)
@@ -79,7 +79,8 @@ def forward(
     logsumexp = torch.logsumexp(s, dim=-1)
     p = _dropped(probabilities(s, logsumexp), dropout_p, key)
     batch, groups, num_keys, width = v.shape
-    out = torch.matmul(p.view(batch, groups, -1, num_keys), v.to(p.dtype)).view(*q.shape[:3], width)
+    rows = q.shape[1] // groups * q.shape[2]
+    out = torch.matmul(p.view(batch, groups, rows, num_keys), v.to(p.dtype)).view(*q.shape[:3], width)
     return out.to(q.dtype), logsumexp
 
 
@@ -100,7 +101,7 @@ def backward(
     themselves."""
     dtype = compute_dtype(q.dtype)
     p = probabilities(scores(q, k, mask, causal, scale), logsumexp)
-    grad, rows_of = grad_out.to(dtype), (k.shape[0], k.shape[1], -1)
+    grad, rows_of = grad_out.to(dtype), (k.shape[0], k.shape[1], q.shape[1] // k.shape[1] * q.shape[2])
     delta = (grad * out.to(dtype)).sum(dim=-1, keepdim=True)
     grad_rows = grad.reshape(*rows_of, v.shape[-1])
     dv = torch.matmul(_dropped(p, dropout_p, key).view(*rows_of, k.shape[2]).transpose(-1, -2), grad_rows)
