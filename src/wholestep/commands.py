@@ -18,6 +18,7 @@ from wholestep.cost.target import find_target
 from wholestep.errors import BadOption, WholestepWarning
 from wholestep.graph.bytes import parse_bytes, show_bytes
 from wholestep.graph.plan import Plan
+from wholestep.graph.plan_file import plan_at
 from wholestep.plan.room import room_for
 from wholestep.profile.profile import Profile, profile_job
 from wholestep.train import request
@@ -25,10 +26,10 @@ from wholestep.train.config_file import set_text
 from wholestep.train.display import make_display
 from wholestep.train.dry_job import dry
 from wholestep.train.fit import Fit, Question, captured_step, will_it_fit
-from wholestep.train.job import Batches, Job, compile_options_of, make_job
-from wholestep.train.loader import LoaderBatches, OneBatch, is_iterable_of_batches, on_device
+from wholestep.train.job import Job, job_of, make_job
 from wholestep.train.loggers import Logger, make_loggers
 from wholestep.train.loop import train as train_job
+from wholestep.train.plan_use import fitting
 from wholestep.train.run_folder import open_run
 from wholestep.train.running import Outcome
 from wholestep.train.settings import OWN_STEPS
@@ -121,7 +122,7 @@ def _train_own(
     names, objects = _loggers(log)
     options = {name: asked[name] for name in ("memory", "host_memory", "recipe")}
     options |= {"offload_path": list(asked["offload_path"]) or None}
-    options |= {"plan": request.fitting(request.plan_at(asked["plan"]), job.settings)}
+    options |= {"plan": fitting(plan_at(asked["plan"]), job.settings)}
     return train_job(
         job, out=None if out is None else Path(out), resume=resume, save_every=asked["save_every"],
         nonfinite=asked["nonfinite"] or "stop", backend=asked["backend"] or "inductor",
@@ -277,9 +278,4 @@ def _own_job(
         "precision": precision or "fp32", "clip_norm": clip_norm, "accumulate": accumulate, "init": False,
     }  # fmt: skip
     place = optimizer.param_groups[0]["params"][0].device
-    many = is_iterable_of_batches(batches)
-    source: Batches = LoaderBatches(batches, seed, place) if many else OneBatch(on_device(batches, place), place)
-    return Job(
-        name=type(model).__name__, settings=settings, model=model, loss_fn=loss_fn, optimizer=optimizer, scheduler=None,
-        batches=source, compile_options=compile_options_of(settings),
-    )  # fmt: skip
+    return job_of(settings, model, loss_fn, optimizer, batches, place)

@@ -6,6 +6,9 @@ rung and tells the reason. Warnings are for requests that are honoured in anothe
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable, Sequence
+
 
 class WholestepError(ValueError):
     """The request cannot be honoured; the message says what to do instead."""
@@ -87,3 +90,17 @@ class CaptureRefused(Exception):
 
 class WholestepWarning(UserWarning):
     """A request is honoured in another way than asked; the text says which."""
+
+
+def did_you_mean(
+    name: object, known: Iterable[str], otherwise: str = "", *, shown: str = "{}", cutoff: float = 0.6
+) -> str:
+    """The hint for a name that there is not: the nearest of those known, written as `shown`; else `otherwise`."""
+    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
+    return f"did you mean {shown.format(close[0])}?" if close else otherwise
+
+
+def one_of(option: str, value: str | None, known: Sequence[str]) -> None:
+    """An error unless `value` is None or known."""
+    if value is not None and value not in known:
+        raise BadOption(f"{option} {value!r}", hint=f"{did_you_mean(value, known)} Use {' or '.join(known)}".strip())

@@ -7,19 +7,20 @@ whatever depends on the model or its optimizer is looked at where those are know
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from wholestep.errors import BadOption, NotBuiltYet
+from wholestep.errors import BadOption, NotBuiltYet, did_you_mean
 from wholestep.graph.bytes import parse_bytes
 from wholestep.graph.mesh import Mesh
 from wholestep.graph.plan import Plan
+from wholestep.graph.plan_file import PRECISIONS
 
+BACKENDS = ("inductor", "interpret")
 CHOICES: dict[str, tuple[str, ...]] = {
-    "precision": ("fp32", "bf16", "fp16"),
-    "backend": ("inductor", "interpret"),
+    "precision": PRECISIONS,
+    "backend": BACKENDS,
     "check": ("first", "off"),
     "guards": ("dynamo", "off"),
     "clip_scope": ("global", "layer"),
@@ -208,10 +209,7 @@ def options_of(given: Mapping[str, Any]) -> Options:
     known = [field.name for field in dataclasses.fields(Options)]
     for name in given:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            raise BadOption(
-                f"there is no option {name!r}", hint=f"did you mean {close[0]}?" if close else ", ".join(known)
-            )
+            raise BadOption(f"there is no option {name!r}", hint=did_you_mean(name, known, ", ".join(known)))
     return Options(**given)
 
 

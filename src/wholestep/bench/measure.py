@@ -28,6 +28,7 @@ from wholestep.bench.memory import MemoryMeter
 from wholestep.bench.protocol import Protocol, settled
 from wholestep.bench.turns import my_turn
 from wholestep.bench.workload import Part, StepCall, Workload
+from wholestep.capture.subject import modules_of
 
 SETTLING = 2
 """Iterations between giving memory back and the window, in which the allocator takes again what training needs."""
@@ -198,16 +199,10 @@ def sampled(timed: Timed, protocol: Protocol, meter: MemoryMeter) -> list[float]
 
 def has_dropout(parts: Sequence[Part]) -> bool:
     """Does any module drop anything? Modules that hold a rate rather than a Dropout (LSTM, attention) name it so."""
-    for module in (module for part in parts for model in _modules(part.model) for module in model.modules()):
+    for module in (module for part in parts for model in modules_of(part.model).values() for module in model.modules()):
         rates = [value for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
         if isinstance(module, nn.modules.dropout._DropoutNd):
             rates.append(module.p)
         if any(rate > 0 for rate in rates):
             return True
     return False
-
-
-def _modules(model: Any) -> Sequence[nn.Module]:
-    if isinstance(model, dict):
-        return list(model.values())
-    return model if isinstance(model, (tuple, list)) else [model]

@@ -7,7 +7,6 @@ clear line, told before anything is measured.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from wholestep.bench.workload import Part, StepCall
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, did_you_mean
 
 
 def own_contender(name: str) -> Callable[[Part, str], StepCall]:
@@ -34,8 +33,11 @@ def own_contender(name: str) -> Callable[[Part, str], StepCall]:
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        close = difflib.get_close_matches(function_name, [n for n in vars(module) if callable(getattr(module, n))], n=1)
-        hint = f"did you mean {module_name}:{close[0]}?" if close else "name a function (part, precision) -> step"
+        known, otherwise = (
+            [n for n in vars(module) if callable(getattr(module, n))],
+            "name a function (part, precision) -> step",
+        )
+        hint = did_you_mean(function_name, known, otherwise, shown=f"{module_name}:{{}}")
         raise BadOption(f"contender {name!r}: {module_name} has no function {function_name!r}", hint=hint)
 
     def make(part: Part, precision: str) -> StepCall:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json as json_text
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +14,8 @@ import typer
 
 from wholestep.cli import options
 from wholestep.cli.plan import check_writable
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, did_you_mean, one_of
+from wholestep.train.request import look_at_recipe
 
 if TYPE_CHECKING:
     from wholestep.bench.workload import Workload
@@ -79,7 +78,7 @@ def command(
     Systems: eager, compile, compile-budget, liger, wholestep, wholestep-interpret, or package.module:callable, a
     function (part, precision) that returns step(batch) -> loss. Eager always runs, and a wholestep one.
     """
-    options.one_of("--suite", suite, SUITES)
+    one_of("--suite", suite, SUITES)
     from wholestep.bench.workloads import WORKLOADS
 
     chosen = find_workloads(workloads or (), WORKLOADS)
@@ -103,7 +102,7 @@ def command(
     if recipe is not None:
         if own_passes is not None:
             raise BadOption(f"--recipe {recipe} together with --with {own_passes}", hint="give one of them")
-        options.look_at_recipe(recipe)
+        look_at_recipe(recipe)
         own_passes = str(recipe)
     if own_passes is not None and not Path(own_passes).is_file():
         hint = "name a Python file with functions marked @compiler_pass"
@@ -117,8 +116,7 @@ def find_workloads(names: Sequence[str], known: dict[str, Workload]) -> list[Wor
     """The named ones in the order given; all when none is named."""
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else "wholestep bench --list prints those there are"
+            hint = did_you_mean(name, known, "wholestep bench --list prints those there are")
             raise BadOption(f"there is no workload {name!r}", hint=hint)
     return [known[name] for name in dict.fromkeys(names)] or list(known.values())
 
@@ -147,6 +145,7 @@ def _measure(
     from wholestep.bench.protocol import Protocol
     from wholestep.bench.results import FORMAT
     from wholestep.bench.tables import results_text
+    from wholestep.report.terminal_picture import blocks_fit
 
     digest = load_passes(own_passes).digest if own_passes is not None else None
     on_gpu = torch.cuda.is_available()
@@ -175,7 +174,7 @@ def _measure(
     if json:
         typer.echo(json_text.dumps({"format": FORMAT, "stopped": outcome.stopped, "rows": rows}, indent=1))
     else:
-        typer.echo(results_text(rows, blocks=_blocks()))
+        typer.echo(results_text(rows, blocks=blocks_fit(sys.stdout)))
     _say(f"{outcome.made} rows made, {outcome.kept} kept, in {path}")
     if outcome.stopped is not None:
         _say(f"{outcome.stopped}; the same command goes on from here")
@@ -188,6 +187,7 @@ def _smoke(chosen: Sequence[Workload], names: Sequence[str], seed: int, out: str
     from wholestep.bench.results import FORMAT, save
     from wholestep.bench.smoke import problems, run_smoke
     from wholestep.bench.tables import smoke_text
+    from wholestep.report.terminal_picture import blocks_fit
 
     try:
         with _progress(len(chosen)) as tell:
@@ -206,7 +206,7 @@ def _smoke(chosen: Sequence[Workload], names: Sequence[str], seed: int, out: str
     if json:
         typer.echo(json_text.dumps({"format": FORMAT, "problems": wrong, "rows": rows}, indent=1))
     else:
-        typer.echo(smoke_text(rows, blocks=_blocks()))
+        typer.echo(smoke_text(rows, blocks=blocks_fit(sys.stdout)))
         all_well = f"{chosen[0].name} trains" if len(chosen) == 1 else f"all {len(chosen)} workloads train"
         typer.echo("\n" + "\n".join(wrong or [f"{all_well}, captured as in eager"]))
     return 1 if wrong else 0
@@ -258,9 +258,3 @@ def _progress(total: int) -> Iterator[Callable[[str, int], None]]:
 
 def _say(text: str) -> None:
     typer.echo(f"wholestep: {text}", err=True)
-
-
-def _blocks() -> bool:
-    """Can the terminal show block characters?"""
-    encoding = (sys.stdout.encoding or "").lower()
-    return "utf" in encoding or os.environ.get("PYTHONIOENCODING", "").lower().startswith("utf")

@@ -102,9 +102,10 @@ def as_facts(run: RunFolder) -> dict[str, Any]:
 def lines_of(run: RunFolder) -> list[str]:
     """A page for people."""
     from wholestep.graph.bytes import show_bytes
-    from wholestep.report.terminal_picture import sparkline
-    from wholestep.train.display import duration, rate
-    from wholestep.train.summary import blocks_fit, by_loss_scaling, title_of
+    from wholestep.graph.counted import rate
+    from wholestep.report.terminal_picture import blocks_fit, sparkline
+    from wholestep.train.display import duration
+    from wholestep.train.summary import by_loss_scaling, title_of
 
     facts = as_facts(run)
     losses, held, last = facts["losses"], facts["held_out_losses"], facts["last"] or {}

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from wholestep.cli import options
+from wholestep.graph.plan_file import PRECISIONS
 
 EXAMPLES = """\b
 Examples:
@@ -23,7 +24,7 @@ def command(
         Path, typer.Argument(metavar="OUT", help="A new folder, or a new file that ends with .safetensors.")
     ],
     precision: Annotated[
-        str | None, typer.Option(metavar="|".join(options.PRECISIONS), help="Of the weights; as trained if not given.")
+        str | None, typer.Option(metavar="|".join(PRECISIONS), help="Of the weights; as trained if not given.")
     ] = None,
     tokenizer: options.Tokenizer = None,
 ) -> None:

@@ -13,6 +13,8 @@ import typer
 from wholestep.cli import options
 from wholestep.disk import read_json
 from wholestep.errors import BadOption, NotBuiltYet
+from wholestep.passes.pipeline import pipeline_without, refuse_unknown_passes
+from wholestep.train.request import checked_recipe, look_at_recipe
 
 if TYPE_CHECKING:
     from wholestep.cost.target import Card
@@ -87,15 +89,15 @@ def command(
 
     target = find_target(device)
     budget = budget_of(memory, target)
-    options.refuse_unknown_passes(disable)
-    options.look_at_recipe(recipe)
+    refuse_unknown_passes(disable)
+    look_at_recipe(recipe)
     found = options.checked_job(
         model, reads_data=False, on_gpu=target.is_gpu, sets=sets, batch=batch, seq=seq, precision=precision
     )
     if found is not None:
         refuse_units(target.device, found[0]["precision"])
-    recipe_file = options.checked_recipe(recipe)
-    passes = options.pipeline(disable)
+    recipe_file = checked_recipe(recipe)
+    passes = pipeline_without(disable)
     from wholestep.plan.room import room_for
     from wholestep.train.fit import Question, will_it_fit
 
@@ -123,8 +125,8 @@ def budget_of(memory: str | None, target: Card) -> int:
 
 
 def _report(fit: Fit, *, out: Path | None, svg: Path | None, json: bool, peers: list[Peer]) -> None:
+    from wholestep.report.terminal_picture import blocks_fit
     from wholestep.train.fit_text import fit_json, fit_lines, fit_picture, verdict
-    from wholestep.train.summary import blocks_fit
 
     if json:
         typer.echo(json_text.dumps(fit_json(fit), indent=1, default=str))

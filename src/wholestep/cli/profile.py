@@ -12,7 +12,10 @@ import typer
 
 from wholestep.cli import options
 from wholestep.cli.plan import check_writable, tell_passing
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, one_of
+from wholestep.graph.plan_file import plan_at
+from wholestep.passes.pipeline import pipeline_without, refuse_unknown_passes
+from wholestep.train.request import check_memory
 
 if TYPE_CHECKING:
     from wholestep.profile.profile import Profile
@@ -69,10 +72,10 @@ def command(
     # before torch is imported: its allocator tells about blocks older than a recording, which the memory profile accounts for
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     options.checked(precision=precision, backend=backend)
-    options.checked_memory(memory)
+    check_memory(memory)
     _checked_system(system, memory)
-    planned = options.read_plan(plan)
-    options.refuse_unknown_passes(disable)
+    planned = plan_at(plan)
+    refuse_unknown_passes(disable)
     page = checked_page(out, model)
     asked: dict[str, Any] = {
         "sets": sets or [], "data": data, "glob": glob, "field": field, "tokenizer": tokenizer, "batch": batch, "seq": seq,
@@ -81,11 +84,12 @@ def command(
     options.checked_job(model, seed=seed, keeps_all=memory is None and plan is None, **asked)
     from wholestep.profile.profile import profile_job
     from wholestep.train.job import make_job
+    from wholestep.train.plan_use import fitting
 
     job = make_job(model, seed=seed or 0, **asked)
-    planned = options.fitting_plan(planned, job.settings)
+    planned = fitting(planned, job.settings)
     profile = profile_job(
-        job, system=system, backend=backend or "inductor", steps=steps, memory=not no_memory, passes=options.pipeline(disable),
+        job, system=system, backend=backend or "inductor", steps=steps, memory=not no_memory, passes=pipeline_without(disable),
         tell=tell_passing, budget=memory, host_memory=host_memory, offload_path=offload_path, plan=planned, verified=not no_verify,
         command=_words(model, **asked, memory=memory, host_memory=host_memory, offload_path=offload_path, plan=plan,
                        backend=backend, disable=disable, seed=seed, system=None if system == "wholestep" else system),
@@ -97,7 +101,7 @@ def command(
 
 
 def _checked_system(system: str, memory: str | None) -> None:
-    options.one_of("--system", system, SYSTEMS)
+    one_of("--system", system, SYSTEMS)
     if memory is not None and system != "wholestep":
         hint = "only Wholestep's own step is planned for a budget"
         raise BadOption(f"--memory {memory} with --system {system}", hint=hint)

@@ -11,7 +11,8 @@ import typer
 
 from wholestep.cli import options
 from wholestep.cli.plan import check_writable, tell_passing
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, one_of
+from wholestep.train.request import look_at_recipe
 
 CLOCKS = ("wall", "cpu")
 
@@ -66,7 +67,7 @@ def command(
     picture = svg or recipe.with_suffix(".search.svg")
     for option, path in (("--svg", picture), ("--out", out)):
         check_writable(option, path)
-    options.look_at_recipe(recipe, search=True)
+    look_at_recipe(recipe, search=True)
     from wholestep.search.space import read_space
 
     space = read_space(recipe)
@@ -106,7 +107,7 @@ def command(
 
 def _check(clock: str, measure: int, device: str) -> None:
     """What goes together, before anything is loaded."""
-    options.one_of("--clock", clock, CLOCKS)
+    one_of("--clock", clock, CLOCKS)
     if measure and device != "this":
         raise BadOption(
             f"--device {device}: only this machine can be measured", hint="give --measure 0 to predict only"

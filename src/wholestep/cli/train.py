@@ -105,11 +105,7 @@ def command(
     The run gets a folder with metrics, checkpoints, a picture of the loss and a sample. Ctrl-C saves, and --resume goes
     on as if nothing had happened, on a CPU bit for bit. Exit code 1 when training had to stop.
     """
-    options.checked(precision=precision, backend=backend)
-    options.checked_memory(memory, plan)
     options.checked_room(host_memory, offload_path)
-    options.one_of("--nonfinite", nonfinite, ("stop", "skip", "allow"))
-    options.refuse_unknown_passes(disable)
     given = {
         "model": model, "sets": sets or None, "data": data, "glob": glob, "field": field,
         "tokenizer": tokenizer, "batch": batch, "seq": seq, "precision": precision, "steps": steps,

@@ -10,13 +10,12 @@ other may merge equal nodes: that would undo it.
 
 from __future__ import annotations
 
-import difflib
 import operator
 from collections.abc import Mapping
 
 from torch import fx
 
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, did_you_mean
 from wholestep.graph.keys import layer_ranks, remember_keys, split_key, value_keys
 from wholestep.graph.layers import layers_of
 from wholestep.graph.plan import Plan
@@ -118,8 +117,7 @@ def refuse_unknown(chosen: tuple[str, ...], known: Mapping[str, Mapping[str | No
     for key in sorted(chosen):
         base, wanted = split_key(key)
         if base not in known:
-            near = difflib.get_close_matches(base, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "the plan was made for another model or version: plan again"
+            hint = did_you_mean(base, known, "the plan was made for another model or version: plan again")
             raise BadOption(f"the plan {verb} {key!r}, which the step does not compute", hint=hint)
         if wanted is not None and (not wanted or max(wanted) >= len(known[base])):
             hint = f"leave {key[len(base) :]} out"

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from wholestep.disk import cache_folder, read_bytes, write_atomically
+from wholestep.disk import cache_folder, read_bytes, write_json
 from wholestep.errors import WholestepError
 from wholestep.tiers.arena import host_memory
 from wholestep.tiers.files import REQUEST_BYTES, THREADS, FileStore, aligned
@@ -73,7 +73,7 @@ def _kept(name: str, kind: Any, measure: Callable[[], Any], fresh: bool) -> Any:
         except (ValueError, TypeError, AttributeError):
             pass  # of another version, or damaged: measured again
     found = measure()
-    write_atomically(path, json.dumps(dataclasses.asdict(found), indent=1).encode())
+    write_json(path, dataclasses.asdict(found))
     return found
 
 

@@ -7,7 +7,6 @@ fourth may also be an iterable of batches, such as a DataLoader.
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from wholestep.errors import BadOption, WholestepError
+from wholestep.errors import BadOption, WholestepError, did_you_mean
 
 RETURNS = "return (model, loss_fn, optimizer, example_batch)"
 
@@ -95,8 +94,7 @@ def _not_there(name: str, what: str, why: object) -> BadOption:
 
 
 def _no_function(module_name: str, function_name: str, known: Iterable[str]) -> BadOption:
-    close = difflib.get_close_matches(function_name, list(known), n=1)
-    hint = f"did you mean {module_name}:{close[0]}?" if close else "name a function of that module"
+    hint = did_you_mean(function_name, known, "name a function of that module", shown=f"{module_name}:{{}}")
     return BadOption(f"{module_name} has no function {function_name!r}", hint=hint)
 
 

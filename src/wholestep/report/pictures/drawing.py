@@ -5,7 +5,7 @@ Nothing here knows what is drawn. All text is escaped here and only here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from xml.sax.saxutils import escape, quoteattr
 
 from wholestep.graph.counted import digits
@@ -78,25 +78,27 @@ def fitted(words: str, width: float, *, character: float = CHARACTER) -> str:
 
 def legend(entries: Iterable[tuple[str, str]], x: float, y: float, *, width: float = WIDTH) -> list[str]:
     """(class, words) from left to right, in as many lines as they need."""
-    body, at = [], x
-    for kind, words in entries:
-        long = 32 + 0.92 * CHARACTER * len(words)
-        if at > x and at + long - 16 > width:
-            at, y = x, y + LEGEND_LINE
-        body += [rectangle(at, y - 9, 11, 11, kind), text(at + 16, y, words, "faint")]
-        at += long
+    body = []
+    for kind, words, at, line in _places(entries, x, width):
+        below = y + LEGEND_LINE * line
+        body += [rectangle(at, below - 9, 11, 11, kind), text(at + 16, below, words, "faint")]
     return body
 
 
 def legend_height(entries: Iterable[tuple[str, str]], x: float, *, width: float = WIDTH) -> float:
     """What `legend` needs beyond its first line."""
-    lines, at = 1, x
-    for _, words in entries:
+    return LEGEND_LINE * max((line for *_, line in _places(entries, x, width)), default=0)
+
+
+def _places(entries: Iterable[tuple[str, str]], x: float, width: float) -> Iterator[tuple[str, str, float, int]]:
+    """(class, words, where it begins, in which line)."""
+    at, line = x, 0
+    for kind, words in entries:
         long = 32 + 0.92 * CHARACTER * len(words)
         if at > x and at + long - 16 > width:
-            at, lines = x, lines + 1
+            at, line = x, line + 1
+        yield kind, words, at, line
         at += long
-    return LEGEND_LINE * (lines - 1)
 
 
 def show_ms(ms: float) -> str:
