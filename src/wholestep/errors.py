@@ -104,3 +104,15 @@ def one_of(option: str, value: str | None, known: Sequence[str]) -> None:
     """An error unless `value` is None or known."""
     if value is not None and value not in known:
         raise BadOption(f"{option} {value!r}", hint=f"{did_you_mean(value, known)} Use {' or '.join(known)}".strip())
+
+
+def first_line(error: BaseException, most: int = 200) -> str:
+    """Of what an error says; its kind where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:most] if lines else type(error).__name__
+
+
+def one_line(error: BaseException, most: int = 200) -> str:
+    """An error's kind and the first line of what it says."""
+    kind, said = type(error).__name__, first_line(error, most)
+    return kind if said == kind else f"{kind}: {said}"

@@ -10,27 +10,24 @@ import dataclasses
 import hashlib
 import importlib
 import importlib.util
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from wholestep.bench.workload import Part, StepCall
-from wholestep.errors import BadOption, did_you_mean
+from wholestep.errors import BadOption, did_you_mean, one_line
+from wholestep.train.resolve import find_from_here
 
 
 def own_contender(name: str) -> Callable[[Part, str], StepCall]:
     """A user's function `package.module:callable`, found from the working directory as `python -m` would."""
     module_name, _, function_name = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    find_from_here()
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # anything may happen while somebody's module is imported
-        raise BadOption(
-            f"contender {name!r}: {type(error).__name__}: {error}", hint="run where it can be imported"
-        ) from error
+        raise BadOption(f"contender {name!r}: {one_line(error)}", hint="run where it can be imported") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         known, otherwise = (
@@ -79,9 +76,7 @@ def load_passes(path: str) -> OwnPasses:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # anything may happen while somebody's file is run
-        raise BadOption(
-            f"--with {path}: {type(error).__name__}: {error}", hint="run it alone with python to see where"
-        ) from error
+        raise BadOption(f"--with {path}: {one_line(error)}", hint="run it alone with python to see where") from error
     found = tuple(
         value
         for value in vars(module).values()

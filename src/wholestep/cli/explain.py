@@ -57,9 +57,9 @@ def command(
         KeyError,
         AttributeError,
     ) as error:  # only files were read: one of them is not as written
-        from wholestep.errors import BadOption
+        from wholestep.errors import BadOption, one_line
 
-        what = f"{found.path} is damaged: run.json or metrics.jsonl holds what no run writes ({type(error).__name__}: {error})"
+        what = f"{found.path} is damaged: run.json or metrics.jsonl holds what no run writes ({one_line(error)})"
         raise BadOption(what, hint="its checkpoints may still be good") from error
     typer.echo(text)
 

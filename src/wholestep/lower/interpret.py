@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.graph.training_graph import TrainingGraph
+from wholestep.graph.training_graph import TrainingGraph, constant_of
 from wholestep.lower.driver import build_driver
 from wholestep.lower.in_place import write_state_in_place
 from wholestep.lower.races import refuse_races
@@ -67,10 +67,7 @@ def constants_of(graph: fx.Graph, owner: torch.nn.Module) -> dict[fx.Node, Any]:
     found: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         if node.op == "get_attr":
-            value: Any = owner
-            for part in str(node.target).split("."):
-                value = getattr(value, part)
-            found[node] = value
+            found[node] = constant_of(owner, node)
         elif node.op in ("call_module", "call_method"):
             raise TypeError(f"node {node.name} is a {node.op}; a training graph has functions only")
     return found

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from wholestep.errors import BadOption, WholestepWarning, did_you_mean
+from wholestep.errors import BadOption, WholestepWarning, did_you_mean, first_line
 from wholestep.graph.check import where
 from wholestep.graph.layers import holds_module, without_calls
 from wholestep.graph.training_graph import Role, TrainingGraph, module_of, phase_of
@@ -122,7 +122,7 @@ class _Rewrite:
             self._apply(node, entry, rule, low)
             self._propagate(node, changed=(node.args, dict(node.kwargs)) != kept)
         except (RuntimeError, TypeError, ValueError, NotImplementedError, AssertionError) as error:
-            self.stayed.append(f"{where(node)}: {(str(error).strip().splitlines() or [''])[0][:100]}")
+            self.stayed.append(f"{where(node)}: {first_line(error, 100)}")
             node.args, node.kwargs = kept  # type: ignore[assignment]
             self._apply(node, entry, "keep", low)
             self._propagate(node, changed=True)

@@ -20,7 +20,7 @@ from wholestep.graph.keys import layer_ranks, remember_keys, split_key, value_ke
 from wholestep.graph.layers import layers_of
 from wholestep.graph.plan import Plan
 from wholestep.graph.segments import backward_segments
-from wholestep.graph.training_graph import TrainingGraph
+from wholestep.graph.training_graph import TrainingGraph, operation_of
 from wholestep.graph.views import is_cheap_view
 from wholestep.ops.record import may_recompute
 from wholestep.passes.fx_edit import sweep
@@ -68,7 +68,7 @@ class _Rewrite:
         """Whether a backward reader gets a copy: chosen itself, or a view of one that is."""
         while value in self.keys:
             if self._is_chosen(value):
-                return may_recompute(_maker(value))
+                return may_recompute(operation_of(value))
             source = value.all_input_nodes[0] if value.all_input_nodes else None
             looks = is_cheap_view(value) or (
                 value.target is operator.getitem and source is not None and is_cheap_view(source)
@@ -106,10 +106,6 @@ class _Rewrite:
                 custom["module"] = segment or None  # it is part of this backward now, and compiled with it
             copy.meta["custom"] = custom
             self.copies[segment, value] = copy
-
-
-def _maker(value: fx.Node) -> fx.Node:
-    return value.args[0] if value.target is operator.getitem else value  # type: ignore[return-value]
 
 
 def refuse_unknown(chosen: tuple[str, ...], known: Mapping[str, Mapping[str | None, int]], verb: str) -> None:

@@ -25,7 +25,7 @@ from wholestep.cost.node_costs import NodeCost, node_costs
 from wholestep.cost.roofline import Fp32Units, fp32_units_here, roofline
 from wholestep.cost.utilisation import utilisation
 from wholestep.disk import json_ready
-from wholestep.errors import BadOption, WholestepError
+from wholestep.errors import BadOption, WholestepError, one_line
 from wholestep.graph.bytes import show_bytes
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
@@ -343,9 +343,7 @@ class _Session:
                 else predict_profile(graph, scratch=measure_scratch(graph))
             )
         except (RuntimeError, TypeError, KeyError) as error:  # the rest of the report is worth having without it
-            self.notes.append(
-                f"memory could not be predicted: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
-            )
+            self.notes.append(f"memory could not be predicted: {one_line(error)}")
             return None
 
     def _verify(self, variant: Variant | None, timing: Timing) -> dict[str, Any] | None:

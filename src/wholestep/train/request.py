@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wholestep.errors import BadOption, WholestepWarning, one_of
+from wholestep.errors import BadOption, WholestepWarning, one_line, one_of
 from wholestep.graph.bytes import parse_budget
 from wholestep.graph.plan_file import PRECISIONS, plan_at
 from wholestep.graph.recipe_table import read_table
@@ -186,7 +186,7 @@ def _job(request: dict[str, Any], given: Mapping[str, Any], folder: RunFolder | 
                 folder.facts["settings"].get("family") is None
             ):  # the user's own function: its errors are told as they are
                 raise
-            what = f"{folder.path / 'run.json'} is damaged: its settings make no job ({type(error).__name__}: {error})"
+            what = f"{folder.path / 'run.json'} is damaged: its settings make no job ({one_line(error)})"
             raise BadOption(what, hint="mend it, or start a new run") from error
     job = make_job(request["model"], **_asked_for(request))
     if folder is None and request["model"] and not request["init"] and has_weights(request["model"]):

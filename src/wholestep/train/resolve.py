@@ -22,13 +22,18 @@ from wholestep.errors import BadOption, WholestepError, did_you_mean
 RETURNS = "return (model, loss_fn, optimizer, example_batch)"
 
 
+def find_from_here() -> None:
+    """Modules are found from the working directory, as `python -m` would."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
 def find_function(name: str, *, what: str = "MODEL") -> Callable[..., Any]:
     """The function called `package.module:callable`. `what` it is for, for messages."""
     module_name, colon, function_name = name.partition(":")
     if not colon or not module_name or not function_name:
         raise BadOption(f"{what} {name!r} is not package.module:callable", hint=f"name a function, to {RETURNS}")
-    if os.getcwd() not in sys.path:  # as `python -m` would do
-        sys.path.insert(0, os.getcwd())
+    find_from_here()
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -48,8 +53,7 @@ def refuse_missing(name: str, *, what: str = "MODEL") -> None:
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         find_function(name, what=what)
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    find_from_here()
     if "." in module_name:  # looking would import what is above it
         return
     try:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from wholestep.errors import WholestepError
+from wholestep.errors import WholestepError, one_line
 from wholestep.runtime.step import Step
 from wholestep.train import checkpoint
 from wholestep.train.checkpoint_files import Stored, set_aside_newer
@@ -305,7 +305,7 @@ class Run:
             with evaluating(self.step.subject.root):
                 return self.job.write_sample()
         except Exception as error:  # a run that trained well is not lost for its sample
-            self.display.note(f"no sample could be written: {type(error).__name__}: {error}")
+            self.display.note(f"no sample could be written: {one_line(error)}")
             return None
 
     def _outcome(self, status: Status, held_out: float | None, sample: str | None) -> Outcome:

@@ -26,7 +26,7 @@ from wholestep.capture.preflight import set_aside
 from wholestep.capture.sites import Sites
 from wholestep.capture.subject import Subject
 from wholestep.capture.undo import Undo
-from wholestep.errors import BadBatch, BadLoss, WholestepError
+from wholestep.errors import BadBatch, BadLoss, WholestepError, one_line
 from wholestep.graph.training_graph import Role, TrainingGraph
 from wholestep.ops import IN_PLACE
 from wholestep.runtime.random import keys_for, seeded_generator
@@ -205,7 +205,7 @@ def float64_reference(subject: Subject, batch: Any, *args: Any, **options: Any) 
         try:
             return reference_gradients(subject, batch, *args, dtype=torch.float64, **options)
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-            reason = reason or f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
+            reason = reason or one_line(error)
         finally:
             torch.set_default_dtype(kept)
     return reason
