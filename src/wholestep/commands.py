@@ -14,9 +14,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from wholestep.cost.target import find_target
+from wholestep.cost.target import budget_on, find_target
 from wholestep.errors import BadOption, WholestepWarning
-from wholestep.graph.bytes import parse_bytes, show_bytes
 from wholestep.graph.plan import Plan
 from wholestep.graph.plan_file import plan_at
 from wholestep.plan.room import room_for
@@ -176,10 +175,7 @@ def plan(
         check_batch: capture again at the largest batch that was found; None does so where that is quick.
     """
     target = find_target(device)
-    budget = target.device.memory_bytes if memory in (None, "auto") else parse_bytes(memory)  # type: ignore[arg-type]
-    if budget > target.device.memory_bytes:
-        has = f"{target.device.title} has {show_bytes(target.device.memory_bytes)}"
-        raise BadOption(f"memory={memory!r}: {has}", hint="leave it out for all of it, or name a larger device")
+    budget = budget_on(target, memory, f"memory={memory!r}")
     named = isinstance(model, str)
     question = Question(
         model=model if named else type(model).__name__, sets=tuple(_sets(settings) or ()), batch=batch, seq=seq,

@@ -13,11 +13,11 @@ import typer
 from wholestep.cli import options
 from wholestep.disk import read_json
 from wholestep.errors import BadOption, NotBuiltYet
+from wholestep.graph.bytes import parse_budget
 from wholestep.passes.pipeline import pipeline_without, refuse_unknown_passes
 from wholestep.train.request import checked_recipe, look_at_recipe
 
 if TYPE_CHECKING:
-    from wholestep.cost.target import Card
     from wholestep.report.pictures.frontier_staircase import Peer
     from wholestep.train.fit import Fit
 
@@ -85,10 +85,12 @@ def command(
     for option, path in (("--out", out), ("--svg", svg)):
         check_writable(option, path)
     measured = read_peers(peers, model)
-    from wholestep.cost.target import find_target, refuse_units
+    from wholestep.cost.target import budget_on, find_target, refuse_units
 
     target = find_target(device)
-    budget = budget_of(memory, target)
+    if memory is not None and memory != "auto":
+        parse_budget(memory)
+    budget = budget_on(target, memory, f"--memory {memory}")
     refuse_unknown_passes(disable)
     look_at_recipe(recipe)
     found = options.checked_job(
@@ -109,19 +111,6 @@ def command(
     tell_passing("")
     _report(fit, out=out, svg=svg, json=json, peers=measured)
     raise typer.Exit(0 if fit.fits else 1)
-
-
-def budget_of(memory: str | None, target: Card) -> int:
-    """The budget in bytes of the card: at most what it has."""
-    from wholestep.graph.bytes import parse_budget, show_bytes
-
-    if memory is None or memory == "auto":
-        return target.device.memory_bytes
-    budget = parse_budget(memory)
-    if budget > target.device.memory_bytes:
-        has = f"{target.device.title} has {show_bytes(target.device.memory_bytes)}"
-        raise BadOption(f"--memory {memory}: {has}", hint="leave --memory out for all of it, or name a larger --device")
-    return budget
 
 
 def _report(fit: Fit, *, out: Path | None, svg: Path | None, json: bool, peers: list[Peer]) -> None:
