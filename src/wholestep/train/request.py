@@ -108,6 +108,7 @@ def completed(
         filed = read_config(config, {name: KINDS.get(name, str) for name in ASKED}, OF_THIS_CALL)
     digest = filed.pop(DIGEST, None)
     request = {name: _asked(name, given, filed if folder is None else _before(name, folder)) for name in ASKED}
+    check_memory(given.get("memory"), given.get("plan"))
     for name, other in (("memory", "plan"), ("plan", "memory")):  # what is given now replaces the other one
         request[other] = None if given.get(name) is not None else request[other]
     _check(request)
