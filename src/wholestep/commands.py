@@ -73,12 +73,12 @@ def train(
             Or a Module, together with the three that follow.
         loss_fn, optimizer, batches: as for `wholestep.compile`; `batches` is a loader, or one batch.
         steps, seed: how many, in all; the seed is of weights, data and dropout.
-        data, batch, seq, precision: of a model by name, as on the command line.
+        data, batch, seq, precision: for a model by name, as on the command line.
         settings: what `--set` takes: `{"lr": 1e-3, "layers": 2}`.
-        clip_norm, accumulate: of your own objects; for a name they are settings.
-        out: the folder; None takes `runs/<name>-<data>`. With `resume` it holds the run.
-        resume: go on from the newest checkpoint of `out`, or of the newest run.
-        config: a file of settings, such as the `run.toml` of a run; what is given here wins.
+        clip_norm, accumulate: for your own objects; a model by name takes them as settings.
+        out: the folder; None takes `runs/<name>-<data>`. With `resume`, the folder of the run.
+        resume: continue from the newest checkpoint of `out`, or of the newest run.
+        config: a file of settings, such as the `run.toml` of a run; arguments win over it.
         save_every, nonfinite, memory, host_memory, offload_path, plan, recipe, backend: as on the command line.
         log: `"csv"`, `"tensorboard"`, `"wandb"`, or objects with the methods of `wholestep.Logger`.
         quiet: print nothing.
@@ -169,8 +169,8 @@ def plan(
         device: `"h200"`, `"rtx4090"`, ..., an amount such as `"24GiB"`, or `"this"`.
         memory: a budget such as `"40GiB"`; the whole card when None.
         host_memory, offload_path: where values and optimizer state may wait outside of the card.
-        batch, seq, precision, settings: of a model by name.
-        clip_norm, accumulate: of your own objects; for a name they are settings.
+        batch, seq, precision, settings: for a model by name.
+        clip_norm, accumulate: for your own objects; a model by name takes them as settings.
         recipe: the file of one.
         check_batch: capture again at the largest batch that was found; None does so where that is quick.
     """
@@ -219,8 +219,8 @@ def profile(
     Args:
         model: a name as on the command line, or a Module, together with the three that follow.
         loss_fn, optimizer, batches: as for `wholestep.compile`; `batches` is a loader, or one batch.
-        data, batch, seq, precision, settings, seed: of a model by name.
-        clip_norm, accumulate: of your own objects; for a name they are settings.
+        data, batch, seq, precision, settings, seed: for a model by name.
+        clip_norm, accumulate: for your own objects; a model by name takes them as settings.
         memory, host_memory, offload_path, plan: as for `wholestep.compile`.
         steps: how many are timed after warm-up.
         system: whose step: `"wholestep"`, `"eager"`, `"compile"`.

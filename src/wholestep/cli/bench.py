@@ -24,7 +24,7 @@ SUITES = ("papers",)
 PEERS = ("eager", "compile", "liger")
 """What Wholestep is measured against when nothing is asked for; liger only where it has kernels."""
 
-Workloads = Annotated[list[str] | None, typer.Argument(metavar="WORKLOAD", help="All of them when none is named.")]
+Workloads = Annotated[list[str] | None, typer.Argument(metavar="WORKLOAD", help="The default is all of them.")]
 Against = Annotated[
     str | None, typer.Option(metavar="NAMES", help="Systems, by commas; package.module:callable for your own.")
 ]
@@ -32,11 +32,14 @@ OwnPasses = Annotated[
     str | None, typer.Option("--with", metavar="FILE", help="Passes of your own, after Wholestep's; a row more.")
 ]
 Recipe = Annotated[Path | None, typer.Option("--recipe", metavar="FILE", help="A recipe for Wholestep; a row more.")]
-Limit = Annotated[float | None, typer.Option(min=1, metavar="SECONDS", help="Begin no row that would not fit.")]
-Out = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Results; bench_gpu.json or bench_cpu.json when not given.")
+Limit = Annotated[
+    float | None,
+    typer.Option(min=1, metavar="SECONDS", help="Begin no row that would end later."),
 ]
-Suite = Annotated[str | None, typer.Option(metavar="papers", help="What ten papers claim, beside your results.")]
+Out = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Results; the default is bench_gpu.json or bench_cpu.json.")
+]
+Suite = Annotated[str | None, typer.Option(metavar="papers", help="Show what ten papers claim, next to your results.")]
 
 EXAMPLES = """\b
 Examples:
@@ -60,9 +63,11 @@ def command(
     steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Steps to sample after warm-up (20).")] = None,
     limit: Limit = None,
     case_limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="For one row.")] = 600.0,
-    jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Rows at work at once; they are timed in turns.")] = 1,
+    jobs: Annotated[
+        int, typer.Option(min=1, metavar="N", help="How many rows to make at once; they are timed in turns.")
+    ] = 1,
     out: Out = None,
-    retry: Annotated[bool, typer.Option("--retry", help="Make rows that failed again.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Run rows that failed again.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start the results file over.")] = False,
     suite: Suite = None,
     seed: options.Seed = None,
@@ -70,13 +75,13 @@ def command(
 ) -> None:
     """Measure training steps of many domains: eager PyTorch, torch.compile, Wholestep, your own.
 
-    Every row runs in a process of its own from empty compile caches, with the same data and seed. Losses are compared
-    with eager PyTorch's, so that nobody wins by computing something else. The results file is written after every row
-    and the same command goes on where it stopped. Exit code 1 when a row of Wholestep's failed or its loss departs;
-    with --smoke, when any loss is not finite, does not fall from the first third of the steps to the last, or departs.
+    Every row runs in its own process with empty compile caches, with the same data and seed. Losses are compared with
+    eager PyTorch's, so that no system wins by computing something else. The results file is written after every row, and
+    the same command continues where it stopped. Exit code 1 when a row of Wholestep failed or its loss departs; with
+    --smoke, when any loss is not finite, does not fall from the first third of the steps to the last, or departs.
 
     Systems: eager, compile, compile-budget, liger, wholestep, wholestep-interpret, or package.module:callable, a
-    function (part, precision) that returns step(batch) -> loss. Eager always runs, and a wholestep one.
+    function (part, precision) that returns step(batch) -> loss. eager and one of Wholestep's always run.
     """
     one_of("--suite", suite, SUITES)
     from wholestep.bench.workloads import WORKLOADS
@@ -167,7 +172,7 @@ def _measure(
                 cases, path, limit=limit, case_limit=case_limit, retry=retry, fresh=fresh, jobs=jobs, tell=tell
             )  # fmt: skip
     except KeyboardInterrupt:
-        _say(f"stopped; rows made so far are in {path}, and the same command goes on from there")
+        _say(f"stopped; rows made so far are in {path}, and the same command continues from there")
         raise typer.Exit(130) from None
     wanted = {workload.name for workload in chosen}
     rows = [row for row in outcome.rows if row["workload"] in wanted]
@@ -177,7 +182,7 @@ def _measure(
         typer.echo(results_text(rows, blocks=blocks_fit(sys.stdout)))
     _say(f"{outcome.made} rows made, {outcome.kept} kept, in {path}")
     if outcome.stopped is not None:
-        _say(f"{outcome.stopped}; the same command goes on from here")
+        _say(f"{outcome.stopped}; the same command continues from here")
     ours = [row for row in rows if is_ours(row["contender"])]
     return 1 if any(row["status"] in ("failed", "timed out") or "departs" in row for row in ours) else 0
 

@@ -33,9 +33,9 @@ def command(
     """Say what moved beyond noise between two results files, what is new and what is gone.
 
     A time has moved when the 95 % intervals of both medians do not overlap and the medians differ by more than 2 %.
-    Rows are matched by workload and system; other sizes are not compared; another GPU or version is noted.
+    Rows are matched by workload and system. Rows of different sizes are not compared; a different GPU or version is noted.
 
-    Two recipes (.toml) are compared line by line: what is gone (-), what is new (+), what they expect otherwise (~).
+    Two recipes (.toml) are compared line by line: what is gone (-), what is new (+), and expectations that changed (~).
     """
     one_of("--fail-on", fail_on, FAIL_ON)
     if Path(before).suffix == ".toml" or Path(after).suffix == ".toml":

@@ -32,7 +32,7 @@ Examples:
 
 
 def command(json: options.Json = False) -> None:
-    """Say what this machine has and what is missing, to be pasted into a bug report."""
+    """Say what this machine has and what is missing; paste it into a bug report."""
     found = list(examine())
     if json:
         table: dict[str, str] = {}

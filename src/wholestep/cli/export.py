@@ -28,10 +28,10 @@ def command(
     ] = None,
     tokenizer: options.Tokenizer = None,
 ) -> None:
-    """Write a trained model as a folder that transformers opens, or as one safetensors.
+    """Write a trained model as a folder that transformers opens, or as one safetensors file.
 
-    A model of transformers, and a GPT or ResNet of Wholestep's own whose mathematics a class of transformers has, becomes a
-    folder with config.json, weights and tokenizer. Others become one safetensors.
+    A model of transformers, and a GPT or ResNet of Wholestep's own that a class of transformers can compute, becomes a
+    folder with config.json, weights and tokenizer. Other models become one safetensors file.
     """
     options.checked(precision=precision)
     from wholestep.train.saved import refuse_taken

@@ -31,11 +31,11 @@ Data = Annotated[
 ]
 Glob = Annotated[
     str | None,
-    typer.Option(metavar="PATTERN", help="Which files of the folder --data, such as '*.txt'; all if not given."),
+    typer.Option(metavar="PATTERN", help="Which files of the folder --data, such as '*.txt'; the default is all."),
 ]
 Field = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Which field of a row, or which tensor, --data is; text if not given."),
+    typer.Option(metavar="NAME", help="Which field of a row, or which tensor, --data is; the default is text."),
 ]
 Tokenizer = Annotated[
     str | None,
@@ -73,8 +73,12 @@ Backend = Annotated[
     typer.Option(metavar="|".join(BACKENDS), help="Compile (inductor, the default), or run operator by operator."),
 ]
 Dump = Annotated[str | None, typer.Option(metavar="DIR", help="Write the graph here after every stage, as Python.")]
-Disable = Annotated[list[str] | None, typer.Option(metavar="PASS", help="Leave a pass out, by name; again for more.")]
-Seed = Annotated[int | None, typer.Option(min=0, metavar="N", help="Of weights, data and dropout; 0 when not given.")]
+Disable = Annotated[
+    list[str] | None, typer.Option(metavar="PASS", help="Leave out the pass of that name; again for more.")
+]
+Seed = Annotated[
+    int | None, typer.Option(min=0, metavar="N", help="Seed of weights, data and dropout; the default is 0.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs.")]
 MODEL_HELP = "A preset, hf:<model_type>, a folder, a run, or package.module:callable."
 Run = Annotated[

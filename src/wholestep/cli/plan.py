@@ -28,16 +28,17 @@ Device = Annotated[
     typer.Option(metavar="NAME|BYTES|this", help=f"The card: {DEVICES_HELP}. An amount means a card of that memory."),
 ]
 Memory = Annotated[
-    str | None, typer.Option(metavar="BYTES", help="A budget such as 40GiB; the whole card when not given.")
+    str | None, typer.Option(metavar="BYTES", help="A budget such as 40GiB; the default is the whole card.")
 ]
 Peers = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Measured rows to draw beside, as JSON: [{name, gib, ms}].")
+    Path | None,
+    typer.Option(metavar="FILE", help="Measured rows to draw in the same picture, as JSON: [{name, gib, ms}]."),
 ]
 CheckBatch = Annotated[
     bool | None,
     typer.Option(
         "--check-batch/--no-check-batch",
-        help="Capture again at the largest batch found; by itself where that is quick.",
+        help="Capture again at the largest batch found; the default does so where that is quick.",
     ),
 ]
 
@@ -59,7 +60,7 @@ def command(
     batch: options.Batch = None,
     seq: options.Seq = None,
     device: Device = "h200",
-    gpus: Annotated[int, typer.Option(min=1, metavar="N", help="Cards to spread over; 1 in this version.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, metavar="N", help="How many cards to use; only 1 in this version.")] = 1,
     memory: Memory = None,
     host_memory: options.HostMemory = None,
     offload_path: options.OffloadPath = None,

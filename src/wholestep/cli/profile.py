@@ -25,7 +25,9 @@ SYSTEMS = ("wholestep", "eager", "compile")
 System = Annotated[str, typer.Option(metavar="|".join(SYSTEMS), help="Whose step: Wholestep's, or a peer's.")]
 Out = Annotated[
     Path | None,
-    typer.Option(metavar="FILE.html", help="The page; profile-MODEL.html when not given. The JSON goes beside it."),
+    typer.Option(
+        metavar="FILE.html", help="The page; the default is profile-MODEL.html. The JSON goes into the same folder."
+    ),
 ]
 
 EXAMPLES = """\b
@@ -57,17 +59,17 @@ def command(
     system: System = "wholestep",
     out: Out = None,
     open_page: Annotated[bool, typer.Option("--open", help="Show the page in a browser.")] = False,
-    no_memory: Annotated[bool, typer.Option("--no-memory", help="Do not follow the memory of a step.")] = False,
+    no_memory: Annotated[bool, typer.Option("--no-memory", help="Do not measure the memory of a step.")] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not compare a step with eager PyTorch.")] = False,
     backend: options.Backend = None,
     disable: options.Disable = None,
     seed: options.Seed = None,
     json: options.Json = False,
 ) -> None:
-    """Measure one training step: time by call and module, memory, what could be won, and what to do about it.
+    """Measure one training step: time by call and module, memory, what could be saved, and how.
 
     Writes one HTML page that needs no network, and a JSON file of the same name with every number in it. The model trains
-    while it is measured. Out of memory is told with what fills it and what would help, exit code 1.
+    while it is measured. When memory runs out, says what fills it and what would help; exit code 1.
     """
     # before torch is imported: its allocator tells about blocks older than a recording, which the memory profile accounts for
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -134,7 +136,9 @@ def checked_page(out: Path | None, model: str) -> Path:
     """Where the page goes, found writable before anything is measured."""
     page = out or Path(f"profile-{re.sub(r'[^A-Za-z0-9._-]+', '-', model).strip('-')}.html")
     if page.suffix.lower() not in (".html", ".htm"):
-        raise BadOption(f"--out {page}", hint="name a file that ends in .html; the JSON is written beside it")
+        raise BadOption(
+            f"--out {page}", hint="name a file that ends in .html; the JSON is written into the same folder"
+        )
     check_writable("--out", page)
     return page
 

@@ -26,10 +26,11 @@ Device = Annotated[
     str, typer.Option(metavar="NAME|this", help="The card to predict for; another than this one with --measure 0.")
 ]
 RecordFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Where results are kept; RECIPE.search.json when not given.")
+    Path | None, typer.Option(metavar="FILE", help="Where results are kept; the default is RECIPE.search.json.")
 ]
 Svg = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Throughput against memory; RECIPE.search.svg when not given.")
+    Path | None,
+    typer.Option(metavar="FILE", help="A picture of throughput against memory; the default is RECIPE.search.svg."),
 ]
 Clock = Annotated[
     str, typer.Option(metavar="wall|cpu", help="cpu: processor time over threads, where others use the CPU too.")
@@ -58,10 +59,10 @@ def command(
 ) -> None:
     """Find the fastest way to run a model: batch, precision, recomputation, kernels, budgets.
 
-    Every combination of the recipe's lists is a point. All are predicted, as `wholestep plan` does; those that do not fit
-    are never run. Few are measured, each in a process of its own; each corrects the predictions of the others. Results and
-    failures are kept beside the recipe, and the same command goes on where it stopped. Exit code 1 when nothing could be
-    measured.
+    Every combination of the recipe's lists is a point. All points are predicted, as by `wholestep plan`; those that do not
+    fit are never run. A few are measured, each in its own process; every measurement corrects the predictions of the others.
+    Results and failures are kept next to the recipe, and the same command continues where it stopped. Exit code 1 when
+    nothing could be measured.
     """
     _check(clock, measure, device)
     picture = svg or recipe.with_suffix(".search.svg")
@@ -97,7 +98,7 @@ def command(
             passing=tell_passing, done=done,
         )  # fmt: skip
     except KeyboardInterrupt:
-        _say(f"stopped; what was measured is in {kept.path}, and the same command goes on from there")
+        _say(f"stopped; what was measured is in {kept.path}, and the same command continues from there")
         raise typer.Exit(130) from None
     done(outcome)
     typer.echo(json_text.dumps(as_json(outcome), indent=1) if json else "\n".join(lines_of(outcome)))

@@ -47,9 +47,9 @@ def command(
 ) -> None:
     """Compare the captured step with eager PyTorch: losses, gradients, buffers, updates.
 
-    Every value has to lie within twice the rounding error that eager PyTorch itself shows against float64. Awkward
-    batches and a step in eval mode follow the train steps. Exit code 1 when anything differs, and where it began. With
-    --recipe the model as it was written is the measure, and the wrong verb is named; with --mesh the ranks run side by side.
+    Every value has to be within twice the rounding error that eager PyTorch itself shows against float64. Awkward batches
+    and a step in eval mode follow the train steps. When anything differs, says where it began; exit code 1. With --recipe
+    the model as it was written is the reference, and a wrong verb is named; with --mesh the ranks run side by side.
     """
     options.checked(precision=precision, backend=backend)
     check_memory(memory, plan)

@@ -191,7 +191,7 @@ def _job(request: dict[str, Any], given: Mapping[str, Any], folder: RunFolder | 
             raise BadOption(what, hint="mend it, or start a new run") from error
     job = make_job(request["model"], **_asked_for(request))
     if folder is None and request["model"] and not request["init"] and has_weights(request["model"]):
-        text = f"the weights are drawn anew; --init {request['model']} starts from those that are there"
+        text = f"the weights are drawn afresh; --init {request['model']} starts from those that are there"
         warnings.warn(text, WholestepWarning, stacklevel=2)
     return job
 
