@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
-from wholestep.report.pictures.drawing import scale, text
+from wholestep.report.pictures.drawing import scale, text, ticks
 from wholestep.report.smooth import Point, losses_of, smoothed, thinned
 
 WIDTH, HEIGHT = 960, 500
@@ -122,16 +122,6 @@ def _axes(
         f'<text class="ink" text-anchor="middle" transform="translate(20 {middle:.0f}) rotate(-90)">{escape(label)}</text>'
     )
     return body
-
-
-def ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers between `low` and `high`."""
-    if high <= low:
-        return [low]
-    rough = (high - low) / about
-    size = 10 ** math.floor(math.log10(rough))
-    step = next(size * m for m in (1, 2, 2.5, 5, 10) if size * m >= rough * 0.999)
-    return [round(k * step, 12) for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def log_ticks(low: float, high: float) -> list[float]:

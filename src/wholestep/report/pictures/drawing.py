@@ -5,6 +5,7 @@ Nothing here knows what is drawn. All text is escaped here and only here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from xml.sax.saxutils import escape, quoteattr
 
@@ -63,6 +64,16 @@ def scale(low: float, high: float, start: float, end: float) -> Scale:
     """A straight map from values to places."""
     size = (high - low) or 1.0
     return lambda value: start + (value - low) / size * (end - start)
+
+
+def ticks(low: float, high: float, about: int) -> list[float]:
+    """Round numbers between `low` and `high`."""
+    if high <= low:
+        return [low]
+    rough = (high - low) / about
+    size = 10 ** math.floor(math.log10(rough))
+    step = next(size * m for m in (1, 2, 2.5, 5, 10) if size * m >= rough * 0.999)
+    return [round(k * step, 12) for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def fitted(words: str, width: float, *, character: float = CHARACTER) -> str:
