@@ -1,7 +1,7 @@
 """Every error and warning a user can meet: what happened, where in their model, the values, what to try.
 
 `WholestepError` and its children stop the call. `CaptureRefused` does not: the fallback ladder catches it, takes the next
-rung and tells the reason. Warnings are for requests that are honoured in another way than asked.
+rung and reports the reason. A warning says that a request is honoured in another way than asked.
 """
 
 from __future__ import annotations

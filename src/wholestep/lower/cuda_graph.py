@@ -319,7 +319,7 @@ class AutoCudaGraph:
         return self._recorded is not None
 
     def make_room(self) -> None:
-        """Another size needs the memory of the recording: it is made again later, after more direct calls every time."""
+        """Another size needs the memory of the recording: it is recorded again later, after more direct calls every time."""
         if self._recorded is None:
             return
         direct, replays = self._calls

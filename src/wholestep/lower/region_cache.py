@@ -150,7 +150,7 @@ def _same_vector_isa(expected: str) -> bool:
 
     Inductor proves each instruction set with a subprocess, 0.5 s apiece, in every process. The proof was made when
     the code was compiled, so here the processor's own list of capabilities is enough; when it disagrees, the proof is
-    made again.
+    repeated.
     """
     from torch._inductor import config, cpu_vec_isa
 

@@ -1,5 +1,5 @@
 """`compile(memory=...)`: a budget in bytes of the card in, the fastest plan that stays within it out, or an error that says what
-would. Without one: the plan that takes the least time. That the step keeps to it is seen to by `runtime/enforce.py`.
+would. Without one: the plan that takes the least time. `runtime/enforce.py` makes the step keep to it.
 
 The frontier of plans comes from the graph alone (`plan/`). The plan chosen from it is then checked against what the step
 really takes: on the device, by compiling its regions and running each distinct one on stand-ins (`lower/footprint`), which

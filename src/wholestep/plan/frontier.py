@@ -2,8 +2,8 @@
 
 Each point is a plan, the peak it is predicted to have (event by event on the rewritten graph or, quicker, by the planner's sums)
 and the time. Peaks fall and times rise along the list, and the choice for a budget is the first that fits: a smaller budget never
-takes a plan with a larger peak. The fastest plan is not the one that keeps everything: a GELU is computed again in less time
-than it takes to write and read it.
+takes a plan with a larger peak. The fastest plan is not the one that keeps everything: recomputing a GELU takes less time than
+writing and reading it.
 """
 
 from __future__ import annotations

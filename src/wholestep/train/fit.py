@@ -33,7 +33,7 @@ MOST_BATCH = 1 << 20
 MOST_PLANNINGS = 5
 """Other batches that are planned to find the largest."""
 WORTH_CHECKING_SECONDS = 6.0
-"""A capture that took less is made again to check the largest batch without being asked."""
+"""A capture that took less is repeated to check the largest batch without being asked."""
 LARGE, LEAST_TARGETS = 3500, 7
 """Beyond so many nodes fewer plans are made: each is carried out and counted, a second or two for a Llama of 8B."""
 SHORTENINGS = 2

@@ -4,7 +4,7 @@ In: MODEL (a preset, `hf:<model_type>`, a folder with a config.json, a run, or `
 Out: model, loss, optimizer, schedule and a source of batches, ready for `wholestep.compile`, and the settings they came from.
 
 What was asked is first resolved into settings, plain JSON; the Job is then built from the settings alone. `make_job_again` is that
-second half, so a saved run can be made again on any day.
+second half, so a saved run can be rebuilt on any day.
 """
 
 from __future__ import annotations

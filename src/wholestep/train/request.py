@@ -1,7 +1,7 @@
-"""From what was asked to a run. In: the command line, a file, or an earlier run. Out: the Outcome of a Job in the training loop.
+"""A request to train, completed and carried out. In: the command line, a file, or an earlier run. Out: the Outcome of training.
 
-A request is plain JSON, kept in run.json. What is given now wins over the file, the file over nothing; on resume, what is given
-now wins over what the run was started with.
+A request is plain JSON, kept in run.json. What is given now wins over the file; on resume, it wins over what the run was started
+with.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What was asked, resolved into settings: plain JSON from which a Job is built (job.py).
+"""Resolves a request into settings: plain JSON from which a Job is built (job.py).
 
 In: MODEL, data, sizes and `--set`. Out: (settings, the family of the model). No data is read, no model built, and for models of
-this package torch is not loaded: most mistakes are told here, at once.
+this package torch is not loaded, so most mistakes are reported at once.
 """
 
 from __future__ import annotations
