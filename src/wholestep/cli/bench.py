@@ -32,10 +32,7 @@ OwnPasses = Annotated[
     str | None, typer.Option("--with", metavar="FILE", help="Passes of your own, after Wholestep's; a row more.")
 ]
 Recipe = Annotated[Path | None, typer.Option("--recipe", metavar="FILE", help="A recipe for Wholestep; a row more.")]
-Limit = Annotated[
-    float | None,
-    typer.Option(min=1, metavar="SECONDS", help="Begin no row that would end later."),
-]
+Limit = Annotated[float | None, typer.Option(min=1, metavar="SECONDS", help="Begin no row that would end later.")]
 Out = Annotated[
     str | None, typer.Option(metavar="FILE", help="Results; the default is bench_gpu.json or bench_cpu.json.")
 ]
@@ -63,9 +60,7 @@ def command(
     steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Steps to sample after warm-up (20).")] = None,
     limit: Limit = None,
     case_limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="For one row.")] = 600.0,
-    jobs: Annotated[
-        int, typer.Option(min=1, metavar="N", help="How many rows to make at once; they are timed in turns.")
-    ] = 1,
+    jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Rows made at once; they are timed in turns.")] = 1,
     out: Out = None,
     retry: Annotated[bool, typer.Option("--retry", help="Run rows that failed again.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start the results file over.")] = False,
