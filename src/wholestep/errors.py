@@ -9,6 +9,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+_NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
+"""What torch's allocators say in a plain RuntimeError."""
+
 
 class WholestepError(ValueError):
     """The request cannot be honoured; the message says what to do instead."""
@@ -116,3 +119,15 @@ def one_line(error: BaseException, most: int = 200) -> str:
     """An error's kind and the first line of what it says."""
     kind, said = type(error).__name__, first_line(error, most)
     return kind if said == kind else f"{kind}: {said}"
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether it is, or was caused by, memory that ran out on the GPU or the CPU."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        if named or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -29,10 +29,10 @@ from wholestep.bench.protocol import Protocol, settled
 from wholestep.bench.turns import my_turn
 from wholestep.bench.workload import Part, StepCall, Workload
 from wholestep.capture.subject import modules_of
+from wholestep.errors import is_out_of_memory
 
 SETTLING = 2
 """Iterations between giving memory back and the window, in which the allocator takes again what training needs."""
-_NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
 
 class Iterates(Interface):
@@ -168,11 +168,9 @@ def failure_of(error: BaseException) -> dict[str, Any]:
     text = str(error)
     if isinstance(error, NotInstalled):
         return {"status": "not installed", "reason": text}
-    lack = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    lack = lack or (isinstance(error, RuntimeError) and any(sign in text for sign in _NO_MEMORY))
     lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()][:2]
     said = f"{type(error).__name__}: {' '.join(lines)}" if lines else type(error).__name__
-    return {"status": "out of memory" if lack else "failed", "reason": said[:300]}
+    return {"status": "out of memory" if is_out_of_memory(error) else "failed", "reason": said[:300]}
 
 
 def warmed_up(timed: Timed, protocol: Protocol) -> dict[str, Any]:

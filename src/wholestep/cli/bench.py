@@ -156,7 +156,7 @@ def _measure(
         )
     path = Path(out or ("bench_gpu.json" if on_gpu else "bench_cpu.json"))
     if not on_gpu:
-        _say("no GPU here: the small sizes run on the CPU, and their times say little about a GPU")
+        options.say("no GPU here: the small sizes run on the CPU, and their times say little about a GPU")
     cases = planned(
         chosen, names, size=size, device=device, seed=seed, protocol=Protocol(steps=steps or Protocol().steps),
         own_passes=own_passes, passes_digest=digest,
@@ -167,7 +167,7 @@ def _measure(
                 cases, path, limit=limit, case_limit=case_limit, retry=retry, fresh=fresh, jobs=jobs, tell=tell
             )  # fmt: skip
     except KeyboardInterrupt:
-        _say(f"stopped; rows made so far are in {path}, and the same command continues from there")
+        options.say(f"stopped; rows made so far are in {path}, and the same command continues from there")
         raise typer.Exit(130) from None
     wanted = {workload.name for workload in chosen}
     rows = [row for row in outcome.rows if row["workload"] in wanted]
@@ -175,9 +175,9 @@ def _measure(
         typer.echo(json_text.dumps({"format": FORMAT, "stopped": outcome.stopped, "rows": rows}, indent=1))
     else:
         typer.echo(results_text(rows, blocks=blocks_fit(sys.stdout)))
-    _say(f"{outcome.made} rows made, {outcome.kept} kept, in {path}")
+    options.say(f"{outcome.made} rows made, {outcome.kept} kept, in {path}")
     if outcome.stopped is not None:
-        _say(f"{outcome.stopped}; the same command continues from here")
+        options.say(f"{outcome.stopped}; the same command continues from here")
     ours = [row for row in rows if is_ours(row["contender"])]
     return 1 if any(row["status"] in ("failed", "timed out") or "departs" in row for row in ours) else 0
 
@@ -198,7 +198,7 @@ def _smoke(chosen: Sequence[Workload], names: Sequence[str], seed: int, out: str
 
             rows = run_smoke(chosen, names, seed=seed, tell=done)
     except KeyboardInterrupt:
-        _say("stopped")
+        options.say("stopped")
         raise typer.Exit(130) from None
     wrong = problems(rows)
     if out is not None:
@@ -233,14 +233,14 @@ def _print_papers(out: str | None, json: bool) -> None:
         return
     typer.echo(papers_text(papers, rows, WORKLOADS))
     if not rows:
-        _say("no results file: measure with `wholestep bench --out results.json`, then give the same --out here")
+        options.say("no results file: measure with `wholestep bench --out results.json`, then give the same --out here")
 
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[str, int], None]]:
     """tell(what is being done, how many are done): a live bar on a terminal, plain lines elsewhere, both on stderr."""
     if not sys.stderr.isatty():
-        yield lambda text, done: _say(f"{done}/{total} {text}")
+        yield lambda text, done: options.say(f"{done}/{total} {text}")
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -254,7 +254,3 @@ def _progress(total: int) -> Iterator[Callable[[str, int], None]]:
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=total)
         yield lambda text, done: bar.update(task, description=text, completed=done)
-
-
-def _say(text: str) -> None:
-    typer.echo(f"wholestep: {text}", err=True)

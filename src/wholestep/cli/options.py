@@ -144,3 +144,8 @@ def checked_dump(dump: str | None) -> str | None:
             f"--dump {dump}: {error.strerror or error}", hint="name a folder that can be written to"
         ) from error
     return dump
+
+
+def say(text: str) -> None:
+    """A line to people, whatever goes to stdout."""
+    typer.echo(f"wholestep: {text}", err=True)

@@ -136,7 +136,7 @@ def _report(fit: Fit, *, out: Path | None, svg: Path | None, json: bool, peers: 
     for text in told:
         typer.echo(f"wholestep: written {text}" if json else f"written   {text}", err=json)
     if json and not fit.fits:
-        typer.echo(f"wholestep: {verdict(fit)}", err=True)
+        options.say(verdict(fit))
 
 
 def read_peers(path: Path | None, model: str) -> list[Peer]:

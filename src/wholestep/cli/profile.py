@@ -127,7 +127,7 @@ def _report(profile: Profile, page: Path, json: bool) -> None:
     twin = write_report(facts, page)
     if json:
         typer.echo(json_text.dumps(facts, indent=1))
-        typer.echo(f"wholestep: {page} and {twin.name} written", err=True)
+        options.say(f"{page} and {twin.name} written")
     else:
         typer.echo("\n".join([*summary_lines(profile), f"page      {page}", f"numbers   {twin}"]))
 
@@ -153,4 +153,4 @@ def _open(page: Path) -> None:
     except webbrowser.Error:
         opened = False
     if not opened:
-        typer.echo(f"wholestep: no browser was found; open {page} yourself", err=True)
+        options.say(f"no browser was found; open {page} yourself")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_text
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -94,11 +93,11 @@ def command(
     try:
         outcome = run_search(
             space, Predictor(target).of, lambda point: measure_in_child(point, limit, clock=clock), kept, most=measure,
-            retry=retry, calibrated=target.times == "calibrated", tell=_say,
+            retry=retry, calibrated=target.times == "calibrated", tell=options.say,
             passing=tell_passing, done=done,
         )  # fmt: skip
     except KeyboardInterrupt:
-        _say(f"stopped; what was measured is in {kept.path}, and the same command continues from there")
+        options.say(f"stopped; what was measured is in {kept.path}, and the same command continues from there")
         raise typer.Exit(130) from None
     done(outcome)
     typer.echo(json_text.dumps(as_json(outcome), indent=1) if json else "\n".join(lines_of(outcome)))
@@ -131,8 +130,3 @@ def _end(best: Found | None, picture: Path, out: Path | None, json: bool) -> Non
             told[-1] += "   (its recipe: --out FILE)"
     for text in told:
         typer.echo(text, err=json)
-
-
-def _say(text: str) -> None:
-    typer.echo(f"wholestep: {text}", err=True)
-    sys.stderr.flush()

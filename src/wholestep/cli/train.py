@@ -142,4 +142,4 @@ def report(outcome: Outcome, request: dict[str, Any], *, quiet: bool, json: bool
         summary.tell(outcome, request, sys.stdout)
     if outcome.trouble is not None:
         resume = summary.next_commands(outcome, request)[0] if outcome.status == "interrupted" else ""
-        typer.echo(f"wholestep: {outcome.trouble}" + (f"; go on with: {resume}" if resume else ""), err=True)
+        options.say(outcome.trouble + (f"; go on with: {resume}" if resume else ""))
