@@ -55,16 +55,16 @@ def measure_link(device: torch.device, *, fresh: bool = False) -> LinkRates:
     return _kept(f"link-{name}", LinkRates, lambda: _measure_link(device), fresh)
 
 
-def measure_folder(folder: str | Path, *, fresh: bool = False) -> FolderRates:
+def measure_folder(folder: str | Path) -> FolderRates:
     """Of the disk on which a folder lies; raises BadOption where it cannot be written or has no direct I/O."""
     store = FileStore([folder])
     try:
-        return _kept(f"folder-{os.stat(folder).st_dev:x}", FolderRates, lambda: _measure_folder(store), fresh)
+        return _kept(f"folder-{os.stat(folder).st_dev:x}", FolderRates, lambda: _measure_folder(store))
     finally:
         store.close()
 
 
-def _kept(name: str, kind: Any, measure: Callable[[], Any], fresh: bool) -> Any:
+def _kept(name: str, kind: Any, measure: Callable[[], Any], fresh: bool = False) -> Any:
     path = cache_folder("links") / f"{name}.json"
     data = None if fresh else read_bytes(path)
     if data is not None:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from wholestep.disk import read_json
 from wholestep.errors import BadOption, WholestepWarning, did_you_mean
-from wholestep.train.run_folder import write_text
+from wholestep.train.run_folder import write_file
 
 SECONDS_BETWEEN_FLUSHES = 1.0
 
@@ -87,7 +87,7 @@ class Csv:
         writer = csv.DictWriter(text, self.columns, restval="")
         writer.writeheader()
         writer.writerows(rows)
-        write_text(self.path, text.getvalue().replace("\r\n", "\n"))
+        write_file(self.path, text.getvalue().replace("\r\n", "\n"))
 
 
 class TensorBoard:
@@ -142,7 +142,7 @@ class Wandb:
         rows, self._waiting = self._waiting, []
         if rows:
             self.state["step"] = rows[-1][0]
-            write_text(self.path, json.dumps(self.state) + "\n")  # first: rather a step that is missing than one twice
+            write_file(self.path, json.dumps(self.state) + "\n")  # first: rather a step that is missing than one twice
         for step, values in rows:
             self.run.log(values, step=step)
 

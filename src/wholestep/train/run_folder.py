@@ -63,7 +63,7 @@ class RunFolder:
     def update(self, **facts: Any) -> None:
         """Put these into run.json."""
         self.facts |= facts
-        write_text(self.path / FACTS, _text(self.facts))
+        write_file(self.path / FACTS, _text(self.facts))
 
     def take(self) -> None:
         """From now on this process is the one that trains here; an error when another one is."""
@@ -325,7 +325,7 @@ def surroundings(device: Any) -> dict[str, Any]:
 # ---- writing ----
 
 
-def write_text(path: Path, text: str) -> None:
+def write_file(path: Path, text: str) -> None:
     """A text file of the run, whole or not at all; an error says what the disk refused."""
     with telling_what_the_disk_refused(path):
         write_whole(path, text.encode())

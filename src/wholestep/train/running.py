@@ -34,7 +34,7 @@ from wholestep.train.metrics import (
     number,
     steady_rate,
 )
-from wholestep.train.run_folder import EXPLAIN, SAMPLE, RunFolder, surroundings, write_text
+from wholestep.train.run_folder import EXPLAIN, SAMPLE, RunFolder, surroundings, write_file
 from wholestep.train.watch import Display, Interrupts
 
 HELD_OUT_TIMES = 10
@@ -164,7 +164,7 @@ class Run:
             "captures": step.captures, "compilations": step.compilations, "seconds": round(self.compile_seconds, 3),
             "falls": [str(fall) for fall in step.falls], "notes": list(step.notes),
         }  # fmt: skip
-        write_text(self.folder.path / EXPLAIN, step.explain() + "\n")
+        write_file(self.folder.path / EXPLAIN, step.explain() + "\n")
         self.folder.update(status=status, compile=captured, **surroundings(step.subject.device), **more)
 
     # ---- the loop ----
@@ -283,7 +283,7 @@ class Run:
                 sample = self._sample()
         self.metrics.flush()
         if sample is not None:
-            write_text(self.folder.path / SAMPLE, sample.rstrip("\n") + "\n")
+            write_file(self.folder.path / SAMPLE, sample.rstrip("\n") + "\n")
         outcome = self._outcome(status, held_out, sample)
         told = {
             "steps": outcome.steps, "first_loss": outcome.first_loss, "final_loss": outcome.final_loss,

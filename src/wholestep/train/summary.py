@@ -17,7 +17,7 @@ from wholestep.report.loss_picture import loss_picture
 from wholestep.report.terminal_picture import blocks_fit, chart, sparkline
 from wholestep.train.display import duration
 from wholestep.train.metrics import METRICS, losses_of, read_rows
-from wholestep.train.run_folder import EXPLAIN, PICTURE, SAMPLE, RunFolder, open_run, write_text
+from wholestep.train.run_folder import EXPLAIN, PICTURE, SAMPLE, RunFolder, open_run, write_file
 from wholestep.train.running import Outcome
 
 SAMPLE_LINES = 8
@@ -30,7 +30,7 @@ def write_picture(run: RunFolder) -> Path:
     parts = [f"{run.facts.get('parameters', 0):,} parameters", counted(losses[-1][0], "step") if losses else "no steps"]
     parts += [f"held-out loss {held[-1][1]:.4f}"] if held else []
     path = run.path / PICTURE
-    write_text(path, loss_picture(rows, title=title_of(run), subtitle=", ".join(parts)))
+    write_file(path, loss_picture(rows, title=title_of(run), subtitle=", ".join(parts)))
     return path
 
 
