@@ -112,6 +112,7 @@ def test_a_plan_goes_to_compile() -> None:
         (lambda: wholestep.train("gpt-1", quiet=True), "did you mean gpt-1m?"),
         (lambda: wholestep.train("gpt-1m", settings={"lrr": 1}, quiet=True), "did you mean lr?"),
         (lambda: wholestep.train(*own(), log=["cvs"], quiet=True), "did you mean csv?"),
+        (lambda: wholestep.train("gpt-1m", memory="1GiB", plan="p.toml", quiet=True), "give one of them"),
         (lambda: wholestep.train(*own(), data="shakespeare", quiet=True), "your own objects"),
         (lambda: wholestep.profile(*own(), system="egaer"), "use wholestep, eager, compile"),
     ],

@@ -63,7 +63,7 @@ def compile(
     Args:
         model: a Module, or a dict or tuple of all Modules the loss reads.
         loss_fn: `loss_fn(model, batch) -> loss` or `(loss, aux)`; None means `model(**batch).loss`.
-        optimizer: what is differentiated is exactly its parameters; None fills `p.grad` and leaves the update to you.
+        optimizer: gradients are computed for its parameters only; None fills `p.grad` and leaves the update to you.
         example_batch: one batch, as the loader gives it (with `accumulate=n`: one micro-batch, or n of them in a list,
             or a batch to be cut into n).
     """

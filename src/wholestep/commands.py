@@ -14,10 +14,10 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from wholestep.cost.target import find_target
+from wholestep.cost.target import budget_on, find_target
 from wholestep.errors import BadOption, WholestepWarning
-from wholestep.graph.bytes import parse_bytes, show_bytes
 from wholestep.graph.plan import Plan
+from wholestep.graph.plan_file import plan_at
 from wholestep.plan.room import room_for
 from wholestep.profile.profile import Profile, profile_job
 from wholestep.train import request
@@ -25,10 +25,10 @@ from wholestep.train.config_file import set_text
 from wholestep.train.display import make_display
 from wholestep.train.dry_job import dry
 from wholestep.train.fit import Fit, Question, captured_step, will_it_fit
-from wholestep.train.job import Batches, Job, compile_options_of, make_job
-from wholestep.train.loader import LoaderBatches, OneBatch, is_iterable_of_batches, on_device
+from wholestep.train.job import Job, job_of, make_job
 from wholestep.train.loggers import Logger, make_loggers
 from wholestep.train.loop import train as train_job
+from wholestep.train.plan_use import fitting
 from wholestep.train.run_folder import open_run
 from wholestep.train.running import Outcome
 from wholestep.train.settings import OWN_STEPS
@@ -73,12 +73,12 @@ def train(
             Or a Module, together with the three that follow.
         loss_fn, optimizer, batches: as for `wholestep.compile`; `batches` is a loader, or one batch.
         steps, seed: how many, in all; the seed is of weights, data and dropout.
-        data, batch, seq, precision: of a model by name, as on the command line.
+        data, batch, seq, precision: for a model by name, as on the command line.
         settings: what `--set` takes: `{"lr": 1e-3, "layers": 2}`.
-        clip_norm, accumulate: of your own objects; for a name they are settings.
-        out: the folder; None takes `runs/<name>-<data>`. With `resume` it holds the run.
-        resume: go on from the newest checkpoint of `out`, or of the newest run.
-        config: a file of settings, such as the `run.toml` of a run; what is given here wins.
+        clip_norm, accumulate: for your own objects; a model by name takes them as settings.
+        out: the folder; None takes `runs/<name>-<data>`. With `resume`, the folder of the run.
+        resume: continue from the newest checkpoint of `out`, or of the newest run.
+        config: a file of settings, such as the `run.toml` of a run; arguments win over it.
         save_every, nonfinite, memory, host_memory, offload_path, plan, recipe, backend: as on the command line.
         log: `"csv"`, `"tensorboard"`, `"wandb"`, or objects with the methods of `wholestep.Logger`.
         quiet: print nothing.
@@ -121,7 +121,7 @@ def _train_own(
     names, objects = _loggers(log)
     options = {name: asked[name] for name in ("memory", "host_memory", "recipe")}
     options |= {"offload_path": list(asked["offload_path"]) or None}
-    options |= {"plan": request.fitting(request.plan_at(asked["plan"]), job.settings)}
+    options |= {"plan": fitting(plan_at(asked["plan"]), job.settings)}
     return train_job(
         job, out=None if out is None else Path(out), resume=resume, save_every=asked["save_every"],
         nonfinite=asked["nonfinite"] or "stop", backend=asked["backend"] or "inductor",
@@ -169,16 +169,13 @@ def plan(
         device: `"h200"`, `"rtx4090"`, ..., an amount such as `"24GiB"`, or `"this"`.
         memory: a budget such as `"40GiB"`; the whole card when None.
         host_memory, offload_path: where values and optimizer state may wait outside of the card.
-        batch, seq, precision, settings: of a model by name.
-        clip_norm, accumulate: of your own objects; for a name they are settings.
+        batch, seq, precision, settings: for a model by name.
+        clip_norm, accumulate: for your own objects; a model by name takes them as settings.
         recipe: the file of one.
         check_batch: capture again at the largest batch that was found; None does so where that is quick.
     """
     target = find_target(device)
-    budget = target.device.memory_bytes if memory in (None, "auto") else parse_bytes(memory)  # type: ignore[arg-type]
-    if budget > target.device.memory_bytes:
-        has = f"{target.device.title} has {show_bytes(target.device.memory_bytes)}"
-        raise BadOption(f"memory={memory!r}: {has}", hint="leave it out for all of it, or name a larger device")
+    budget = budget_on(target, memory, f"memory={memory!r}")
     named = isinstance(model, str)
     question = Question(
         model=model if named else type(model).__name__, sets=tuple(_sets(settings) or ()), batch=batch, seq=seq,
@@ -222,8 +219,8 @@ def profile(
     Args:
         model: a name as on the command line, or a Module, together with the three that follow.
         loss_fn, optimizer, batches: as for `wholestep.compile`; `batches` is a loader, or one batch.
-        data, batch, seq, precision, settings, seed: of a model by name.
-        clip_norm, accumulate: of your own objects; for a name they are settings.
+        data, batch, seq, precision, settings, seed: for a model by name.
+        clip_norm, accumulate: for your own objects; a model by name takes them as settings.
         memory, host_memory, offload_path, plan: as for `wholestep.compile`.
         steps: how many are timed after warm-up.
         system: whose step: `"wholestep"`, `"eager"`, `"compile"`.
@@ -277,9 +274,4 @@ def _own_job(
         "precision": precision or "fp32", "clip_norm": clip_norm, "accumulate": accumulate, "init": False,
     }  # fmt: skip
     place = optimizer.param_groups[0]["params"][0].device
-    many = is_iterable_of_batches(batches)
-    source: Batches = LoaderBatches(batches, seed, place) if many else OneBatch(on_device(batches, place), place)
-    return Job(
-        name=type(model).__name__, settings=settings, model=model, loss_fn=loss_fn, optimizer=optimizer, scheduler=None,
-        batches=source, compile_options=compile_options_of(settings),
-    )  # fmt: skip
+    return job_of(settings, model, loss_fn, optimizer, batches, place)

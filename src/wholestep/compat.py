@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib.metadata
 import os
 import re
 import threading
@@ -46,6 +47,15 @@ def untested_version() -> str | None:
     if here <= newest:
         return None
     return f"torch {torch.__version__} is newer than the tested {TESTED_TORCH[-1]}; wholestep.verify tells whether all is well"
+
+
+@functools.cache
+def installed_version(package: str) -> str | None:
+    """None when it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 FakeMode = FakeTensorMode

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
 import os
-import tempfile
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +30,31 @@ def why_not_new(path: Path) -> str | None:
     return None if os.access(above, os.W_OK | os.X_OK) else f"there is no permission to write to {above}"
 
 
+def write_whole(path: Path, data: bytes) -> None:
+    """Write through a temporary file and a rename: where the disk refuses (OSError), `path` is as it was."""
+    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
 def write_atomically(path: Path, data: bytes) -> bool:
-    """Write through a temporary file and a rename; False when the disk refuses (a cache is not worth an error)."""
+    """`write_whole`, in a folder that is made where it is missing; False when the disk refuses (a cache is not worth an error)."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
+        write_whole(path, data)
     except OSError:
         return False
     return True
+
+
+def write_json(path: Path, value: Any) -> bool:
+    """`write_atomically` for a value that JSON can hold."""
+    return write_atomically(path, (json.dumps(value, indent=1) + "\n").encode())
 
 
 def read_bytes(path: Path) -> bytes | None:
@@ -67,6 +83,17 @@ def hash_of(path: Path) -> str:
         while count := file.readinto(buffer):
             found.update(memoryview(buffer)[:count])
     return found.hexdigest()
+
+
+def json_ready(value: Any) -> Any:
+    """`value` as JSON reads it back: tuples as lists, None for numbers that are not finite, texts for what it has no form for."""
+    if isinstance(value, dict):
+        return {str(key): json_ready(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_ready(entry) for entry in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
 def read_json(path: Path) -> Any:

@@ -1,10 +1,16 @@
 """Every error and warning a user can meet: what happened, where in their model, the values, what to try.
 
 `WholestepError` and its children stop the call. `CaptureRefused` does not: the fallback ladder catches it, takes the next
-rung and tells the reason. Warnings are for requests that are honoured in another way than asked.
+rung and reports the reason. A warning says that a request is honoured in another way than asked.
 """
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+_NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
+"""What torch's allocators say in a plain RuntimeError."""
 
 
 class WholestepError(ValueError):
@@ -87,3 +93,41 @@ class CaptureRefused(Exception):
 
 class WholestepWarning(UserWarning):
     """A request is honoured in another way than asked; the text says which."""
+
+
+def did_you_mean(
+    name: object, known: Iterable[str], otherwise: str = "", *, shown: str = "{}", cutoff: float = 0.6
+) -> str:
+    """The hint for a name that there is not: the nearest of those known, written as `shown`; else `otherwise`."""
+    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
+    return f"did you mean {shown.format(close[0])}?" if close else otherwise
+
+
+def one_of(option: str, value: str | None, known: Sequence[str]) -> None:
+    """An error unless `value` is None or known."""
+    if value is not None and value not in known:
+        raise BadOption(f"{option} {value!r}", hint=f"{did_you_mean(value, known)} Use {' or '.join(known)}".strip())
+
+
+def first_line(error: BaseException, most: int = 200) -> str:
+    """Of what an error says; its kind where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:most] if lines else type(error).__name__
+
+
+def one_line(error: BaseException, most: int = 200) -> str:
+    """An error's kind and the first line of what it says."""
+    kind, said = type(error).__name__, first_line(error, most)
+    return kind if said == kind else f"{kind}: {said}"
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether it is, or was caused by, memory that ran out on the GPU or the CPU."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        if named or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

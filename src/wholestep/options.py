@@ -1,25 +1,26 @@
 """Options: how a step is to be made, as one validated value. `compile` and `verify` take the same ones, by the same names.
 
-Here stands what each means, which values there are and which exclude each other;
-whatever depends on the model or its optimizer is looked at where those are known (`compiler.py`).
+This file says what each option means, which values it takes and which options exclude each other. What depends on the model or its
+optimizer is checked where those are known (`compiler.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from wholestep.errors import BadOption, NotBuiltYet
+from wholestep.errors import BadOption, NotBuiltYet, did_you_mean
 from wholestep.graph.bytes import parse_bytes
 from wholestep.graph.mesh import Mesh
 from wholestep.graph.plan import Plan
+from wholestep.graph.plan_file import PRECISIONS
 
+BACKENDS = ("inductor", "interpret")
 CHOICES: dict[str, tuple[str, ...]] = {
-    "precision": ("fp32", "bf16", "fp16"),
-    "backend": ("inductor", "interpret"),
+    "precision": PRECISIONS,
+    "backend": BACKENDS,
     "check": ("first", "off"),
     "guards": ("dynamo", "off"),
     "clip_scope": ("global", "layer"),
@@ -36,15 +37,16 @@ class Options:
 
     Args:
         memory: a budget in bytes of the card ("26GiB", "auto" for what is free): values of the forward pass are recomputed in
-            the backward pass where that is needed, as fast as possible; or an error names the smallest budget there is.
-        host_memory: how much of the host's memory ("64GiB") values and optimizer state may wait in: as far as the link to the card
-            hides it without a budget, as far as needed with one. Same bits.
-        offload_path: a folder, or several of different disks, for what does not fit there. Disks are slow: for capacity.
-        plan: decisions made earlier (`wholestep plan`), instead of a budget. Without either, a GPU recomputes what it computes
-            more quickly than it stores it; `plan=Plan()` keeps everything.
-        recipe: how the model is to run, verb by verb: a `wholestep.schedule(model)`, or the file of one. A verb beats the budget.
-        mesh: the ranks that run the step, `wholestep.Mesh(tp=4)`; what `shard` lines of the recipe cut is divided among them. They
-            run side by side in this process (backend="interpret"), to be looked at and verified; state stays whole in your model.
+            the backward pass where needed, at the least cost in time. If none fits, an error names the smallest budget that does.
+        host_memory: how much host memory ("64GiB") may hold values and optimizer state: without a budget, as much as copies can be
+            hidden behind computation; with one, as much as is needed. Same bits.
+        offload_path: a folder, or several on different disks, for what does not fit in host memory. Disks are large and slow.
+        plan: decisions made earlier (`wholestep plan`), instead of a budget. Without either, a GPU recomputes values that it
+            computes faster than it stores; `plan=Plan()` keeps everything.
+        recipe: how the model runs, verb by verb: a `wholestep.schedule(model)`, or the file of one. A verb wins over the budget.
+        mesh: the ranks that run the step, `wholestep.Mesh(tp=4)`; tensors that `shard` lines of the recipe cut are divided among
+            them. The ranks run side by side in this process (backend="interpret"), for inspection and verification; state stays
+            whole in your model.
         precision: "fp32"; "bf16" (autocast); or "fp16" (autocast with dynamic loss scaling, as torch's GradScaler does it, on
             the device: a step whose gradients overflow changes nothing but the scale).
         accumulate: micro-batches per update.
@@ -61,8 +63,8 @@ class Options:
         guards: "dynamo": the step is captured anew when something changes that the loss read; "off" traces the loss once as
             plain Python, with every value that it read fixed, for code that Dynamo cannot take.
         passes: a Pipeline, or passes to run after the default ones.
-        early_update: None updates every layer behind its backward where that is exact, so that its gradients are freed (not
-            with clip_norm or nonfinite="skip", which need all gradients first); False updates at the end of the step.
+        early_update: None updates every layer right after its backward where that is exact, so that its gradients are freed
+            (not with clip_norm or nonfinite="skip", which need all gradients first); False updates at the end of the step.
         cuda_graph: None records one when it measures faster; True or False decides.
         cache: reuse captured graphs from earlier processes.
         dump: a folder; the graph is written there after every stage, as Python.
@@ -208,10 +210,7 @@ def options_of(given: Mapping[str, Any]) -> Options:
     known = [field.name for field in dataclasses.fields(Options)]
     for name in given:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            raise BadOption(
-                f"there is no option {name!r}", hint=f"did you mean {close[0]}?" if close else ", ".join(known)
-            )
+            raise BadOption(f"there is no option {name!r}", hint=did_you_mean(name, known, ", ".join(known)))
     return Options(**given)
 
 

@@ -11,8 +11,9 @@ from tests.bench.fake_workloads import fake, row_of
 from wholestep.bench import machine, smoke
 from wholestep.bench.measure import failure_of
 from wholestep.bench.memory import MemoryMeter
-from wholestep.bench.results import finite, judged
+from wholestep.bench.results import judged
 from wholestep.bench.tables import best_peer, ratio, smoke_text, workload_table
+from wholestep.disk import json_ready
 
 OWN = "tests.bench.fake_workloads:"
 
@@ -194,7 +195,7 @@ def test_the_best_peer_is_fast_honest_and_not_ours() -> None:
 
 
 def test_numbers_without_a_word_in_json_become_null() -> None:
-    assert finite({"a": (float("nan"), 1.0), "b": float("inf")}) == {"a": [None, 1.0], "b": None}
+    assert json_ready({"a": (float("nan"), 1.0), "b": float("inf")}) == {"a": [None, 1.0], "b": None}
 
 
 def test_the_commit_comes_from_the_environment_or_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,16 +8,15 @@ from wholestep.cost.devices import Device
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.lower.footprint.predict import predict_profile
-from wholestep.passes.pipeline import Pipeline
 from wholestep.plan.frontier import Apply, Point
 
 KINDS = ("weights", "optimizer state", "gradients", "saved activations", "temporaries", "workspace")
 
 
-def plans_of(
+def frontier(
     graph: TrainingGraph,
     device: Device,
-    passes: Pipeline | None,
+    apply: Apply | None,
     *,
     targets: int = 2,
     near: int | None = None,
@@ -39,4 +38,4 @@ def plans_of(
 
 
 def leanest(graph: TrainingGraph, device: Device, apply: Apply, room: Any = None) -> Point:
-    return plans_of(graph, device, None)[-1]
+    return frontier(graph, device, None)[-1]

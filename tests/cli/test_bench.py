@@ -108,7 +108,7 @@ def test_ctrl_c_says_how_to_go_on(call: Call, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setitem(harness.run_table.__kwdefaults__, "run", stop)
     done = call("bench", "line")
-    assert done.code == 130 and "the same command goes on" in done.err
+    assert done.code == 130 and "the same command continues" in done.err
 
 
 def test_smoke_checks_and_tells_by_its_exit_code(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def test_doctor_names_versions_and_the_caches(call: Call) -> None:
 
 
 def test_doctor_says_how_to_get_what_is_missing(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wholestep.cli.doctor._version", lambda package: None)
+    monkeypatch.setattr("wholestep.compat.installed_version", lambda package: None)
     assert "pip install 'wholestep[hf]'" in call("doctor").out
 
 

@@ -26,7 +26,7 @@ LLAMA = [
 
 @pytest.fixture(autouse=True)
 def planner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(fit_module, "plans_of", fake_frontier.plans_of)
+    monkeypatch.setattr(fit_module, "frontier", fake_frontier.frontier)
     monkeypatch.setattr(fit_module, "leanest", fake_frontier.leanest)
     monkeypatch.chdir(tmp_path)
 

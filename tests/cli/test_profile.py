@@ -10,8 +10,8 @@ import pytest
 import torch
 from tests.cli.calls import Call, program
 
-from wholestep.cli import failure
 from wholestep.cost.measure import this_device
+from wholestep.errors import is_out_of_memory
 from wholestep.profile import profile as profiling
 from wholestep.profile.measure import timing
 from wholestep.train import job as job_module
@@ -127,11 +127,11 @@ def test_memory_that_runs_out_before_anything_is_captured(call: Call, monkeypatc
 
 
 def test_what_counts_as_out_of_memory() -> None:
-    assert failure.is_out_of_memory(MemoryError()) and not failure.is_out_of_memory(ValueError("out of memory"))
+    assert is_out_of_memory(MemoryError()) and not is_out_of_memory(ValueError("out of memory"))
     try:
         try:
             raise torch.OutOfMemoryError("full")
         except torch.OutOfMemoryError as inner:
             raise ValueError("compiling failed") from inner
     except ValueError as error:
-        assert failure.is_out_of_memory(error), "the cause counts"
+        assert is_out_of_memory(error), "the cause counts"

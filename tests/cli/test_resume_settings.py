@@ -17,7 +17,7 @@ from tests.cli.calls import Call
 from tests.data.own_files import texts
 
 from wholestep.cli import train as command
-from wholestep.train import loop, request, wishes
+from wholestep.train import loop, plan_use, request, wishes
 
 PARAMETERS = tuple(inspect.signature(command.command).parameters)
 SMALL: dict[str, Any] = {
@@ -62,7 +62,7 @@ def observe(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Obse
     """What `train` is called with for these words, as JSON; the error where it is none. Nothing is compiled."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(request, "plan_at", lambda path: path)
-    monkeypatch.setattr(request, "fitting", lambda plan, settings: plan)
+    monkeypatch.setattr(plan_use, "fitting", lambda plan, settings: plan)
     seen: list[dict[str, Any]] = []
 
     def train(job: Any, *, out: Path | None, resume: bool, request: Any, compile_options: Any, **rest: Any) -> None:

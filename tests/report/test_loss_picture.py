@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from wholestep.report.loss_picture import HEIGHT, WIDTH, log_ticks, loss_picture, ticks
+from wholestep.report.loss_picture import HEIGHT, WIDTH, log_ticks, loss_picture
+from wholestep.report.pictures.drawing import ticks
 from wholestep.report.smooth import smoothed, thinned
 from wholestep.report.terminal_picture import chart, sparkline
 

@@ -53,14 +53,14 @@ class Paper:
     claims: tuple[Claim, ...]
 
 
-def load_papers(folder: Path = FOLDER) -> list[Paper]:
+def load_papers() -> list[Paper]:
     """All papers, by year."""
     try:
         import tomllib
     except ImportError as error:  # Python 3.10
         raise WholestepError("--suite papers needs Python 3.11 or newer, which reads TOML") from error
     papers = []
-    for path in sorted(folder.glob("*.toml")):
+    for path in sorted(FOLDER.glob("*.toml")):
         read = tomllib.loads(path.read_text(encoding="utf-8"))
         claims = tuple(Claim(**{**claim, "rows": tuple(claim.get("rows", ()))}) for claim in read.pop("claims"))
         papers.append(Paper(claims=claims, **read))

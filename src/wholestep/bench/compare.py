@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from wholestep.bench.results import Row, key_of
-from wholestep.bench.tables import aligned, number
+from wholestep.bench.tables import aligned
 from wholestep.graph.bytes import show_bytes
+from wholestep.graph.counted import rate
 
 LEAST_CHANGE = 0.02
 _ALIKE = ("size", "sizes", "device", "seed", "precision", "passes")
@@ -82,7 +83,7 @@ def _changes(before: Row, after: Row) -> list[Change]:
     if other:
         return [change("not comparable", f"other {', '.join(other)}")]
     a, b = before["step_ms"], after["step_ms"]
-    times = f"{number(a['median'])} -> {number(b['median'])} ms ({100 * (b['median'] / a['median'] - 1):+.1f} %)"
+    times = f"{rate(a['median'])} -> {rate(b['median'])} ms ({100 * (b['median'] / a['median'] - 1):+.1f} %)"
     verdict = "same" if not moved(a, b) else "slower" if b["median"] > a["median"] else "faster"
     found = [change(verdict, times)]
     if after["device"] == "cuda":

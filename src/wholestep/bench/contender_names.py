@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-
 from wholestep.bench.own_code import own_contender
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, did_you_mean
 
 CONTENDERS = {
     "eager": "PyTorch as it is: the plain loop, whose losses the others are held to",
@@ -29,6 +27,5 @@ def known(name: str) -> None:
     if ":" in name:
         own_contender(name)
         return
-    close = difflib.get_close_matches(name, CONTENDERS, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(CONTENDERS)}, or package.module:callable"
+    hint = did_you_mean(name, CONTENDERS, f"there are {', '.join(CONTENDERS)}, or package.module:callable")
     raise BadOption(f"there is no contender {name!r}", hint=hint)

@@ -25,13 +25,13 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
-def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float, float]:
+def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """(low, high, its real confidence). With fewer than six samples even lowest to highest is less sure than asked."""
     ordered, count = sorted(values), len(values)
     below, tail, rank = 0.0, 0.0, 0
     for k in range(max(count // 2, 1)):
         below += math.comb(count, k) / 2**count  # fewer than k + 1 heads
-        if 2 * below > 1 - confidence and k > 0:
+        if 2 * below > 1 - CONFIDENCE and k > 0:
             break
         tail, rank = below, k
     return ordered[rank], ordered[count - 1 - rank], 1 - 2 * tail

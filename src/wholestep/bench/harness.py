@@ -21,9 +21,10 @@ from wholestep.bench.child import make_request
 from wholestep.bench.contenders import applies
 from wholestep.bench.process import ask_child, end, running
 from wholestep.bench.protocol import Protocol
-from wholestep.bench.results import Row, finite, judged, key_of, load, save
+from wholestep.bench.results import Row, judged, key_of, load, save
 from wholestep.bench.turns import VARIABLE, taking_turns
 from wholestep.bench.workload import Workload
+from wholestep.disk import json_ready
 from wholestep.errors import BadOption
 
 LEAST_SECONDS = 20.0
@@ -47,7 +48,7 @@ class Case:
         """What the row is about, and with what it is made."""
         head = {
             "workload": self.workload.name, "contender": self.contender, "size": self.size, "device": self.device,
-            "seed": self.seed, "sizes": finite(getattr(self.workload, self.size)), "protocol": self.protocol.to_json(),
+            "seed": self.seed, "sizes": json_ready(getattr(self.workload, self.size)), "protocol": self.protocol.to_json(),
         }  # fmt: skip
         return head | ({"passes": self.passes_digest} if self.own_passes else {})
 
@@ -107,12 +108,7 @@ def run_in_child(case: Case, limit: float) -> Row:
         case.workload.name, [case.contender], size=case.size, device=case.device, seed=case.seed, protocol=case.protocol,
         own_passes=case.own_passes,
     )  # fmt: skip
-    answer = ask_child(request, limit)
-    if answer.rows:
-        return answer.rows[0]
-    if answer.status == "ok":
-        return {"status": "failed", "reason": "the process ended without an answer"}
-    return {"status": answer.status, "reason": answer.reason}
+    return ask_child(request, limit).row()
 
 
 def run_table(
@@ -192,7 +188,7 @@ class _Table:
         if self.jobs > 1 or VARIABLE in os.environ:
             row["jobs"] = max(self.jobs, 2)  # its first step shared the CPU with others
         there = self._there(case)
-        self.outcome.rows = judged([*(other for other in self.outcome.rows if other is not there), finite(row)])
+        self.outcome.rows = judged([*(other for other in self.outcome.rows if other is not there), json_ready(row)])
         self.outcome.made += 1
         save(self.path, self.outcome.rows)
 

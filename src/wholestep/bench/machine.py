@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -21,11 +20,13 @@ def facts(*, on_gpu: bool) -> dict[str, Any]:
     """Everything about the machine, for one row; on a GPU right after the window, while its clocks are those of the work."""
     import torch
 
+    from wholestep.compat import installed_version
+
     device: dict[str, Any] = {"device": cpu_name(), "threads": torch.get_num_threads()}
     if on_gpu:
         device = gpu_facts() or {"device": torch.cuda.get_device_name()}
         device["cuda"] = torch.version.cuda
-    versions = {name: version for name in PACKAGES if (version := _version(name))}
+    versions = {name: version for name in PACKAGES if (version := installed_version(name))}
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return {**device, "versions": versions, "python": platform.python_version(), "commit": commit(), "date": now}
 
@@ -77,13 +78,6 @@ def _checked_out(folder: Path) -> str:
         return ""
     found = _answer([*git, "rev-parse", "HEAD"]) or ""
     return found + ("+changes" if found and _answer([*git, "status", "--porcelain", "--", "."]) else "")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _answer(command: list[str]) -> str | None:

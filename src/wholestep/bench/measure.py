@@ -28,10 +28,11 @@ from wholestep.bench.memory import MemoryMeter
 from wholestep.bench.protocol import Protocol, settled
 from wholestep.bench.turns import my_turn
 from wholestep.bench.workload import Part, StepCall, Workload
+from wholestep.capture.subject import modules_of
+from wholestep.errors import is_out_of_memory
 
 SETTLING = 2
 """Iterations between giving memory back and the window, in which the allocator takes again what training needs."""
-_NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
 
 class Iterates(Interface):
@@ -167,11 +168,9 @@ def failure_of(error: BaseException) -> dict[str, Any]:
     text = str(error)
     if isinstance(error, NotInstalled):
         return {"status": "not installed", "reason": text}
-    lack = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    lack = lack or (isinstance(error, RuntimeError) and any(sign in text for sign in _NO_MEMORY))
     lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()][:2]
     said = f"{type(error).__name__}: {' '.join(lines)}" if lines else type(error).__name__
-    return {"status": "out of memory" if lack else "failed", "reason": said[:300]}
+    return {"status": "out of memory" if is_out_of_memory(error) else "failed", "reason": said[:300]}
 
 
 def warmed_up(timed: Timed, protocol: Protocol) -> dict[str, Any]:
@@ -198,16 +197,10 @@ def sampled(timed: Timed, protocol: Protocol, meter: MemoryMeter) -> list[float]
 
 def has_dropout(parts: Sequence[Part]) -> bool:
     """Does any module drop anything? Modules that hold a rate rather than a Dropout (LSTM, attention) name it so."""
-    for module in (module for part in parts for model in _modules(part.model) for module in model.modules()):
+    for module in (module for part in parts for model in modules_of(part.model).values() for module in model.modules()):
         rates = [value for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
         if isinstance(module, nn.modules.dropout._DropoutNd):
             rates.append(module.p)
         if any(rate > 0 for rate in rates):
             return True
     return False
-
-
-def _modules(model: Any) -> Sequence[nn.Module]:
-    if isinstance(model, dict):
-        return list(model.values())
-    return model if isinstance(model, (tuple, list)) else [model]

@@ -7,35 +7,34 @@ clear line, told before anything is measured.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import importlib
 import importlib.util
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from wholestep.bench.workload import Part, StepCall
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, did_you_mean, one_line
+from wholestep.train.resolve import find_from_here
 
 
 def own_contender(name: str) -> Callable[[Part, str], StepCall]:
     """A user's function `package.module:callable`, found from the working directory as `python -m` would."""
     module_name, _, function_name = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    find_from_here()
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # anything may happen while somebody's module is imported
-        raise BadOption(
-            f"contender {name!r}: {type(error).__name__}: {error}", hint="run where it can be imported"
-        ) from error
+        raise BadOption(f"contender {name!r}: {one_line(error)}", hint="run where it can be imported") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        close = difflib.get_close_matches(function_name, [n for n in vars(module) if callable(getattr(module, n))], n=1)
-        hint = f"did you mean {module_name}:{close[0]}?" if close else "name a function (part, precision) -> step"
+        known, otherwise = (
+            [n for n in vars(module) if callable(getattr(module, n))],
+            "name a function (part, precision) -> step",
+        )
+        hint = did_you_mean(function_name, known, otherwise, shown=f"{module_name}:{{}}")
         raise BadOption(f"contender {name!r}: {module_name} has no function {function_name!r}", hint=hint)
 
     def make(part: Part, precision: str) -> StepCall:
@@ -77,9 +76,7 @@ def load_passes(path: str) -> OwnPasses:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # anything may happen while somebody's file is run
-        raise BadOption(
-            f"--with {path}: {type(error).__name__}: {error}", hint="run it alone with python to see where"
-        ) from error
+        raise BadOption(f"--with {path}: {one_line(error)}", hint="run it alone with python to see where") from error
     found = tuple(
         value
         for value in vars(module).values()

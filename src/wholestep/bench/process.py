@@ -31,6 +31,14 @@ class Answer:
     status: str = "ok"
     reason: str = ""
 
+    def row(self) -> dict[str, Any]:
+        """Of a child that was asked for one: the row, or one that says why there is none."""
+        if self.rows:
+            return self.rows[0]
+        if self.status == "ok":
+            return {"status": "failed", "reason": "the process ended without an answer"}
+        return {"status": self.status, "reason": self.reason}
+
 
 def ask_child(
     request: str, limit: float, *, threads: int | None = None, program: str = "wholestep.bench.child", cold: bool = True

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from wholestep.bench.losses import departure
-from wholestep.disk import read_json, write_atomically
+from wholestep.disk import json_ready, read_json, write_json
 from wholestep.errors import BadOption
 
 FORMAT = "wholestep-bench-1"
@@ -38,18 +36,8 @@ def load(path: Path) -> list[Row]:
 
 def save(path: Path, rows: Sequence[Row]) -> None:
     """Whole or not at all: a run that is killed leaves the file of the row before."""
-    text = json.dumps({"format": FORMAT, "rows": [finite(row) for row in rows]}, indent=1)
-    if not write_atomically(path, (text + "\n").encode()):
+    if not write_json(path, {"format": FORMAT, "rows": json_ready(rows)}):
         raise BadOption(f"{path} cannot be written", hint="give --out a place that can")
-
-
-def finite(value: Any) -> Any:
-    """What JSON has no word for (not a number, infinity) as null; tuples as the lists they are read back as."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
-    return [finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def judged(rows: Iterable[Row]) -> list[Row]:

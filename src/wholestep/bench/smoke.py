@@ -15,8 +15,9 @@ from wholestep.bench.child import make_request
 from wholestep.bench.losses import trouble
 from wholestep.bench.process import ask_child
 from wholestep.bench.protocol import SMOKE
-from wholestep.bench.results import Row, finite, judged
+from wholestep.bench.results import Row, judged
 from wholestep.bench.workload import Workload
+from wholestep.disk import json_ready
 
 CONTENDERS = ("eager", "wholestep-interpret")
 LIMIT = 180.0
@@ -38,7 +39,7 @@ def run_workload(workload: Workload, contenders: Sequence[str], seed: int) -> li
     missing = [name for name in contenders if name not in {row["contender"] for row in answer.rows}]
     reason = answer.reason or "the process ended without an answer"
     lacking = [{**head, "contender": name, "status": status, "reason": reason} for name in missing]
-    return [finite({**row, "protocol": SMOKE.to_json()}) for row in [*answer.rows, *lacking]]
+    return [json_ready({**row, "protocol": SMOKE.to_json()}) for row in [*answer.rows, *lacking]]
 
 
 def run_smoke(

@@ -13,6 +13,7 @@ from wholestep.bench.losses import ends, unsteadiness
 from wholestep.bench.results import Row
 from wholestep.bench.workload import Workload
 from wholestep.graph.bytes import show_bytes
+from wholestep.graph.counted import rate
 from wholestep.report.terminal_picture import sparkline
 
 CURVE_WIDTH = 12
@@ -109,10 +110,10 @@ def _cells(row: Row, best: Row | None, blocks: bool) -> tuple[str, ...]:
     times, faster = row["step_ms"], ratio(row, best)
     return (
         row["contender"],
-        number(times["median"]),
-        f"{number(times['p10'])}-{number(times['p90'])}",
+        rate(times["median"]),
+        f"{rate(times['p10'])}-{rate(times['p90'])}",
         "departs" if "departs" in row else "-" if faster is None else f"{faster:.2f}x",
-        number(row["throughput"]),
+        rate(row["throughput"]),
         f"{row['first_step_seconds']:.1f} s",
         show_bytes(row["memory"]["peak_bytes"]),
         _losses(row),
@@ -132,11 +133,6 @@ def _remarks(row: Row) -> list[str]:
     for part in row.get("wholestep", ()):
         said += [f"fell: {fall}" for fall in part["falls"]]
     return said
-
-
-def number(value: float) -> str:
-    """Three digits, or all of those before the point."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _losses(row: Row) -> str:

@@ -109,8 +109,3 @@ def split_batch(batch: Any, count: int) -> list[Any]:
         )
     chunks = [[t] * count if t.dim() == 0 else list(t.chunk(count)) for t in tensors]
     return [unflatten([c[i] for c in chunks], spec) for i in range(count)]
-
-
-def signature(tensors: Sequence[torch.Tensor]) -> tuple:
-    """What of the tensors a captured graph depends on."""
-    return tuple((tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in tensors)

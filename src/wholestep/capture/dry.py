@@ -21,7 +21,7 @@ from wholestep.capture.ladder import capture_whole
 from wholestep.capture.reading import read
 from wholestep.capture.subject import Subject, make_subject
 from wholestep.capture.trace import Capture
-from wholestep.errors import CaptureRefused, UnsupportedModel, WholestepError
+from wholestep.errors import CaptureRefused, UnsupportedModel, WholestepError, one_line
 
 
 def dry_capture(
@@ -55,9 +55,8 @@ def capture_dry(subject: Subject, example: Any) -> Capture:
     except WholestepError:
         raise
     except Exception as error:  # a model may do anything; some of it does not work on tensors without data
-        said = (str(error).strip().splitlines() or [""])[0][:200]
         raise UnsupportedModel(
-            f"the step cannot be captured without data: {type(error).__name__}: {said}",
+            f"the step cannot be captured without data: {one_line(error)}",
             hint="`wholestep train` tries the next rung; a model of your own is planned with its values",
         ) from error
 

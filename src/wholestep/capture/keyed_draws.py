@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from wholestep.capture.sites import Sites
+from wholestep.ops.wide import wide_dtype
 
 aten = torch.ops.aten
 ws = torch.ops.ws
@@ -31,8 +32,7 @@ def _device(kwargs: dict) -> torch.device:
 
 
 def _chance(sites: Sites, like: torch.Tensor, probability: Any) -> torch.Tensor:
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    return _uniform(sites, like.shape, like.device, dtype) < probability
+    return _uniform(sites, like.shape, like.device, wide_dtype(like.dtype)) < probability
 
 
 def _randint(sites: Sites, low: int, high: int, size: Any, **kwargs: Any) -> torch.Tensor:
@@ -56,7 +56,7 @@ def _multinomial(sites: Sites, weights: torch.Tensor, count: int, replacement: b
     valid = (weights.isfinite() & (weights >= 0)).all() & (weights.sum(-1) > 0).all()
     sites.assume(valid, "torch.multinomial: weights must be finite, not negative, and not all zero")
     runs = (count, *weights.shape) if replacement else weights.shape
-    dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
+    dtype = wide_dtype(weights.dtype)
     times = (-torch.log1p(-_uniform(sites, runs, weights.device, dtype))).clamp(min=torch.finfo(dtype).tiny)
     rates = weights.to(dtype) / times
     return rates.argmax(-1).movedim(0, -1).contiguous() if replacement else rates.topk(count).indices
@@ -76,8 +76,7 @@ def _rrelu(
     """The slope of every negative element is drawn; torch's backward reads it from `noise`."""
     if not training:
         return torch.where(x > 0, x, x * ((lower + upper) / 2))
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    drawn = _uniform(sites, x.shape, x.device, dtype) * (upper - lower) + lower
+    drawn = _uniform(sites, x.shape, x.device, wide_dtype(x.dtype)) * (upper - lower) + lower
     noise.copy_(torch.where(x > 0, torch.ones_like(drawn), drawn))
     return x * noise
 

@@ -16,7 +16,7 @@ from wholestep.capture.reading import Reading
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture, capture
 from wholestep.capture.undo import Undo
-from wholestep.errors import CaptureRefused, WholestepError
+from wholestep.errors import CaptureRefused, WholestepError, one_line
 
 WHOLE, COMPILED, EAGER = "whole step", "torch.compile", "eager"
 
@@ -45,14 +45,11 @@ def capture_whole(
     except (WholestepError, CaptureRefused):
         raise
     except Exception as error:
-        raise CaptureRefused(first_line(error)) from error
+        raise CaptureRefused(_told(error)) from error
     finally:
         if undo is not None:  # the user's own code ran, on tensors without data
             undo.restore()
 
 
-def first_line(error: BaseException) -> str:
-    if isinstance(error, compat.SizeFromData):
-        return compat.about_picked_places(error)
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+def _told(error: BaseException) -> str:
+    return compat.about_picked_places(error) if isinstance(error, compat.SizeFromData) else one_line(error)

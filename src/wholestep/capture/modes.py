@@ -30,7 +30,6 @@ from wholestep.ops import recurrent
 from wholestep.ops.attention import scaled_dot_product_attention
 from wholestep.ops.record import arguments_of, record_of
 
-aten = torch.ops.aten
 ws = torch.ops.ws
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep

@@ -25,6 +25,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from wholestep.errors import UnsupportedOptimizer
 from wholestep.ops.updates import BY_CLASS, UPDATES, Update, update_of
+from wholestep.ops.wide import wide_dtype
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -275,7 +276,7 @@ def new_state(optimizer: Optimizer, plan: UpdatePlan, parameter: torch.Tensor) -
     if update.counts_steps:
         on_device = bool(group.get("capturable") or group.get("fused"))
         device = parameter.device if on_device else torch.device("cpu")
-        dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+        dtype = wide_dtype(torch.get_default_dtype())
         return {"step": torch.zeros((), dtype=dtype, device=device)} | state
     for value in state.values():
         setattr(value, UNUSED, True)

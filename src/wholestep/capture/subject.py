@@ -228,14 +228,22 @@ def no_loss(model: Any) -> BadLoss:
     return BadLoss(f"{type(model).__name__} returned no .loss", hint=hint)
 
 
+def modules_of(model: Any) -> dict[str, Any]:
+    """What was given as the model, each module under its name; alone it has none."""
+    if isinstance(model, Mapping):
+        return {str(name): module for name, module in model.items()}
+    if isinstance(model, list | tuple):
+        return {str(number): module for number, module in enumerate(model)}
+    return {"": model}
+
+
 def root_of(model: Any) -> nn.Module:
     """One module that holds all that was given."""
     if isinstance(model, nn.Module):
         return model
-    if isinstance(model, Mapping) and model and all(isinstance(m, nn.Module) for m in model.values()):
-        return Bundle({str(k): m for k, m in model.items()})
-    if isinstance(model, list | tuple) and model and all(isinstance(m, nn.Module) for m in model):
-        return Bundle({str(i): m for i, m in enumerate(model)})
+    members = modules_of(model)
+    if members and all(isinstance(module, nn.Module) for module in members.values()):
+        return Bundle(members)
     raise UnsupportedModel(
         f"model is a {type(model).__name__}", hint="pass an nn.Module, or a dict or tuple of all modules the loss reads"
     )

@@ -31,17 +31,27 @@ _MOST_ENTRIES = 20_000
 _LIBRARIES = (os.path.dirname(os.__file__), "site-packages", "dist-packages")
 
 
+class PythonRandom:
+    """The global generators of Python and numpy, as they are now."""
+
+    def __init__(self) -> None:
+        self.python, self.numpy = random.getstate(), np.random.get_state()
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+
 class RandomStates:
     """Every global generator: torch's on all devices, Python's, numpy's."""
 
     def __init__(self) -> None:
-        self.cpu, self.python, self.numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        self.cpu, self.of_python = torch.get_rng_state(), PythonRandom()
         self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
 
     def restore(self) -> None:
         torch.set_rng_state(self.cpu)
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
+        self.of_python.restore()
         if self.cuda is not None:
             torch.cuda.set_rng_state_all(self.cuda)
 

@@ -25,6 +25,7 @@ from wholestep.cli import (
     explain,
     export,
     failure,
+    options,
     plan,
     profile,
     sample,
@@ -34,7 +35,7 @@ from wholestep.cli import (
     usage,
     verify,
 )
-from wholestep.errors import WholestepError, WholestepWarning
+from wholestep.errors import WholestepError, WholestepWarning, is_out_of_memory
 
 NOT_YET = ("tune",)
 
@@ -127,16 +128,14 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except Stopped as stopped:
-        typer.echo(
-            "wholestep: stopped at once; nothing was saved since the last checkpoint, if there was one", err=True
-        )
+        options.say("stopped at once; nothing was saved since the last checkpoint, if there was one")
         sys.exit(128 + int(stopped.args[0]))
     except Exception as error:
-        if failure.is_out_of_memory(error):
-            typer.echo(f"wholestep: {failure.out_of_memory(error)}", err=True)
+        if is_out_of_memory(error):
+            options.say(failure.out_of_memory(error))
             sys.exit(1)
         if not hasattr(error, "format_message"):  # not one of the argument parser's own
-            sys.exit(_fail(failure.one_line(error)))
+            sys.exit(_fail(failure.last_words(error)))
         text = usage.explained(error)
         if text:  # without arguments the parser has printed the help already
             _fail(text)
@@ -145,7 +144,7 @@ def main() -> None:
 
 
 def _fail(text: str) -> int:
-    typer.echo(f"wholestep: {' '.join(text.split())}", err=True)
+    options.say(" ".join(text.split()))
     return 2
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json as json_text
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +14,8 @@ import typer
 
 from wholestep.cli import options
 from wholestep.cli.plan import check_writable
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, did_you_mean, one_of
+from wholestep.train.request import look_at_recipe
 
 if TYPE_CHECKING:
     from wholestep.bench.workload import Workload
@@ -25,7 +24,7 @@ SUITES = ("papers",)
 PEERS = ("eager", "compile", "liger")
 """What Wholestep is measured against when nothing is asked for; liger only where it has kernels."""
 
-Workloads = Annotated[list[str] | None, typer.Argument(metavar="WORKLOAD", help="All of them when none is named.")]
+Workloads = Annotated[list[str] | None, typer.Argument(metavar="WORKLOAD", help="The default is all of them.")]
 Against = Annotated[
     str | None, typer.Option(metavar="NAMES", help="Systems, by commas; package.module:callable for your own.")
 ]
@@ -33,11 +32,11 @@ OwnPasses = Annotated[
     str | None, typer.Option("--with", metavar="FILE", help="Passes of your own, after Wholestep's; a row more.")
 ]
 Recipe = Annotated[Path | None, typer.Option("--recipe", metavar="FILE", help="A recipe for Wholestep; a row more.")]
-Limit = Annotated[float | None, typer.Option(min=1, metavar="SECONDS", help="Begin no row that would not fit.")]
+Limit = Annotated[float | None, typer.Option(min=1, metavar="SECONDS", help="Begin no row that would end later.")]
 Out = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Results; bench_gpu.json or bench_cpu.json when not given.")
+    str | None, typer.Option(metavar="FILE", help="Results; the default is bench_gpu.json or bench_cpu.json.")
 ]
-Suite = Annotated[str | None, typer.Option(metavar="papers", help="What ten papers claim, beside your results.")]
+Suite = Annotated[str | None, typer.Option(metavar="papers", help="Show what ten papers claim, next to your results.")]
 
 EXAMPLES = """\b
 Examples:
@@ -61,9 +60,9 @@ def command(
     steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Steps to sample after warm-up (20).")] = None,
     limit: Limit = None,
     case_limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="For one row.")] = 600.0,
-    jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Rows at work at once; they are timed in turns.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Rows made at once; they are timed in turns.")] = 1,
     out: Out = None,
-    retry: Annotated[bool, typer.Option("--retry", help="Make rows that failed again.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Run rows that failed again.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start the results file over.")] = False,
     suite: Suite = None,
     seed: options.Seed = None,
@@ -71,15 +70,15 @@ def command(
 ) -> None:
     """Measure training steps of many domains: eager PyTorch, torch.compile, Wholestep, your own.
 
-    Every row runs in a process of its own from empty compile caches, with the same data and seed. Losses are compared
-    with eager PyTorch's, so that nobody wins by computing something else. The results file is written after every row
-    and the same command goes on where it stopped. Exit code 1 when a row of Wholestep's failed or its loss departs;
-    with --smoke, when any loss is not finite, does not fall from the first third of the steps to the last, or departs.
+    Every row runs in its own process with empty compile caches, with the same data and seed. Losses are compared with
+    eager PyTorch's, so that no system wins by computing something else. The results file is written after every row, and
+    the same command continues where it stopped. Exit code 1 when a row of Wholestep failed or its loss departs; with
+    --smoke, when any loss is not finite, does not fall from the first third of the steps to the last, or departs.
 
     Systems: eager, compile, compile-budget, liger, wholestep, wholestep-interpret, or package.module:callable, a
-    function (part, precision) that returns step(batch) -> loss. Eager always runs, and a wholestep one.
+    function (part, precision) that returns step(batch) -> loss. eager and one of Wholestep's always run.
     """
-    options.one_of("--suite", suite, SUITES)
+    one_of("--suite", suite, SUITES)
     from wholestep.bench.workloads import WORKLOADS
 
     chosen = find_workloads(workloads or (), WORKLOADS)
@@ -103,7 +102,7 @@ def command(
     if recipe is not None:
         if own_passes is not None:
             raise BadOption(f"--recipe {recipe} together with --with {own_passes}", hint="give one of them")
-        options.look_at_recipe(recipe)
+        look_at_recipe(recipe)
         own_passes = str(recipe)
     if own_passes is not None and not Path(own_passes).is_file():
         hint = "name a Python file with functions marked @compiler_pass"
@@ -117,8 +116,7 @@ def find_workloads(names: Sequence[str], known: dict[str, Workload]) -> list[Wor
     """The named ones in the order given; all when none is named."""
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else "wholestep bench --list prints those there are"
+            hint = did_you_mean(name, known, "wholestep bench --list prints those there are")
             raise BadOption(f"there is no workload {name!r}", hint=hint)
     return [known[name] for name in dict.fromkeys(names)] or list(known.values())
 
@@ -147,6 +145,7 @@ def _measure(
     from wholestep.bench.protocol import Protocol
     from wholestep.bench.results import FORMAT
     from wholestep.bench.tables import results_text
+    from wholestep.report.terminal_picture import blocks_fit
 
     digest = load_passes(own_passes).digest if own_passes is not None else None
     on_gpu = torch.cuda.is_available()
@@ -157,7 +156,7 @@ def _measure(
         )
     path = Path(out or ("bench_gpu.json" if on_gpu else "bench_cpu.json"))
     if not on_gpu:
-        _say("no GPU here: the small sizes run on the CPU, and their times say little about a GPU")
+        options.say("no GPU here: the small sizes run on the CPU, and their times say little about a GPU")
     cases = planned(
         chosen, names, size=size, device=device, seed=seed, protocol=Protocol(steps=steps or Protocol().steps),
         own_passes=own_passes, passes_digest=digest,
@@ -168,17 +167,17 @@ def _measure(
                 cases, path, limit=limit, case_limit=case_limit, retry=retry, fresh=fresh, jobs=jobs, tell=tell
             )  # fmt: skip
     except KeyboardInterrupt:
-        _say(f"stopped; rows made so far are in {path}, and the same command goes on from there")
+        options.say(f"stopped; rows made so far are in {path}, and the same command continues from there")
         raise typer.Exit(130) from None
     wanted = {workload.name for workload in chosen}
     rows = [row for row in outcome.rows if row["workload"] in wanted]
     if json:
         typer.echo(json_text.dumps({"format": FORMAT, "stopped": outcome.stopped, "rows": rows}, indent=1))
     else:
-        typer.echo(results_text(rows, blocks=_blocks()))
-    _say(f"{outcome.made} rows made, {outcome.kept} kept, in {path}")
+        typer.echo(results_text(rows, blocks=blocks_fit(sys.stdout)))
+    options.say(f"{outcome.made} rows made, {outcome.kept} kept, in {path}")
     if outcome.stopped is not None:
-        _say(f"{outcome.stopped}; the same command goes on from here")
+        options.say(f"{outcome.stopped}; the same command continues from here")
     ours = [row for row in rows if is_ours(row["contender"])]
     return 1 if any(row["status"] in ("failed", "timed out") or "departs" in row for row in ours) else 0
 
@@ -188,6 +187,7 @@ def _smoke(chosen: Sequence[Workload], names: Sequence[str], seed: int, out: str
     from wholestep.bench.results import FORMAT, save
     from wholestep.bench.smoke import problems, run_smoke
     from wholestep.bench.tables import smoke_text
+    from wholestep.report.terminal_picture import blocks_fit
 
     try:
         with _progress(len(chosen)) as tell:
@@ -198,7 +198,7 @@ def _smoke(chosen: Sequence[Workload], names: Sequence[str], seed: int, out: str
 
             rows = run_smoke(chosen, names, seed=seed, tell=done)
     except KeyboardInterrupt:
-        _say("stopped")
+        options.say("stopped")
         raise typer.Exit(130) from None
     wrong = problems(rows)
     if out is not None:
@@ -206,7 +206,7 @@ def _smoke(chosen: Sequence[Workload], names: Sequence[str], seed: int, out: str
     if json:
         typer.echo(json_text.dumps({"format": FORMAT, "problems": wrong, "rows": rows}, indent=1))
     else:
-        typer.echo(smoke_text(rows, blocks=_blocks()))
+        typer.echo(smoke_text(rows, blocks=blocks_fit(sys.stdout)))
         all_well = f"{chosen[0].name} trains" if len(chosen) == 1 else f"all {len(chosen)} workloads train"
         typer.echo("\n" + "\n".join(wrong or [f"{all_well}, captured as in eager"]))
     return 1 if wrong else 0
@@ -233,14 +233,14 @@ def _print_papers(out: str | None, json: bool) -> None:
         return
     typer.echo(papers_text(papers, rows, WORKLOADS))
     if not rows:
-        _say("no results file: measure with `wholestep bench --out results.json`, then give the same --out here")
+        options.say("no results file: measure with `wholestep bench --out results.json`, then give the same --out here")
 
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[str, int], None]]:
     """tell(what is being done, how many are done): a live bar on a terminal, plain lines elsewhere, both on stderr."""
     if not sys.stderr.isatty():
-        yield lambda text, done: _say(f"{done}/{total} {text}")
+        yield lambda text, done: options.say(f"{done}/{total} {text}")
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -254,13 +254,3 @@ def _progress(total: int) -> Iterator[Callable[[str, int], None]]:
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=total)
         yield lambda text, done: bar.update(task, description=text, completed=done)
-
-
-def _say(text: str) -> None:
-    typer.echo(f"wholestep: {text}", err=True)
-
-
-def _blocks() -> bool:
-    """Can the terminal show block characters?"""
-    encoding = (sys.stdout.encoding or "").lower()
-    return "utf" in encoding or os.environ.get("PYTHONIOENCODING", "").lower().startswith("utf")

@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from wholestep.cli import options
+from wholestep.errors import one_of
+from wholestep.train.request import look_at_recipe
 
 FAIL_ON = ("slower",)
 
@@ -31,11 +33,11 @@ def command(
     """Say what moved beyond noise between two results files, what is new and what is gone.
 
     A time has moved when the 95 % intervals of both medians do not overlap and the medians differ by more than 2 %.
-    Rows are matched by workload and system; other sizes are not compared; another GPU or version is noted.
+    Rows are matched by workload and system. Rows of different sizes are not compared; a different GPU or version is noted.
 
-    Two recipes (.toml) are compared line by line: what is gone (-), what is new (+), what they expect otherwise (~).
+    Two recipes (.toml) are compared line by line: what is gone (-), what is new (+), and expectations that changed (~).
     """
-    options.one_of("--fail-on", fail_on, FAIL_ON)
+    one_of("--fail-on", fail_on, FAIL_ON)
     if Path(before).suffix == ".toml" or Path(after).suffix == ".toml":
         _compare_recipes(Path(before), Path(after), json)
         return
@@ -51,7 +53,7 @@ def command(
 
 def _compare_recipes(before: Path, after: Path, json: bool) -> None:
     for path in (before, after):
-        options.look_at_recipe(path)
+        look_at_recipe(path)
     from wholestep.schedule.recipe_file import compared, read_recipe
 
     found = compared(read_recipe(before), read_recipe(after))

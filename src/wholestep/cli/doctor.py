@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json as json_text
 import os
 import platform
@@ -33,7 +32,7 @@ Examples:
 
 
 def command(json: options.Json = False) -> None:
-    """Say what this machine has and what is missing, to be pasted into a bug report."""
+    """Say what this machine has and what is missing; paste it into a bug report."""
     found = list(examine())
     if json:
         table: dict[str, str] = {}
@@ -54,9 +53,9 @@ def examine() -> Iterator[tuple[str, str]]:
     yield "wholestep", __version__
     yield "python", f"{platform.python_version()} on {platform.platform()}"
     for package in NEEDED:
-        yield package, _version(package) or f"missing: pip install {package}"
+        yield package, compat.installed_version(package) or f"missing: pip install {package}"
     for package, use in PACKAGES.items():
-        yield package, _version(package) or f"not installed (for {use})"
+        yield package, compat.installed_version(package) or f"not installed (for {use})"
     said = compat.untested_version()
     if said is not None:
         yield "torch", said
@@ -73,13 +72,6 @@ def examine() -> Iterator[tuple[str, str]]:
     )
     yield "C++ compiler", compiler or "missing: on the CPU the step runs interpreted; install g++"
     yield from _caches()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _memory() -> str:

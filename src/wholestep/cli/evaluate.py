@@ -33,7 +33,7 @@ def command(
 ) -> None:
     """Measure a trained model: loss, and perplexity or accuracy.
 
-    Without --data over the part of its own data that was held out; with other data over all of it.
+    Without --data, measures the part of its own data that was held out; with --data, all of that data.
     """
     options.checked_run(run, tokenizer=tokenizer, data=data, glob=glob, field=field, batch=batch, seq=seq)
     from wholestep.train.evaluate import evaluate

@@ -57,9 +57,9 @@ def command(
         KeyError,
         AttributeError,
     ) as error:  # only files were read: one of them is not as written
-        from wholestep.errors import BadOption
+        from wholestep.errors import BadOption, one_line
 
-        what = f"{found.path} is damaged: run.json or metrics.jsonl holds what no run writes ({type(error).__name__}: {error})"
+        what = f"{found.path} is damaged: run.json or metrics.jsonl holds what no run writes ({one_line(error)})"
         raise BadOption(what, hint="its checkpoints may still be good") from error
     typer.echo(text)
 
@@ -102,9 +102,10 @@ def as_facts(run: RunFolder) -> dict[str, Any]:
 def lines_of(run: RunFolder) -> list[str]:
     """A page for people."""
     from wholestep.graph.bytes import show_bytes
-    from wholestep.report.terminal_picture import sparkline
-    from wholestep.train.display import duration, rate
-    from wholestep.train.summary import blocks_fit, by_loss_scaling, title_of
+    from wholestep.graph.counted import rate
+    from wholestep.report.terminal_picture import blocks_fit, sparkline
+    from wholestep.train.display import duration
+    from wholestep.train.summary import by_loss_scaling, title_of
 
     facts = as_facts(run)
     losses, held, last = facts["losses"], facts["held_out_losses"], facts["last"] or {}

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from wholestep.cli import options
+from wholestep.graph.plan_file import PRECISIONS
 
 EXAMPLES = """\b
 Examples:
@@ -23,14 +24,14 @@ def command(
         Path, typer.Argument(metavar="OUT", help="A new folder, or a new file that ends with .safetensors.")
     ],
     precision: Annotated[
-        str | None, typer.Option(metavar="|".join(options.PRECISIONS), help="Of the weights; as trained if not given.")
+        str | None, typer.Option(metavar="|".join(PRECISIONS), help="Of the weights; as trained if not given.")
     ] = None,
     tokenizer: options.Tokenizer = None,
 ) -> None:
-    """Write a trained model as a folder that transformers opens, or as one safetensors.
+    """Write a trained model as a folder that transformers opens, or as one safetensors file.
 
-    A model of transformers, and a GPT or ResNet of Wholestep's own whose mathematics a class of transformers has, becomes a
-    folder with config.json, weights and tokenizer. Others become one safetensors.
+    A model of transformers, and a GPT or ResNet of Wholestep's own that a class of transformers can compute, becomes a
+    folder with config.json, weights and tokenizer. Other models become one safetensors file.
     """
     options.checked(precision=precision)
     from wholestep.train.saved import refuse_taken

@@ -19,11 +19,9 @@ if TYPE_CHECKING:
 
 OURS = str(Path(__file__).resolve().parent.parent)
 """The package."""
-_NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
-"""What torch's allocators say in a plain RuntimeError."""
 
 
-def one_line(error: BaseException) -> str:
+def last_words(error: BaseException) -> str:
     """What to print after `wholestep: `."""
     said = " ".join(f"{type(error).__name__}: {error}".split())
     if len(said) > 400:
@@ -34,18 +32,6 @@ def one_line(error: BaseException) -> str:
     if place is not None:
         return f"{said} (at {place})"
     return f"an error of Wholestep's own: {said}. The traceback is in {_written(error)}; please report it with `wholestep doctor`"
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether it is, or was caused by, memory that ran out on the GPU or the CPU."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-        if named or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def out_of_memory(error: BaseException) -> str:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, one_of
+from wholestep.graph.plan_file import PRECISIONS
+from wholestep.options import BACKENDS
 
 if TYPE_CHECKING:
     from wholestep.graph.mesh import Mesh
-    from wholestep.graph.plan import Plan
-    from wholestep.passes.pipeline import Pipeline
     from wholestep.train.look_ahead import Found
 
-PRECISIONS = ("fp32", "bf16", "fp16")
-BACKENDS = ("inductor", "interpret")
 
 Sets = Annotated[
     list[str] | None,
@@ -34,11 +31,11 @@ Data = Annotated[
 ]
 Glob = Annotated[
     str | None,
-    typer.Option(metavar="PATTERN", help="Which files of the folder --data, such as '*.txt'; all if not given."),
+    typer.Option(metavar="PATTERN", help="Which files of the folder --data, such as '*.txt'; the default is all."),
 ]
 Field = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Which field of a row, or which tensor, --data is; text if not given."),
+    typer.Option(metavar="NAME", help="Which field of a row, or which tensor, --data is; the default is text."),
 ]
 Tokenizer = Annotated[
     str | None,
@@ -76,8 +73,12 @@ Backend = Annotated[
     typer.Option(metavar="|".join(BACKENDS), help="Compile (inductor, the default), or run operator by operator."),
 ]
 Dump = Annotated[str | None, typer.Option(metavar="DIR", help="Write the graph here after every stage, as Python.")]
-Disable = Annotated[list[str] | None, typer.Option(metavar="PASS", help="Leave a pass out, by name; again for more.")]
-Seed = Annotated[int | None, typer.Option(min=0, metavar="N", help="Of weights, data and dropout; 0 when not given.")]
+Disable = Annotated[
+    list[str] | None, typer.Option(metavar="PASS", help="Leave out the pass of that name; again for more.")
+]
+Seed = Annotated[
+    int | None, typer.Option(min=0, metavar="N", help="Seed of weights, data and dropout; the default is 0.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs.")]
 MODEL_HELP = "A preset, hf:<model_type>, a folder, a run, or package.module:callable."
 Run = Annotated[
@@ -103,56 +104,10 @@ def checked_run(run: str, **asked: Any) -> str | None:
     return look_at_trained(run, **asked)
 
 
-def one_of(option: str, value: str | None, known: Sequence[str]) -> None:
-    """An error unless `value` is None or known."""
-    if value is not None and value not in known:
-        close = difflib.get_close_matches(value, known, n=1)
-        raise BadOption(
-            f"{option} {value!r}", hint=(f"did you mean {close[0]}? " if close else "") + f"Use {' or '.join(known)}"
-        )
-
-
-def look_at_recipe(path: str | Path | None, *, search: bool = False) -> None:
-    """The recipe's file, as far as it can be told to be none before torch is loaded."""
-    if path is not None:
-        from wholestep.graph.recipe_table import read_table
-
-        read_table(Path(path), search=search)
-
-
-def checked_recipe(path: str | Path | None) -> str | None:
-    """The recipe's file, found to be one before a model is built; what it says is held against the model later."""
-    if path is None:
-        return None
-    look_at_recipe(path)
-    from wholestep.schedule.recipe_file import read_recipe
-
-    read_recipe(Path(path))
-    return str(path)
-
-
 def checked(*, precision: str | None = None, backend: str | None = None) -> None:
     """The values of options that several commands have."""
     one_of("--precision", precision, PRECISIONS)
     one_of("--backend", backend, BACKENDS)
-
-
-def checked_memory(memory: str | None, plan: Path | None = None) -> None:
-    """A budget is read before a model is built for it; a plan has been made for one already."""
-    from wholestep.graph.bytes import parse_budget
-
-    if memory is None:
-        return
-    if plan is not None:
-        raise BadOption(
-            f"--memory {memory} together with --plan {plan}", hint="a budget makes its own plan: give one of them"
-        )
-    if memory != "auto":
-        parse_budget(memory)
-    elif not _has_gpu():
-        raise BadOption(
-            "--memory auto: there is no GPU here", hint="name an amount, such as --memory 8GiB, or leave it out"
-        )
 
 
 def checked_room(host_memory: str | None, folders: Sequence[Path] | None) -> None:
@@ -166,12 +121,6 @@ def checked_room(host_memory: str | None, folders: Sequence[Path] | None) -> Non
             raise BadOption(f"--offload-path {folder} is no folder", hint="name a folder of a local disk")
 
 
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def read_mesh(text: str | None) -> Mesh | None:
     """The mesh of `--mesh tp=4`."""
     if text is None:
@@ -179,24 +128,6 @@ def read_mesh(text: str | None) -> Mesh | None:
     from wholestep.graph.mesh import Mesh
 
     return Mesh.read(text)
-
-
-def read_plan(path: str | Path | None) -> Plan | None:
-    """The plan in a file, read before a model is built."""
-    if path is None:
-        return None
-    from wholestep.graph.plan_file import read_plan
-
-    return read_plan(Path(path))
-
-
-def fitting_plan(plan: Plan | None, settings: Mapping[str, Any]) -> Plan | None:
-    """The same plan, when it was made for this."""
-    if plan is not None:
-        from wholestep.train.plan_use import check_still_holds
-
-        check_still_holds(plan, settings)
-    return plan
 
 
 def checked_dump(dump: str | None) -> str | None:
@@ -215,17 +146,6 @@ def checked_dump(dump: str | None) -> str | None:
     return dump
 
 
-def refuse_unknown_passes(disable: Sequence[str] | None) -> None:
-    """An error for a pass that there is not, before any is loaded."""
-    from wholestep.passes import pipeline
-
-    pipeline.refuse_unknown_passes(disable or ())
-
-
-def pipeline(disable: Sequence[str] | None) -> Pipeline | None:
-    """The passes without the disabled ones; None when all of them run."""
-    if not disable:
-        return None
-    from wholestep.passes.pipeline import default_pipeline
-
-    return default_pipeline().without(*disable)
+def say(text: str) -> None:
+    """A line to people, whatever goes to stdout."""
+    typer.echo(f"wholestep: {text}", err=True)

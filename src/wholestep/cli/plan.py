@@ -13,9 +13,11 @@ import typer
 from wholestep.cli import options
 from wholestep.disk import read_json
 from wholestep.errors import BadOption, NotBuiltYet
+from wholestep.graph.bytes import parse_budget
+from wholestep.passes.pipeline import pipeline_without, refuse_unknown_passes
+from wholestep.train.request import checked_recipe, look_at_recipe
 
 if TYPE_CHECKING:
-    from wholestep.cost.target import Card
     from wholestep.report.pictures.frontier_staircase import Peer
     from wholestep.train.fit import Fit
 
@@ -26,16 +28,17 @@ Device = Annotated[
     typer.Option(metavar="NAME|BYTES|this", help=f"The card: {DEVICES_HELP}. An amount means a card of that memory."),
 ]
 Memory = Annotated[
-    str | None, typer.Option(metavar="BYTES", help="A budget such as 40GiB; the whole card when not given.")
+    str | None, typer.Option(metavar="BYTES", help="A budget such as 40GiB; the default is the whole card.")
 ]
 Peers = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Measured rows to draw beside, as JSON: [{name, gib, ms}].")
+    Path | None,
+    typer.Option(metavar="FILE", help="Measured rows to draw in the same picture, as JSON: [{name, gib, ms}]."),
 ]
 CheckBatch = Annotated[
     bool | None,
     typer.Option(
         "--check-batch/--no-check-batch",
-        help="Capture again at the largest batch found; by itself where that is quick.",
+        help="Capture again at the largest batch found; the default does so where that is quick.",
     ),
 ]
 
@@ -57,7 +60,7 @@ def command(
     batch: options.Batch = None,
     seq: options.Seq = None,
     device: Device = "h200",
-    gpus: Annotated[int, typer.Option(min=1, metavar="N", help="Cards to spread over; 1 in this version.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, metavar="N", help="How many cards to use; only 1 in this version.")] = 1,
     memory: Memory = None,
     host_memory: options.HostMemory = None,
     offload_path: options.OffloadPath = None,
@@ -83,19 +86,21 @@ def command(
     for option, path in (("--out", out), ("--svg", svg)):
         check_writable(option, path)
     measured = read_peers(peers, model)
-    from wholestep.cost.target import find_target, refuse_units
+    from wholestep.cost.target import budget_on, find_target, refuse_units
 
     target = find_target(device)
-    budget = budget_of(memory, target)
-    options.refuse_unknown_passes(disable)
-    options.look_at_recipe(recipe)
+    if memory is not None and memory != "auto":
+        parse_budget(memory)
+    budget = budget_on(target, memory, f"--memory {memory}")
+    refuse_unknown_passes(disable)
+    look_at_recipe(recipe)
     found = options.checked_job(
         model, reads_data=False, on_gpu=target.is_gpu, sets=sets, batch=batch, seq=seq, precision=precision
     )
     if found is not None:
         refuse_units(target.device, found[0]["precision"])
-    recipe_file = options.checked_recipe(recipe)
-    passes = options.pipeline(disable)
+    recipe_file = checked_recipe(recipe)
+    passes = pipeline_without(disable)
     from wholestep.plan.room import room_for
     from wholestep.train.fit import Question, will_it_fit
 
@@ -109,22 +114,9 @@ def command(
     raise typer.Exit(0 if fit.fits else 1)
 
 
-def budget_of(memory: str | None, target: Card) -> int:
-    """The budget in bytes of the card: at most what it has."""
-    from wholestep.graph.bytes import parse_budget, show_bytes
-
-    if memory is None or memory == "auto":
-        return target.device.memory_bytes
-    budget = parse_budget(memory)
-    if budget > target.device.memory_bytes:
-        has = f"{target.device.title} has {show_bytes(target.device.memory_bytes)}"
-        raise BadOption(f"--memory {memory}: {has}", hint="leave --memory out for all of it, or name a larger --device")
-    return budget
-
-
 def _report(fit: Fit, *, out: Path | None, svg: Path | None, json: bool, peers: list[Peer]) -> None:
+    from wholestep.report.terminal_picture import blocks_fit
     from wholestep.train.fit_text import fit_json, fit_lines, fit_picture, verdict
-    from wholestep.train.summary import blocks_fit
 
     if json:
         typer.echo(json_text.dumps(fit_json(fit), indent=1, default=str))
@@ -144,7 +136,7 @@ def _report(fit: Fit, *, out: Path | None, svg: Path | None, json: bool, peers: 
     for text in told:
         typer.echo(f"wholestep: written {text}" if json else f"written   {text}", err=json)
     if json and not fit.fits:
-        typer.echo(f"wholestep: {verdict(fit)}", err=True)
+        options.say(verdict(fit))
 
 
 def read_peers(path: Path | None, model: str) -> list[Peer]:

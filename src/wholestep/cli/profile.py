@@ -12,7 +12,10 @@ import typer
 
 from wholestep.cli import options
 from wholestep.cli.plan import check_writable, tell_passing
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, one_of
+from wholestep.graph.plan_file import plan_at
+from wholestep.passes.pipeline import pipeline_without, refuse_unknown_passes
+from wholestep.train.request import check_memory
 
 if TYPE_CHECKING:
     from wholestep.profile.profile import Profile
@@ -22,7 +25,9 @@ SYSTEMS = ("wholestep", "eager", "compile")
 System = Annotated[str, typer.Option(metavar="|".join(SYSTEMS), help="Whose step: Wholestep's, or a peer's.")]
 Out = Annotated[
     Path | None,
-    typer.Option(metavar="FILE.html", help="The page; profile-MODEL.html when not given. The JSON goes beside it."),
+    typer.Option(
+        metavar="FILE.html", help="The page; the default is profile-MODEL.html. The JSON goes into the same folder."
+    ),
 ]
 
 EXAMPLES = """\b
@@ -54,25 +59,25 @@ def command(
     system: System = "wholestep",
     out: Out = None,
     open_page: Annotated[bool, typer.Option("--open", help="Show the page in a browser.")] = False,
-    no_memory: Annotated[bool, typer.Option("--no-memory", help="Do not follow the memory of a step.")] = False,
+    no_memory: Annotated[bool, typer.Option("--no-memory", help="Do not measure the memory of a step.")] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not compare a step with eager PyTorch.")] = False,
     backend: options.Backend = None,
     disable: options.Disable = None,
     seed: options.Seed = None,
     json: options.Json = False,
 ) -> None:
-    """Measure one training step: time by call and module, memory, what could be won, and what to do about it.
+    """Measure one training step: time by call and module, memory, what could be saved, and how.
 
     Writes one HTML page that needs no network, and a JSON file of the same name with every number in it. The model trains
-    while it is measured. Out of memory is told with what fills it and what would help, exit code 1.
+    while it is measured. When memory runs out, says what fills it and what would help; exit code 1.
     """
     # before torch is imported: its allocator tells about blocks older than a recording, which the memory profile accounts for
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     options.checked(precision=precision, backend=backend)
-    options.checked_memory(memory)
+    check_memory(memory)
     _checked_system(system, memory)
-    planned = options.read_plan(plan)
-    options.refuse_unknown_passes(disable)
+    planned = plan_at(plan)
+    refuse_unknown_passes(disable)
     page = checked_page(out, model)
     asked: dict[str, Any] = {
         "sets": sets or [], "data": data, "glob": glob, "field": field, "tokenizer": tokenizer, "batch": batch, "seq": seq,
@@ -81,11 +86,12 @@ def command(
     options.checked_job(model, seed=seed, keeps_all=memory is None and plan is None, **asked)
     from wholestep.profile.profile import profile_job
     from wholestep.train.job import make_job
+    from wholestep.train.plan_use import fitting
 
     job = make_job(model, seed=seed or 0, **asked)
-    planned = options.fitting_plan(planned, job.settings)
+    planned = fitting(planned, job.settings)
     profile = profile_job(
-        job, system=system, backend=backend or "inductor", steps=steps, memory=not no_memory, passes=options.pipeline(disable),
+        job, system=system, backend=backend or "inductor", steps=steps, memory=not no_memory, passes=pipeline_without(disable),
         tell=tell_passing, budget=memory, host_memory=host_memory, offload_path=offload_path, plan=planned, verified=not no_verify,
         command=_words(model, **asked, memory=memory, host_memory=host_memory, offload_path=offload_path, plan=plan,
                        backend=backend, disable=disable, seed=seed, system=None if system == "wholestep" else system),
@@ -97,7 +103,7 @@ def command(
 
 
 def _checked_system(system: str, memory: str | None) -> None:
-    options.one_of("--system", system, SYSTEMS)
+    one_of("--system", system, SYSTEMS)
     if memory is not None and system != "wholestep":
         hint = "only Wholestep's own step is planned for a budget"
         raise BadOption(f"--memory {memory} with --system {system}", hint=hint)
@@ -121,7 +127,7 @@ def _report(profile: Profile, page: Path, json: bool) -> None:
     twin = write_report(facts, page)
     if json:
         typer.echo(json_text.dumps(facts, indent=1))
-        typer.echo(f"wholestep: {page} and {twin.name} written", err=True)
+        options.say(f"{page} and {twin.name} written")
     else:
         typer.echo("\n".join([*summary_lines(profile), f"page      {page}", f"numbers   {twin}"]))
 
@@ -130,7 +136,9 @@ def checked_page(out: Path | None, model: str) -> Path:
     """Where the page goes, found writable before anything is measured."""
     page = out or Path(f"profile-{re.sub(r'[^A-Za-z0-9._-]+', '-', model).strip('-')}.html")
     if page.suffix.lower() not in (".html", ".htm"):
-        raise BadOption(f"--out {page}", hint="name a file that ends in .html; the JSON is written beside it")
+        raise BadOption(
+            f"--out {page}", hint="name a file that ends in .html; the JSON is written into the same folder"
+        )
     check_writable("--out", page)
     return page
 
@@ -145,4 +153,4 @@ def _open(page: Path) -> None:
     except webbrowser.Error:
         opened = False
     if not opened:
-        typer.echo(f"wholestep: no browser was found; open {page} yourself", err=True)
+        options.say(f"no browser was found; open {page} yourself")

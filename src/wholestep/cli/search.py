@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_text
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +10,8 @@ import typer
 
 from wholestep.cli import options
 from wholestep.cli.plan import check_writable, tell_passing
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, one_of
+from wholestep.train.request import look_at_recipe
 
 CLOCKS = ("wall", "cpu")
 
@@ -25,10 +25,11 @@ Device = Annotated[
     str, typer.Option(metavar="NAME|this", help="The card to predict for; another than this one with --measure 0.")
 ]
 RecordFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Where results are kept; RECIPE.search.json when not given.")
+    Path | None, typer.Option(metavar="FILE", help="Where results are kept; the default is RECIPE.search.json.")
 ]
 Svg = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Throughput against memory; RECIPE.search.svg when not given.")
+    Path | None,
+    typer.Option(metavar="FILE", help="A picture of throughput against memory; the default is RECIPE.search.svg."),
 ]
 Clock = Annotated[
     str, typer.Option(metavar="wall|cpu", help="cpu: processor time over threads, where others use the CPU too.")
@@ -57,16 +58,16 @@ def command(
 ) -> None:
     """Find the fastest way to run a model: batch, precision, recomputation, kernels, budgets.
 
-    Every combination of the recipe's lists is a point. All are predicted, as `wholestep plan` does; those that do not fit
-    are never run. Few are measured, each in a process of its own; each corrects the predictions of the others. Results and
-    failures are kept beside the recipe, and the same command goes on where it stopped. Exit code 1 when nothing could be
-    measured.
+    Every combination of the recipe's lists is a point. All points are predicted, as by `wholestep plan`; those that do not
+    fit are never run. A few are measured, each in its own process; every measurement corrects the predictions of the others.
+    Results and failures are kept next to the recipe, and the same command continues where it stopped. Exit code 1 when
+    nothing could be measured.
     """
     _check(clock, measure, device)
     picture = svg or recipe.with_suffix(".search.svg")
     for option, path in (("--svg", picture), ("--out", out)):
         check_writable(option, path)
-    options.look_at_recipe(recipe, search=True)
+    look_at_recipe(recipe, search=True)
     from wholestep.search.space import read_space
 
     space = read_space(recipe)
@@ -92,11 +93,11 @@ def command(
     try:
         outcome = run_search(
             space, Predictor(target).of, lambda point: measure_in_child(point, limit, clock=clock), kept, most=measure,
-            retry=retry, calibrated=target.times == "calibrated", tell=_say,
+            retry=retry, calibrated=target.times == "calibrated", tell=options.say,
             passing=tell_passing, done=done,
         )  # fmt: skip
     except KeyboardInterrupt:
-        _say(f"stopped; what was measured is in {kept.path}, and the same command goes on from there")
+        options.say(f"stopped; what was measured is in {kept.path}, and the same command continues from there")
         raise typer.Exit(130) from None
     done(outcome)
     typer.echo(json_text.dumps(as_json(outcome), indent=1) if json else "\n".join(lines_of(outcome)))
@@ -106,7 +107,7 @@ def command(
 
 def _check(clock: str, measure: int, device: str) -> None:
     """What goes together, before anything is loaded."""
-    options.one_of("--clock", clock, CLOCKS)
+    one_of("--clock", clock, CLOCKS)
     if measure and device != "this":
         raise BadOption(
             f"--device {device}: only this machine can be measured", hint="give --measure 0 to predict only"
@@ -129,8 +130,3 @@ def _end(best: Found | None, picture: Path, out: Path | None, json: bool) -> Non
             told[-1] += "   (its recipe: --out FILE)"
     for text in told:
         typer.echo(text, err=json)
-
-
-def _say(text: str) -> None:
-    typer.echo(f"wholestep: {text}", err=True)
-    sys.stderr.flush()

@@ -7,7 +7,10 @@ from typing import Annotated, Any
 import typer
 
 from wholestep.cli import options
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, one_of
+from wholestep.graph.plan_file import plan_at
+from wholestep.passes.pipeline import pipeline_without, refuse_unknown_passes
+from wholestep.train.request import check_memory, checked_recipe, look_at_recipe
 
 STAGES = ("captured", "prepared", "planned", "lowered")
 
@@ -40,27 +43,28 @@ def command(
     dump: options.Dump = None,
 ) -> None:
     """Print the graph of the whole step (forward, loss, backward, update) as Python."""
-    options.one_of("--stage", stage, STAGES)
+    one_of("--stage", stage, STAGES)
     options.checked(precision=precision)
-    options.checked_memory(memory, plan)
+    check_memory(memory, plan)
     if (memory or plan) and stage in ("captured", "prepared"):
         given = f"--memory {memory}" if memory else f"--plan {plan}"
         raise BadOption(f"{given} with --stage {stage}, which comes before it", hint="use --stage planned or lowered")
-    options.refuse_unknown_passes(disable)
-    options.look_at_recipe(recipe)
-    planned = options.read_plan(plan)
+    refuse_unknown_passes(disable)
+    look_at_recipe(recipe)
+    planned = plan_at(plan)
     asked: dict[str, Any] = {
         "sets": sets or (), "data": data, "glob": glob, "field": field, "tokenizer": tokenizer, "batch": batch, "seq": seq,
         "precision": precision,
     }  # fmt: skip
     options.checked_job(model, **asked)
-    chosen = options.checked_recipe(recipe)
-    passes = options.pipeline(disable)
+    chosen = checked_recipe(recipe)
+    passes = pipeline_without(disable)
     folder = options.checked_dump(dump)
     from wholestep.api import compile as compile_step
     from wholestep.graph.printer import to_python
     from wholestep.passes.pipeline import Pipeline, default_pipeline
     from wholestep.train.job import make_job
+    from wholestep.train.plan_use import fitting
 
     job = make_job(model, **asked)
     everything = passes or default_pipeline()
@@ -72,7 +76,7 @@ def command(
     }
     step = compile_step(
         job.model, job.loss_fn, job.optimizer, job.batches.batch(0), backend="interpret", check="off", dump=folder, verbose=False,
-        passes=run[stage], memory=memory, plan=options.fitting_plan(planned, job.settings), recipe=chosen,
+        passes=run[stage], memory=memory, plan=fitting(planned, job.settings), recipe=chosen,
         **job.compile_options,
     )  # fmt: skip
     if step.graph is None:

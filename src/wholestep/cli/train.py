@@ -15,14 +15,16 @@ if TYPE_CHECKING:
 
 Out = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="The folder of the run; runs/MODEL-DATA when not given, never overwritten."),
+    typer.Option(
+        metavar="DIR", help="The folder of the run, which is never overwritten; the default is runs/MODEL-DATA."
+    ),
 ]
 Resume = Annotated[
     bool,
     typer.Option(
         "--resume",
-        help="Go on from the newest checkpoint of --out, or of the newest run. "
-        "--out may also be one checkpoint. What is not given again is as it was.",
+        help="Continue from the newest checkpoint of --out, or of the newest run. "
+        "--out may also be one checkpoint. Options that are not given again keep their values.",
     ),
 ]
 Init = Annotated[
@@ -35,17 +37,19 @@ Nonfinite = Annotated[
     str | None,
     typer.Option(
         metavar="stop|skip|allow",
-        help="What to do about a loss or gradient that is not finite; stop when not given. allow updates each layer before the "
+        help="What to do about a loss or gradient that is not finite; the default is stop. allow updates each layer before the "
         "gradients of the others are known, and stops when the loss is not finite.",
     ),
 ]
 SaveEvery = Annotated[
     int | None,
-    typer.Option(min=1, metavar="N", help="Steps between checkpoints; about ten over a run when not given."),
+    typer.Option(min=1, metavar="N", help="Steps between checkpoints; the default gives about ten over a run."),
 ]
 Config = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Options from a file, such as the run.toml of a run; those given here win."),
+    typer.Option(
+        metavar="FILE", help="Options from a file, such as the run.toml of a run; those on the command line win."
+    ),
 ]
 Log = Annotated[
     str | None, typer.Option(metavar="NAMES", help="Also log to csv, tensorboard, wandb; several by commas.")
@@ -97,19 +101,15 @@ def command(
     seed: options.Seed = None,
     config: Config = None,
     log: Log = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="One line at the end, and what went wrong.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print one line at the end, and errors.")] = False,
     json: options.Json = False,
 ) -> None:
     """Train a model. Without arguments: a small one, on texts that come with Wholestep.
 
-    The run gets a folder with metrics, checkpoints, a picture of the loss and a sample. Ctrl-C saves, and --resume goes
-    on as if nothing had happened, on a CPU bit for bit. Exit code 1 when training had to stop.
+    The run gets a folder with metrics, checkpoints, a picture of the loss and a sample. Ctrl-C saves, and --resume
+    continues where training stopped, on a CPU bit for bit. Exit code 1 when training had to stop.
     """
-    options.checked(precision=precision, backend=backend)
-    options.checked_memory(memory, plan)
     options.checked_room(host_memory, offload_path)
-    options.one_of("--nonfinite", nonfinite, ("stop", "skip", "allow"))
-    options.refuse_unknown_passes(disable)
     given = {
         "model": model, "sets": sets or None, "data": data, "glob": glob, "field": field,
         "tokenizer": tokenizer, "batch": batch, "seq": seq, "precision": precision, "steps": steps,
@@ -142,4 +142,4 @@ def report(outcome: Outcome, request: dict[str, Any], *, quiet: bool, json: bool
         summary.tell(outcome, request, sys.stdout)
     if outcome.trouble is not None:
         resume = summary.next_commands(outcome, request)[0] if outcome.status == "interrupted" else ""
-        typer.echo(f"wholestep: {outcome.trouble}" + (f"; go on with: {resume}" if resume else ""), err=True)
+        options.say(outcome.trouble + (f"; go on with: {resume}" if resume else ""))

@@ -6,14 +6,13 @@ under `--set`, and an option only where its name is near.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer.core
 
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, did_you_mean
 
 MAY_BE_EMPTY = ("prompt",)
 
@@ -61,12 +60,10 @@ def unknown_option(named: str, context: Any) -> BadOption:
     options = [option for option in options if option.startswith("--")]
     word = named.lstrip("-").partition("=")[0]
     what = f"there is no option {named}"
-    close = difflib.get_close_matches(word, [option[2:] for option in options], n=1, cutoff=0.7)
+    near = did_you_mean(word, [option[2:] for option in options], shown="--{}", cutoff=0.7)
     if "--set" in options:
         from wholestep.train.wishes import TRAINING
 
         key = word.replace("-", "_")
-        wanted = difflib.get_close_matches(key, TRAINING, n=1, cutoff=0.7 if not close else 1.0)
-        if key in TRAINING or wanted:
-            return BadOption(what, hint=f"did you mean --set {key if key in TRAINING else wanted[0]}=VALUE?")
-    return BadOption(what, hint=f"did you mean --{close[0]}?" if close else f"see {context.command_path} --help")
+        near = did_you_mean(key, TRAINING, near, shown="--set {}=VALUE", cutoff=1.0 if near else 0.7)
+    return BadOption(what, hint=near or f"see {context.command_path} --help")

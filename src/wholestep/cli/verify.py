@@ -7,6 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from wholestep.cli import options
+from wholestep.graph.plan_file import plan_at
+from wholestep.passes.pipeline import pipeline_without, refuse_unknown_passes
+from wholestep.train.request import check_memory, checked_recipe, look_at_recipe
 
 EXAMPLES = """\b
 Examples:
@@ -44,31 +47,32 @@ def command(
 ) -> None:
     """Compare the captured step with eager PyTorch: losses, gradients, buffers, updates.
 
-    Every value has to lie within twice the rounding error that eager PyTorch itself shows against float64. Awkward
-    batches and a step in eval mode follow the train steps. Exit code 1 when anything differs, and where it began. With
-    --recipe the model as it was written is the measure, and the wrong verb is named; with --mesh the ranks run side by side.
+    Every value has to be within twice the rounding error that eager PyTorch itself shows against float64. Awkward batches
+    and a step in eval mode follow the train steps. When anything differs, says where it began; exit code 1. With --recipe
+    the model as it was written is the reference, and a wrong verb is named; with --mesh the ranks run side by side.
     """
     options.checked(precision=precision, backend=backend)
-    options.checked_memory(memory, plan)
+    check_memory(memory, plan)
     options.checked_room(host_memory, offload_path)
-    options.refuse_unknown_passes(disable)
-    options.look_at_recipe(recipe)
-    planned, ranks = options.read_plan(plan), options.read_mesh(mesh)
+    refuse_unknown_passes(disable)
+    look_at_recipe(recipe)
+    planned, ranks = plan_at(plan), options.read_mesh(mesh)
     asked: dict[str, Any] = {
         "sets": sets or (), "data": data, "glob": glob, "field": field, "tokenizer": tokenizer, "batch": batch, "seq": seq,
         "precision": precision, "seed": seed or 0,
     }  # fmt: skip
     options.checked_job(model, keeps_all=(memory, plan, recipe, mesh) == (None,) * 4, **asked)
-    chosen, passes, folder = options.checked_recipe(recipe), options.pipeline(disable), options.checked_dump(dump)
+    chosen, passes, folder = checked_recipe(recipe), pipeline_without(disable), options.checked_dump(dump)
     backend = backend or ("inductor" if ranks is None or ranks.num_ranks == 1 else "interpret")
     from wholestep.api import verify
     from wholestep.train.job import make_job
+    from wholestep.train.plan_use import fitting
 
     job = make_job(model, steps=steps, **asked)
     report = verify(
         job.model, job.loss_fn, job.optimizer, [job.batches.batch(number) for number in range(steps)], steps=steps,
         edge_batches=job.edge_batches or None, memory=memory, host_memory=host_memory, offload_path=offload_path or None,
-        plan=options.fitting_plan(planned, job.settings),
+        plan=fitting(planned, job.settings),
         recipe=chosen, by_verb=None if chosen is None else "blame", backend=backend, passes=passes, dump=folder,
         mesh=ranks, seed=job.settings.get("seed", 0), **job.compile_options,
     )  # fmt: skip

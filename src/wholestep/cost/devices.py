@@ -8,12 +8,11 @@ card's numbers: `measure.py` measures it instead.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, did_you_mean
 
 FORMATS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 TERA, GIGA, MEBI = 1e12, 1e9, 2**20
@@ -176,6 +175,8 @@ def find_device(name: str) -> Device:
     key = name.strip().lower()
     if key in DEVICES:
         return DEVICES[key]
-    close = difflib.get_close_matches(key, DEVICES, n=1)
-    known = f"known: {', '.join(DEVICES)}; `this` and `cpu` are looked up or measured here"
-    raise BadOption(f"no device is called {name!r}", hint=f"did you mean {close[0]}? ({known})" if close else known)
+    near, known = (
+        did_you_mean(key, DEVICES),
+        f"known: {', '.join(DEVICES)}; `this` and `cpu` are looked up or measured here",
+    )
+    raise BadOption(f"no device is called {name!r}", hint=f"{near} ({known})" if near else known)

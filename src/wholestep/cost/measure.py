@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from wholestep.cost.devices import FORMATS, Device, detect
-from wholestep.disk import cache_folder, read_bytes, write_atomically
+from wholestep.disk import cache_folder, read_bytes, write_json
 from wholestep.errors import BadOption
 from wholestep.graph.counted import counted
 
@@ -49,7 +49,7 @@ def measure_device(kind: str = "cpu", *, fresh: bool = False) -> Device:
     facts = _read(read_bytes(path))
     if facts is None or fresh:
         facts = _better(facts, _measure(kind))
-        write_atomically(path, json.dumps(facts, indent=1).encode())
+        write_json(path, facts)
     return _from_facts(facts)
 
 

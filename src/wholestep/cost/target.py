@@ -38,6 +38,16 @@ def refuse_units(device: Device, precision: str) -> None:
         raise BadOption(f"{device.title} has no units for {precision}", hint=f"use --precision fp32; it has {has}")
 
 
+def budget_on(card: Card, memory: str | int | None, asked: str) -> int:
+    """The budget in bytes, all that the card has where none is named; `asked`: how it was written, for the error."""
+    has = card.device.memory_bytes
+    budget = has if memory in (None, "auto") else parse_bytes(memory)  # type: ignore[arg-type]
+    if budget > has:
+        what = f"{asked}: {card.device.title} has {show_bytes(has)}"
+        raise BadOption(what, hint="leave it out for all of it, or name a larger device")
+    return budget
+
+
 def find_target(text: str) -> Card:
     """The target of that name; an error that names the nearest for anything else."""
     name = text.strip()

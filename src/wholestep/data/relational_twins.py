@@ -11,7 +11,6 @@ law. No edge is there twice.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from wholestep.data.draws import generator_for
 from wholestep.data.twin_statistics import STATISTICS, Group, Statistics, fitted_sizes
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, did_you_mean
 
 ROOM = 2
 """Pairs that two pools can form, per edge of their relation: with fewer, new edges would be hard to find."""
@@ -79,8 +78,7 @@ def twin(name: str, seed: int = 0, scale: float = 1.0, device: Any = "cpu") -> T
 
 def _known(name: str) -> Statistics:
     if name not in STATISTICS:
-        close = difflib.get_close_matches(name, STATISTICS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(STATISTICS)}"
+        hint = did_you_mean(name, STATISTICS, f"use one of {', '.join(STATISTICS)}")
         raise BadOption(f"{name!r} has no twin", hint=hint)
     return STATISTICS[name]
 

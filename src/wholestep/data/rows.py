@@ -6,6 +6,7 @@ the row: trained on, it would be noise that nobody asked for.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import warnings
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from wholestep.errors import BadOption, WholestepWarning
+from wholestep.errors import BadOption, WholestepWarning, first_line
 
 FIELD = "text"
 BETWEEN = b"\n\n"
@@ -42,10 +43,8 @@ def of_file(path: Path, field: str, *, in_folder: bool) -> Iterator[bytes]:
     if path.suffix.lower() in JSON_LINES:
         yield from _json_lines(path, field)
         return
-    try:
+    with readable(path):
         content = path.read_bytes()
-    except OSError as error:
-        raise BadOption(f"data {str(path)!r} cannot be read: {error.strerror or error}") from None
     if content.strip():
         yield checked_text(content, str(path), hint=_LEAVE_OUT if in_folder else "")
     elif in_folder:
@@ -54,15 +53,21 @@ def of_file(path: Path, field: str, *, in_folder: bool) -> Iterator[bytes]:
         raise _empty(path)
 
 
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """A file of data that the system does not let be read is told in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise BadOption(f"data {str(path)!r} cannot be read: {error.strerror or error}") from None
+
+
 def look_at(path: Path, *, in_folder: bool = False) -> None:
     """An error when the beginning of a file shows that it is no text; what has rows or tokens is looked at by its reader."""
     if has_fields(path) or path.suffix.lower() in NO_TEXT:
         return
-    try:
-        with path.open("rb") as file:
-            start = file.read(_LOOK)
-    except OSError as error:
-        raise BadOption(f"data {str(path)!r} cannot be read: {error.strerror or error}") from None
+    with readable(path), path.open("rb") as file:
+        start = file.read(_LOOK)
     if not start and in_folder:
         return  # passed over
     if not start:
@@ -110,21 +115,18 @@ def _field(row: Any, field: str, shown: str) -> bytes:
 
 def _json_lines(path: Path, field: str) -> Iterator[bytes]:
     empty = True
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                shown = f"{path} line {number}"
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    why = error.msg if isinstance(error, json.JSONDecodeError) else "no UTF-8, or nested too deeply"
-                    raise BadOption(f"{shown} is not JSON: {why}", hint="mend or remove that line") from None
-                empty = False
-                yield _field(row, field, shown)
-    except OSError as error:
-        raise BadOption(f"data {str(path)!r} cannot be read: {error.strerror or error}") from None
+    with readable(path), path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            shown = f"{path} line {number}"
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                why = error.msg if isinstance(error, json.JSONDecodeError) else "no UTF-8, or nested too deeply"
+                raise BadOption(f"{shown} is not JSON: {why}", hint="mend or remove that line") from None
+            empty = False
+            yield _field(row, field, shown)
     if empty:
         raise BadOption(f"data {str(path)!r} holds no rows", hint='a row is a line such as {"text": "..."}')
 
@@ -147,7 +149,7 @@ def _parquet(path: Path, field: str) -> Iterator[bytes]:
                     yield _field({field: value}, field, f"{path} row {number}")
                     number += 1
     except (pyarrow.ArrowException, OSError) as error:
-        raise BadOption(f"{path} cannot be read as parquet: {(str(error).splitlines() or [''])[0][:200]}") from None
+        raise BadOption(f"{path} cannot be read as parquet: {first_line(error)}") from None
     if not number:
         raise BadOption(f"data {str(path)!r} holds no rows", hint="give a file with rows")
 
@@ -170,8 +172,7 @@ def of_dataset(folder: Path, field: str) -> Iterator[tuple[str, bytes]]:
     try:
         found = datasets.load_from_disk(str(folder))
     except Exception as error:  # whatever a damaged folder leads to
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise BadOption(f"{folder} cannot be read by the package datasets: {first[:200]}") from None
+        raise BadOption(f"{folder} cannot be read by the package datasets: {first_line(error)}") from None
     splits = dict(found) if isinstance(found, dict) else {"rows": found}
     for name, table in splits.items():
         if field not in table.column_names:

@@ -191,10 +191,8 @@ def hash_files(paths: Mapping[str, Path]) -> dict[str, str]:
     """Name -> SHA-256 of what the file holds."""
     found = {}
     for name, path in paths.items():
-        try:
+        with rows.readable(path):
             found[name] = hash_of(path)
-        except OSError as error:
-            raise BadOption(f"data {str(path)!r} cannot be read: {error.strerror or error}") from None
     return found
 
 

@@ -6,12 +6,11 @@ In: a name. Out: the text, as bytes, with the digest that tells a resumed run wh
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import sysconfig
 from pathlib import Path
 
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, did_you_mean
 
 FILES = Path(__file__).parent / "files"
 TEXTS = {
@@ -49,8 +48,7 @@ def read_text(name: str, *, others: tuple[str, ...] = ()) -> Text:
 def unknown_data(name: str, others: tuple[str, ...] = ()) -> BadOption:
     """The error for a name that is neither a data set nor a file."""
     known = (*TEXTS, *others)
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"use {', '.join(known)} or the path of a text file or folder"
+    hint = did_you_mean(name, known, f"use {', '.join(known)} or the path of a text file or folder")
     return BadOption(f"data {name!r} is neither a known data set nor a file or folder", hint=hint)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from wholestep.data.rows import NO_TEXT
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, first_line
 
 _PART = 2**22
 """Ids looked at together when the largest is sought."""
@@ -39,8 +39,7 @@ def _npy(path: Path) -> Any:
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise BadOption(f"{path} cannot be read as .npy: {why[:200]}") from None
+        raise BadOption(f"{path} cannot be read as .npy: {first_line(error)}") from None
 
 
 def _safetensors(path: Path, field: str | None) -> Any:

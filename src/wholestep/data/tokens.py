@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from wholestep.disk import cache_folder, read_sealed, write_sealed
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, first_line
 
 if TYPE_CHECKING:  # its names are read before torch is loaded
     from torch import Tensor
@@ -213,8 +213,7 @@ def read_tokens(path: Path) -> Tokens:
     try:
         return Pieces("file", tokenizers.Tokenizer.from_file(str(path)))
     except Exception as error:  # the package raises plain Exception
-        first = (str(error).splitlines() or ["unreadable"])[0]
-        raise BadOption(f"{path} is not a tokenizer: {first}", hint="or --set tokenizer=bpe") from None
+        raise BadOption(f"{path} is not a tokenizer: {first_line(error)}", hint="or --set tokenizer=bpe") from None
 
 
 def _trained(examples: Examples, vocabulary: int, names: tuple[str, ...]) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.graph.training_graph import OutputKind, TrainingGraph, phase_of
+from wholestep.graph.training_graph import OutputKind, TrainingGraph, phase_of, tensors_in
 from wholestep.graph.views import declares_view, shares_memory
 
 Storages = Any
@@ -187,6 +187,11 @@ def _copied(graph: TrainingGraph, found: dict[fx.Node, Storages], nodes: list[fx
             after = max(last[number], last.get(found[placeholders[entry.target]], 0))
             copied[number] = max(after, copied.get(number, 0))
     return {number: position for number, position in copied.items() if number not in returned}
+
+
+def node_bytes(node: fx.Node) -> int:
+    """Of all tensors that a node stands for."""
+    return sum(tensor_bytes(tensor) for tensor in tensors_in(node.meta.get("val")))
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

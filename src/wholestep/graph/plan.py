@@ -8,12 +8,11 @@ made (`made_for`); where that no longer holds it is refused with the name of the
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Mapping
 from typing import Any
 
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, did_you_mean
 
 FORMAT = 2
 """Of plans as files. A file of format 1 has no line that says that it is whole."""
@@ -108,8 +107,7 @@ class Plan:
         if data.get("format") not in (1, FORMAT):
             raise BadOption(f"a plan of format {data.get('format')!r}", hint=f"this version reads format {FORMAT}")
         for name in sorted(given.keys() - known):
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"fields are {', '.join(sorted(known))}"
+            hint = did_you_mean(name, known, f"fields are {', '.join(sorted(known))}")
             hint = "a recipe is given by --recipe" if name == "verbs" else hint
             raise BadOption(f"a plan with an unknown field {name!r}", hint=hint)
         for name, value in given.items():

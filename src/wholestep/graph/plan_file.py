@@ -68,6 +68,11 @@ def write_plan(plan: Plan, path: Path) -> None:
         raise BadOption(f"{path}: {error.strerror or error}", hint="name a file that can be written") from error
 
 
+def plan_at(path: str | Path | None) -> Plan | None:
+    """The plan in a file, read before a model is built; None where no file is named."""
+    return None if path is None else read_plan(Path(path))
+
+
 def read_plan(path: Path) -> Plan:
     """The plan in a file."""
     try:

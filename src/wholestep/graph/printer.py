@@ -26,7 +26,16 @@ from torch import fx
 
 from wholestep.graph.serialise import target_name
 from wholestep.graph.structure import EqualRuns, equal_runs, external_inputs
-from wholestep.graph.training_graph import Input, OutputKind, Role, TrainingGraph, module_of, phase_of, source_of
+from wholestep.graph.training_graph import (
+    Input,
+    OutputKind,
+    Role,
+    TrainingGraph,
+    constant_of,
+    module_of,
+    phase_of,
+    source_of,
+)
 
 WIDTH = 120
 MAX_INLINE_CONSTANT = 64
@@ -153,7 +162,7 @@ def _preamble(graph: TrainingGraph, namespaces: Sequence[str]) -> str:
     large = [node for node in graph.graph.find_nodes(op="get_attr") if _inline_constant(graph, node) is None]
     if large:
         lines += ["", "# Tensors too large to print: fill in from the graph module's attributes of these names."]
-        lines += [f"# {node.target}: {value_type(_constant(graph, node))}" for node in large]
+        lines += [f"# {node.target}: {value_type(constant_of(graph.module, node))}" for node in large]
         lines.append("CONSTANTS = {}")
     return "\n".join(lines)
 
@@ -301,16 +310,9 @@ def _literal(value: Any, names: Mapping[fx.Node, str] | _Names) -> str:
     return "..." if value is Ellipsis else repr(value)
 
 
-def _constant(graph: TrainingGraph, node: fx.Node) -> Any:
-    value: Any = graph.module
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    return value
-
-
 def _inline_constant(graph: TrainingGraph, node: fx.Node) -> str | None:
     """A small plain tensor as source; None when it must come from outside."""
-    value = _constant(graph, node)
+    value = constant_of(graph.module, node)
     plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
     if not plain or value.device.type == "meta" or value.numel() > MAX_INLINE_CONSTANT or not value.is_contiguous():
         return None

@@ -6,12 +6,11 @@ In: a TOML file. Out: its table. No torch: a file that is no recipe, or names a 
 from __future__ import annotations
 
 import datetime
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from wholestep.errors import BadOption, WholestepError
+from wholestep.errors import BadOption, WholestepError, did_you_mean
 from wholestep.graph.file_end import is_end
 
 FORMAT = 1
@@ -47,7 +46,11 @@ def read_table(path: Path, *, search: bool = False) -> dict[str, Any]:
 def _check(table: dict[str, Any], known: Sequence[str]) -> None:
     for name in table:
         if name not in known:
-            hint = "plans are given by --plan" if name in ("recompute", "made_for") else _nearest(name, known)
+            hint = (
+                "plans are given by --plan"
+                if name in ("recompute", "made_for")
+                else did_you_mean(name, known, cutoff=0.5)
+            )
             raise BadOption(f"a recipe with an unknown field {name!r}", hint=hint or f"fields are {', '.join(known)}")
     if table.get("format") != FORMAT:
         raise BadOption(f"a recipe of format {table.get('format')!r}", hint=f"this version reads format {FORMAT}")
@@ -68,7 +71,7 @@ def _check(table: dict[str, Any], known: Sequence[str]) -> None:
     for number, row in enumerate(rows, start=1):
         if verbs and not any(name in verbs for name in row):
             first = next(iter(row))
-            hint = _nearest(first, verbs) or f"verbs are {', '.join(verbs)}"
+            hint = did_you_mean(first, verbs, f"verbs are {', '.join(verbs)}", cutoff=0.5)
             raise BadOption(f"line {number}: there is no verb {first!r}", hint=hint)
 
 
@@ -78,8 +81,3 @@ def _date_in(value: Any) -> str | None:
         entries = value.values() if isinstance(value, dict) else value
         return next((found for entry in entries if (found := _date_in(entry)) is not None), None)
     return str(value) if isinstance(value, datetime.date | datetime.time) else None
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else ""

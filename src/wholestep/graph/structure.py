@@ -15,6 +15,9 @@ from wholestep.graph.equality import equality_hash
 from wholestep.graph.layers import LayerFamily, layer_families, repeated_layers
 from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of
 
+FEWEST_NODES = 4
+"""Of a run that is worth printing once."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EqualRuns:
@@ -62,7 +65,7 @@ def structural_key(nodes: Sequence[fx.Node]) -> str:
     return equality_hash(external_inputs(nodes), nodes)
 
 
-def equal_runs(graph: TrainingGraph, *, min_nodes: int = 4) -> list[EqualRuns]:
+def equal_runs(graph: TrainingGraph) -> list[EqualRuns]:
     """Runs of neighbouring operations that two or more layers share, grouped, in the order of their first nodes.
 
     A run holds all operations of one layer and phase that follow one another, so it can be replaced by one call without
@@ -72,7 +75,7 @@ def equal_runs(graph: TrainingGraph, *, min_nodes: int = 4) -> list[EqualRuns]:
     nodes = list(graph.operations())
     place = {node: position for position, node in enumerate(nodes)}
     groups: list[list[_Run]] = []
-    _group_runs(nodes, repeated_layers(graph), min_nodes, place, groups)
+    _group_runs(nodes, repeated_layers(graph), place, groups)
     groups.sort(key=lambda runs: place[runs[0].nodes[0]])
     found = []
     for runs in groups:
@@ -86,7 +89,6 @@ def equal_runs(graph: TrainingGraph, *, min_nodes: int = 4) -> list[EqualRuns]:
 def _group_runs(
     nodes: Sequence[fx.Node],
     families: Sequence[LayerFamily],
-    min_nodes: int,
     place: Mapping[fx.Node, int],
     groups: list[list[_Run]],
 ) -> None:
@@ -96,7 +98,7 @@ def _group_runs(
         by_key.setdefault((run.family.prefix, run.phase, structural_key(run.nodes)), []).append(run)
     alone: dict[str, list[fx.Node]] = {}
     for runs in by_key.values():
-        if len(runs) > 1 and len(runs[0].nodes) >= min_nodes:
+        if len(runs) > 1 and len(runs[0].nodes) >= FEWEST_NODES:
             groups.append(runs)
             continue
         for run in runs:
@@ -104,7 +106,7 @@ def _group_runs(
     for below, members in alone.items():
         inner = layer_families(map(module_of, members), below)
         if inner:
-            _group_runs(sorted(members, key=place.__getitem__), inner, min_nodes, place, groups)
+            _group_runs(sorted(members, key=place.__getitem__), inner, place, groups)
 
 
 def _runs(nodes: Iterable[fx.Node], families: Sequence[LayerFamily], place: Mapping[fx.Node, int]) -> list[_Run]:

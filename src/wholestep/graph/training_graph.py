@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -156,6 +157,16 @@ def matched_by(node: fx.Node) -> tuple[str, ...]:
 def source_of(node: fx.Node) -> str | None:
     """`file.py:line` of the user's code that made the node."""
     return (node.meta.get("custom") or {}).get("source")
+
+
+def operation_of(node: fx.Node) -> fx.Node:
+    """The call that made the value: of a result among several, the call that made them all."""
+    return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
+
+
+def constant_of(owner: Any, node: fx.Node) -> Any:
+    """What a `get_attr` node reads."""
+    return operator.attrgetter(str(node.target))(owner)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

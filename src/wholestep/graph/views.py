@@ -5,7 +5,7 @@ One fact, and three narrower questions about it:
     shares_memory   the result may be memory of an argument: by the operator's schema, which holds for every call, while storages of
                     fake tensors lie where passes copied `meta["val"]`
     declares_view   the schema itself says so; `UNDECLARED_VIEWS` are those that keep it to themselves
-    is_cheap_view   only sizes and strides change: it costs nothing, so it may be made again anywhere
+    is_cheap_view   only sizes and strides change: it costs nothing, so it may be recomputed anywhere
     WHOLE_VIEWS     overloads of those that show all of what they look at, which passes look through
 """
 

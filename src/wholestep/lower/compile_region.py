@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
-from wholestep.errors import CompilerMissing
+from wholestep.errors import CompilerMissing, one_line
 from wholestep.graph.strides import inverse, memory_order
 from wholestep.graph.training_graph import tensors_in
 from wholestep.lower import region_cache
@@ -105,8 +105,7 @@ def compile_region(region: Region) -> Compiled:
         function = _compiled(module, region.signature)
         compiled = Compiled(function, time.perf_counter() - started, _cache_hits() > hits)
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-        note = f"runs uncompiled, Inductor failed ({reason})"
+        note = f"runs uncompiled, Inductor failed ({one_line(error)})"
         compiled = Compiled(_uncompiled(module), time.perf_counter() - started, False, note)
     _in_process[key] = compiled
     return compiled

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from wholestep.errors import one_line
 from wholestep.lower.driver import cutting
 from wholestep.lower.places import Places
 from wholestep.lower.runner import Runner
@@ -105,8 +106,7 @@ class CudaGraphRunner:
             raise NotRecordable("its memory, which cannot be defragmented, is more than there is") from error
         except Exception as error:
             self.graphs = []
-            lines = str(error).strip().splitlines()
-            raise NotRecordable(f"{type(error).__name__}: {lines[0] if lines else ''}") from error
+            raise NotRecordable(one_line(error)) from error
         if pool is None:  # memory cached for direct runs is of no use to the graph's own pool
             give_back()
         return outputs
@@ -319,7 +319,7 @@ class AutoCudaGraph:
         return self._recorded is not None
 
     def make_room(self) -> None:
-        """Another size needs the memory of the recording: it is made again later, after more direct calls every time."""
+        """Another size needs the memory of the recording: it is recorded again later, after more direct calls every time."""
         if self._recorded is None:
             return
         direct, replays = self._calls

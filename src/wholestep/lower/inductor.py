@@ -19,16 +19,14 @@ from torch import fx
 
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.lower.compile_region import Compiled, compile_region, forget_compiled, require_compiler
-from wholestep.lower.driver import Statement, build_driver
+from wholestep.lower.driver import Statement
 from wholestep.lower.in_place import ImperativeGraph, write_state_in_place
-from wholestep.lower.interpret import constants_of
+from wholestep.lower.interpret import driven, facts_of
 from wholestep.lower.keep_roundings import keep_roundings
 from wholestep.lower.lift_numbers import lift_numbers
 from wholestep.lower.overlap import one_wait_for_all
-from wholestep.lower.races import refuse_races
 from wholestep.lower.regions import Piece, Region, split_regions
 from wholestep.lower.runner import Runner
-from wholestep.lower.streams import streams_for
 from wholestep.lower.transfers import Transfers, device_of
 from wholestep.ops.updates import BY_IN_PLACE
 from wholestep.tiers.files import FileStore
@@ -50,18 +48,9 @@ def lower_inductor(
     device = device_of(imperative.graph)
     transfers = Transfers(device, store)
     statements = _statements(pieces, compiled, transfers)
-    if transfers.facts():
-        refuse_races(statements, imperative.results)
-        transfers.ready()
-    driver = build_driver(
-        imperative.placeholders,
-        statements,
-        imperative.results,
-        constants_of(imperative.graph, imperative.owner),
-        streams=streams_for(device),
-    )
-    facts = _facts(imperative, pieces, compiled) | transfers.facts()
-    facts |= {"split_seconds": split_seconds, "seconds": time.perf_counter() - started, "driver": driver.source}
+    driver = driven(imperative, statements, transfers, device)
+    facts = facts_of(imperative, started) | _facts(pieces, compiled) | transfers.facts()
+    facts |= {"split_seconds": split_seconds, "driver": driver.source}
     return Runner(driver.function, len(graph.inputs), facts, keep=list(compiled.values()))
 
 
@@ -129,7 +118,7 @@ def _statements(pieces: list[Piece], compiled: dict[str, Compiled], transfers: T
     return found
 
 
-def _facts(imperative: ImperativeGraph, pieces: list[Piece], compiled: dict[str, Compiled]) -> dict[str, Any]:
+def _facts(pieces: list[Piece], compiled: dict[str, Compiled]) -> dict[str, Any]:
     regions = [piece for piece in pieces if isinstance(piece, Region)]
     titles = {region.signature: region.title for region in regions}
     return {
@@ -137,9 +126,6 @@ def _facts(imperative: ImperativeGraph, pieces: list[Piece], compiled: dict[str,
         "regions": len(regions),
         "unique_regions": len(compiled),
         "direct_calls": len(pieces) - len(regions),
-        "symbolic": imperative.symbolic,
-        "in_place_updates": imperative.num_in_place,
-        "copied_updates": imperative.num_copies,
         "seconds_per_region": {f"{titles[key]} {key[:8]}": code.seconds for key, code in compiled.items()},
         "cache_hits": sum(code.cached for code in compiled.values()),
         "notes": [f"{titles[key]}: {code.note}" for key, code in compiled.items() if code.note],

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.graph.training_graph import TrainingGraph
-from wholestep.lower.driver import build_driver
-from wholestep.lower.in_place import write_state_in_place
+from wholestep.graph.training_graph import TrainingGraph, constant_of
+from wholestep.lower.driver import Driver, Statement, build_driver
+from wholestep.lower.in_place import ImperativeGraph, write_state_in_place
 from wholestep.lower.races import refuse_races
 from wholestep.lower.runner import Runner
 from wholestep.lower.streams import streams_for
@@ -37,29 +37,31 @@ def lower_interpret(graph: TrainingGraph, *, watch: Sequence[str] = (), store: F
     transfers = Transfers(device, store)
     calls = [node for node in imperative.graph.nodes if node.op == "call_function"]
     statements = [statement for node in calls for statement in transfers.statements(node)]
+    driver = driven(imperative, statements, transfers, device)
+    facts = {"backend": "interpret", "calls": len(statements), "driver": driver.source, **transfers.facts()}
+    return Runner(driver.function, len(graph.inputs), facts_of(imperative, started) | facts)
+
+
+def driven(
+    imperative: ImperativeGraph, statements: list[Statement], transfers: Transfers, device: torch.device
+) -> Driver:
+    """One function that makes all calls in their order, once those that wait for copies are known to run in no race."""
     if transfers.facts():
         refuse_races(statements, imperative.results)
         transfers.ready()
-    driver = build_driver(
+    return build_driver(
         imperative.placeholders, statements, imperative.results, constants_of(imperative.graph, imperative.owner),
         streams=streams_for(device),
     )  # fmt: skip
-    facts = {
-        "backend": "interpret",
-        "regions": 0,
-        "unique_regions": 0,
-        "calls": len(statements),
-        "symbolic": imperative.symbolic,
-        "in_place_updates": imperative.num_in_place,
-        "copied_updates": imperative.num_copies,
-        "seconds": time.perf_counter() - started,
-        "seconds_per_region": {},
-        "cache_hits": 0,
-        "driver": driver.source,
-        "notes": [],
-        **transfers.facts(),
-    }
-    return Runner(driver.function, len(graph.inputs), facts)
+
+
+def facts_of(imperative: ImperativeGraph, started: float) -> dict[str, Any]:
+    """What `Runner.describe` says under every backend; here of one that compiles no regions."""
+    return {
+        "regions": 0, "unique_regions": 0, "seconds_per_region": {}, "cache_hits": 0, "notes": [],
+        "symbolic": imperative.symbolic, "in_place_updates": imperative.num_in_place,
+        "copied_updates": imperative.num_copies, "seconds": time.perf_counter() - started,
+    }  # fmt: skip
 
 
 def constants_of(graph: fx.Graph, owner: torch.nn.Module) -> dict[fx.Node, Any]:
@@ -67,10 +69,7 @@ def constants_of(graph: fx.Graph, owner: torch.nn.Module) -> dict[fx.Node, Any]:
     found: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         if node.op == "get_attr":
-            value: Any = owner
-            for part in str(node.target).split("."):
-                value = getattr(value, part)
-            found[node] = value
+            found[node] = constant_of(owner, node)
         elif node.op in ("call_module", "call_method"):
             raise TypeError(f"node {node.name} is a {node.op}; a training graph has functions only")
     return found

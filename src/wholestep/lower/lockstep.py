@@ -21,7 +21,7 @@ from wholestep.errors import WholestepError
 from wholestep.graph.mesh import LAYOUT, PARTIAL, Cut
 from wholestep.graph.training_graph import Input, OutputKind, Role, TrainingGraph, phase_of
 from wholestep.lower.in_place import ImperativeGraph, write_state_in_place
-from wholestep.lower.interpret import constants_of
+from wholestep.lower.interpret import constants_of, facts_of
 from wholestep.lower.runner import Runner
 from wholestep.lower.statements import statement_of
 from wholestep.ops.record import arguments_of, record_of
@@ -41,12 +41,9 @@ def lower_lockstep(graph: TrainingGraph, *, watch: Sequence[str] = ()) -> Runner
     started = time.perf_counter()
     program = Lockstep(graph, write_state_in_place(graph, watch), watch)
     facts = {
-        "backend": "lockstep", "ranks": graph.ranks.mesh.num_ranks, "regions": 0, "unique_regions": 0,
-        "calls": len(program.calls), "symbolic": program.imperative.symbolic,
-        "in_place_updates": program.imperative.num_in_place, "copied_updates": program.imperative.num_copies,
-        "seconds": time.perf_counter() - started, "seconds_per_region": {}, "cache_hits": 0, "driver": "", "notes": [],
+        "backend": "lockstep", "ranks": graph.ranks.mesh.num_ranks, "calls": len(program.calls), "driver": "",
     }  # fmt: skip
-    return Runner(program, len(graph.inputs), facts)
+    return Runner(program, len(graph.inputs), facts_of(program.imperative, started) | facts)
 
 
 class Lockstep:

@@ -13,14 +13,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from wholestep import compat
+from wholestep.disk import read_json, write_json
 from wholestep.lower.overlap import probing, vector_isa
 
 FORMAT = 1
@@ -58,19 +58,15 @@ def remember(signature: str, compiled: Any, *, on_cpu: bool) -> None:
     with contextlib.suppress(Exception):
         if not _enabled():
             return
-        path = _path(signature)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
         isa = vector_isa() if on_cpu else None
-        temporary.write_text(json.dumps({"format": FORMAT, "key": key, "vector_isa": isa}))
-        os.replace(temporary, path)
+        write_json(_path(signature), {"format": FORMAT, "key": key, "vector_isa": isa})
 
 
 def _read(signature: str) -> dict[str, Any] | None:
     if not _enabled():
         return None
     try:
-        entry = json.loads(_path(signature).read_text())
+        entry = read_json(_path(signature))
     except (OSError, ValueError):
         return None
     return entry if isinstance(entry, dict) and entry.get("format") == FORMAT else None
@@ -99,7 +95,7 @@ def environment() -> str:
         sys.version_info[:3],
         torch.__version__,
         torch.version.git_version,
-        _triton_version(),
+        compat.installed_version("triton"),
         _devices(),
         _own_sources(),
         torch.get_num_threads(),
@@ -129,16 +125,6 @@ def _matmul_setting(name: str) -> object:
 
 
 @functools.cache
-def _triton_version() -> str | None:
-    try:
-        from importlib.metadata import version
-
-        return version("triton")
-    except Exception:
-        return None
-
-
-@functools.cache
 def _devices() -> list[str]:
     if not torch.cuda.is_available():
         return []
@@ -164,7 +150,7 @@ def _same_vector_isa(expected: str) -> bool:
 
     Inductor proves each instruction set with a subprocess, 0.5 s apiece, in every process. The proof was made when
     the code was compiled, so here the processor's own list of capabilities is enough; when it disagrees, the proof is
-    made again.
+    repeated.
     """
     from torch._inductor import config, cpu_vec_isa
 

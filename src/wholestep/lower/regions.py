@@ -7,7 +7,7 @@ values) have equal `signature`s, so 24 equal layers compile once. Optimizer upda
 region.
 
 Three rules keep regions equal and cheap:
-- a view that would cross a border is made again on the other side, so only its base crosses;
+- a view that would cross a border is recomputed on the other side, so only its base crosses;
 - results of one node stay with it (`getitem`), so what crosses is always a tensor;
 - constants enter as inputs.
 """
@@ -219,7 +219,7 @@ def _is_scalar(node: fx.Node) -> bool:
 
 
 def _with_views(nodes: list[fx.Node], imperative: ImperativeGraph) -> list[fx.Node]:
-    """The region's nodes, with the views of outside values (and subgraphs of higher-order operators) made again
+    """The region's nodes, with the views of outside values (and subgraphs of higher-order operators) recomputed
     inside."""
     inside = set(nodes)
     body: list[fx.Node] = []

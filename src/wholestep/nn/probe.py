@@ -12,6 +12,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 
+from wholestep.errors import one_line
 from wholestep.nn.styles import MARK, STYLES, eps_of, original_forward
 
 ROWS = 3
@@ -35,7 +36,7 @@ def disagreement(module: nn.Module, style: str) -> str | None:
     except (
         Exception
     ) as error:  # somebody else's forward may raise anything at all; the reason is told, nothing is swapped
-        return f"its forward could not be tried: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return f"its forward could not be tried: {one_line(error)}"
     return None
 
 

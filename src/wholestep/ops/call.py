@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.graph.training_graph import tensors_in
+from wholestep.graph.training_graph import constant_of, tensors_in
 from wholestep.graph.views import UNDECLARED_VIEWS
 from wholestep.ops.amounts import Amount, numel, product, shape
 
@@ -101,10 +101,7 @@ def value_of(node: fx.Node) -> Any:
     """What a node stands for: its tensor without data; the attribute itself for a constant of the module."""
     if "val" in node.meta or node.op != "get_attr":
         return node.meta.get("val")
-    value: Any = node.graph.owning_module
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    return value
+    return constant_of(node.graph.owning_module, node)
 
 
 def elements(tensors: list[torch.Tensor]) -> Amount:

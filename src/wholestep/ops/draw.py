@@ -4,7 +4,7 @@ In: the parameter (and for binomial numbers, whose parameter is the count, the p
 Out: what torch draws, of the parameter's shape and dtype.
 
 Why: these are drawn by rejection, a number of times that only the draws tell, so there is no formula from a few uniform
-numbers. A generator that the key seeds is used for one call: the same bits whenever the draw is made again on that device.
+numbers. A generator that the key seeds is used for one call: the same bits whenever the draw is repeated on that device.
 The key is read on the host, so a draw waits for a GPU. Derivatives are torch's own, above this operator.
 """
 

@@ -24,6 +24,7 @@ from wholestep.ops import weight_gradient
 from wholestep.ops.call import Call
 from wholestep.ops.linear_cross_entropy_rows import Rule, process_rows
 from wholestep.ops.tuner import Question
+from wholestep.ops.wide import wide_dtype
 
 CHUNK_BYTES = 2**30
 """Of logits in one chunk, were they float32: 2048 rows of a 128k vocabulary. With 512 rows the weight's gradient, 1 GiB in
@@ -56,10 +57,6 @@ def chunk_rows(rows: int | torch.SymInt, vocabulary: int) -> int:
         return most
     chunks = max(-(-rows // most), 1)
     return max(-(-rows // (chunks * ROW_MULTIPLE)), 1) * ROW_MULTIPLE
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def check(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, reduction: str, chunk: int) -> None:
@@ -113,7 +110,7 @@ def _missing_classes(weight: Tensor) -> int:
 def _product(weight: Tensor, chunk: int) -> weight_gradient.Product:
     """What adds up to the gradient of a weight, chunk by chunk, its classes filled up."""
     shape = (weight.shape[0] + _missing_classes(weight), weight.shape[1])
-    return weight_gradient.Product(chunk, shape, weight.dtype, compute_dtype(weight.dtype), weight.device)
+    return weight_gradient.Product(chunk, shape, weight.dtype, wide_dtype(weight.dtype), weight.device)
 
 
 def asked(call: Call) -> Question | None:
@@ -154,7 +151,7 @@ class _Gradients:
         one_chunk = 0 < x.shape[0] <= chunk
         weight, bias = head.weight, head.bias
         self.x, self.weight, self.one_chunk, self.classes = x, weight, one_chunk, head.classes
-        dtype = weight.dtype if one_chunk else compute_dtype(weight.dtype)
+        dtype = weight.dtype if one_chunk else wide_dtype(weight.dtype)
         self.dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if wanted[0] else None
         make = torch.empty if one_chunk else torch.zeros
         self.dweight = make(weight.shape, dtype=dtype, device=x.device) if wanted[1] else None
@@ -162,7 +159,7 @@ class _Gradients:
             self.add_product = weight_gradient.choose(_product(head.weight, chunk), implementation)
         self.dbias = None
         if wanted[2] and bias is not None:
-            self.dbias = torch.zeros(bias.shape, dtype=compute_dtype(bias.dtype), device=x.device)
+            self.dbias = torch.zeros(bias.shape, dtype=wide_dtype(bias.dtype), device=x.device)
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
         if self.dx is not None:
@@ -203,7 +200,7 @@ def linear_cross_entropy(
     check(x, weight, bias, target, reduction, chunk)
     x, weight = _dense(x, weight)
     rule = Rule(ignore_index, label_smoothing, z_loss, softcap)
-    losses, lse = (torch.empty(x.shape[0], dtype=compute_dtype(x.dtype), device=x.device) for _ in range(2))
+    losses, lse = (torch.empty(x.shape[0], dtype=wide_dtype(x.dtype), device=x.device) for _ in range(2))
     head = _Head(weight, bias)
     for rows in _chunks(x.shape[0], chunk):
         head.gradient_of_logits(x[rows], target[rows], rule, losses=losses[rows], lse=lse[rows])
@@ -258,7 +255,7 @@ def linear_cross_entropy_and_gradients(
     check(x, weight, bias, target, reduction, chunk)
     x, weight = _dense(x, weight)
     rule = Rule(ignore_index, label_smoothing, z_loss, softcap)
-    losses, lse = (torch.empty(x.shape[0], dtype=compute_dtype(x.dtype), device=x.device) for _ in range(2))
+    losses, lse = (torch.empty(x.shape[0], dtype=wide_dtype(x.dtype), device=x.device) for _ in range(2))
     scale = _row_scale(grad, target, rule, reduction, lse.dtype)
     head = _Head(weight, bias)
     gradients = _Gradients(x, head, wanted, chunk, implementation)
@@ -279,7 +276,7 @@ def _fake(
     z_loss: float, softcap: float, reduction: str, chunk: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     check(x, weight, bias, target, reduction, chunk)
-    loss, lse = (torch.empty(s, dtype=compute_dtype(x.dtype), device=x.device) for s in ((), (x.shape[0],)))
+    loss, lse = (torch.empty(s, dtype=wide_dtype(x.dtype), device=x.device) for s in ((), (x.shape[0],)))
     return loss, lse
 
 
@@ -311,7 +308,7 @@ def _fused_fake(
     implementation: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     check(x, weight, bias, target, reduction, chunk)
-    loss = torch.empty((), dtype=compute_dtype(x.dtype), device=x.device)
+    loss = torch.empty((), dtype=wide_dtype(x.dtype), device=x.device)
     return loss, *_empty_gradients(x, weight, bias, wanted)
 
 

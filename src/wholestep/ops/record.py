@@ -111,7 +111,6 @@ class Operator:
     """Bytes that every rank sends to another one; None where nothing is sent, so that a second call costs no link."""
 
 
-_NOTHING = Operator(name="")
 FACTS: dict[str, dict[str, Any]] = {}
 """Name -> what was said of it."""
 _found: dict[Any, Operator] = {}

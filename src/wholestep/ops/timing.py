@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from wholestep.errors import first_line, one_line
+
 
 class Clock(Protocol):
     """Takes marks on a timeline and says later how far apart they were."""
@@ -76,10 +78,8 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        lines = str(error).strip().splitlines()
         short = isinstance(error, torch.OutOfMemoryError)
-        said = lines[0] if lines else ""
-        return cls(said if short else f"{type(error).__name__}: {said}".removesuffix(": "), short)
+        return cls(first_line(error) if short else one_line(error), short)
 
 
 def race(

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import hashlib
-import importlib.metadata
 import json
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -26,8 +24,9 @@ from typing import Any
 
 import torch
 
-from wholestep.disk import cache_folder, read_bytes, write_atomically
-from wholestep.errors import BadOption, NoSuchKernel
+from wholestep import compat
+from wholestep.disk import cache_folder, read_bytes, write_json
+from wholestep.errors import BadOption, NoSuchKernel, did_you_mean
 from wholestep.ops.timing import Clock, Failure, Rules, clock_of, race
 
 MEASURED, REMEMBERED = "measured", "remembered"
@@ -115,8 +114,7 @@ def refuse_unusable(name: str, what: str, call: str, reasons: Mapping[str, str |
     """One clear line where a plan, or a line of a recipe, names what there is not, or what does not support the call."""
     fit = [candidate for candidate, reason in reasons.items() if reason is None]
     if name not in reasons:
-        near = difflib.get_close_matches(name, reasons, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(fit)}"
+        hint = did_you_mean(name, reasons, f"use one of {', '.join(fit)}")
         raise NoSuchKernel(f"{by} names kernel {name!r} for {what} {call}, which does not exist", hint=hint)
     if reasons[name] is not None:
         hint = f"use one of {', '.join(fit)}, or leave it out and the fastest is found"
@@ -251,7 +249,8 @@ def surroundings(device: torch.device) -> dict[str, str]:
         place = {"card": torch.cuda.get_device_name(device), "driver": _driver()}
     else:
         place = {"card": torch.backends.cpu.get_cpu_capability(), "threads": str(torch.get_num_threads())}
-    return {**place, "torch": torch.__version__, "triton": _version("triton"), "wholestep": _version("wholestep")}
+    versions = {package: compat.installed_version(package) or "" for package in ("triton", "wholestep")}
+    return {**place, "torch": torch.__version__, **versions}
 
 
 @functools.cache
@@ -259,14 +258,6 @@ def _driver() -> str:
     """As Linux tells it; elsewhere the version of CUDA that the driver has."""
     told = read_bytes(Path("/proc/driver/nvidia/version"))
     return told.decode(errors="replace").splitlines()[0] if told else str(torch._C._cuda_getDriverVersion())
-
-
-@functools.cache
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _key(question: Question) -> str:
@@ -286,7 +277,7 @@ def _path(key: str) -> Path:
 def _remember(key: str, choice: Choice) -> None:
     """A read-only folder is no error."""
     row = {"key": key, "name": choice.name, "seconds": dict(choice.seconds), "ruled_out": dict(choice.ruled_out)}
-    write_atomically(_path(key), json.dumps(row, indent=1).encode())
+    write_json(_path(key), row)
 
 
 def _remembered(key: str, question: Question, usable: Sequence[str]) -> Choice | None:

@@ -15,7 +15,6 @@ fp16 here scales no loss: that is `compile(precision="fp16")`.
 
 from __future__ import annotations
 
-import difflib
 import operator
 import warnings
 from collections import defaultdict
@@ -25,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from wholestep.errors import BadOption, WholestepWarning
+from wholestep.errors import BadOption, WholestepWarning, did_you_mean, first_line
 from wholestep.graph.check import where
 from wholestep.graph.layers import holds_module, without_calls
 from wholestep.graph.training_graph import Role, TrainingGraph, module_of, phase_of
@@ -123,7 +122,7 @@ class _Rewrite:
             self._apply(node, entry, rule, low)
             self._propagate(node, changed=(node.args, dict(node.kwargs)) != kept)
         except (RuntimeError, TypeError, ValueError, NotImplementedError, AssertionError) as error:
-            self.stayed.append(f"{where(node)}: {(str(error).strip().splitlines() or [''])[0][:100]}")
+            self.stayed.append(f"{where(node)}: {first_line(error, 100)}")
             node.args, node.kwargs = kept  # type: ignore[assignment]
             self._apply(node, entry, "keep", low)
             self._propagate(node, changed=True)
@@ -261,8 +260,7 @@ class _Rewrite:
         )
         for place in self.modules:
             if not any(holds_module(place, path) for path in paths):
-                near = difflib.get_close_matches(place, known, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"paths look like {', '.join(known[:3])}"
+                hint = did_you_mean(place, known, f"paths look like {', '.join(known[:3])}")
                 raise BadOption(f"amp: no module of the captured step fits {place!r}", hint=hint)
 
 

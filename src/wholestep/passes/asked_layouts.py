@@ -6,13 +6,12 @@ each; one clear error for a place or a layout that there is not. `passes/channel
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
 
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, did_you_mean
 from wholestep.graph.layers import holds_module, without_calls
 from wholestep.graph.training_graph import TrainingGraph, module_of
 from wholestep.passes.fx_edit import tensor_of
@@ -29,8 +28,8 @@ def wanted_layouts(found: Sequence[fx.Node], asked: Mapping[str, str]) -> dict[f
             raise BadOption(f"layout {layout!r} for {place!r}", hint=f"it is {LAID_OUT} or {AS_WRITTEN}")
         named = [node for node, path in paths.items() if holds_module(place, path)]
         if not named:
-            near = difflib.get_close_matches(place, sorted(set(paths.values())), n=1)
-            hint = f"did you mean {near[0]}?" if near else "only convolutions over images have a layout to choose"
+            otherwise = "only convolutions over images have a layout to choose"
+            hint = did_you_mean(place, sorted(set(paths.values())), otherwise)
             raise BadOption(f"the plan asks for a layout of {place!r}, where nothing has one", hint=hint)
         wanted.update(dict.fromkeys(named, layout))
     return wanted

@@ -24,7 +24,7 @@ from torch import fx
 from wholestep.errors import BadOption
 from wholestep.graph.check import where
 from wholestep.graph.copies import copy_graph
-from wholestep.graph.liveness import tensor_bytes
+from wholestep.graph.liveness import node_bytes, tensor_bytes
 from wholestep.graph.strides import inverse, memory_order
 from wholestep.graph.training_graph import TrainingGraph, tensors_in
 from wholestep.graph.views import shares_memory
@@ -166,7 +166,7 @@ class Relayout:
 
     @property
     def copied_bytes(self) -> int:
-        return sum(_bytes(node) for node in self.copies_of_activations)
+        return sum(node_bytes(node) for node in self.copies_of_activations)
 
     @property
     def moved_bytes(self) -> int:
@@ -175,7 +175,9 @@ class Relayout:
         for node in self.turned:
             activations = [node.args[slot] for slot in _SLOTS[node.target][:-1]]
             made = tensors_in(node.meta["val"])[:1]
-            total += sum(_bytes(value) for value in activations) + sum(tensor_bytes(t) for t in made if t.dim() == 4)
+            total += sum(node_bytes(value) for value in activations) + sum(
+                tensor_bytes(t) for t in made if t.dim() == 4
+            )
         return total
 
     def note(self) -> str:
@@ -440,8 +442,3 @@ def _is_turned(node: fx.Node) -> bool:
 def _can_say_layout(tensor: torch.Tensor | None) -> bool:
     """Whether the strides of channels-last are other ones: not for one channel with one pixel."""
     return tensor is not None and tensor.dim() == 4 and tensor.shape[1] * tensor.shape[2] * tensor.shape[3] > 1
-
-
-def _bytes(node: Any) -> int:
-    tensor = tensor_of(node)
-    return 0 if tensor is None else tensor_bytes(tensor)

@@ -58,7 +58,7 @@ class Editor:
         return node
 
     def finish(self) -> TrainingGraph:
-        """Dead nodes out, names of nodes that went out of the tables, code made again."""
+        """Removes dead nodes, and names of removed nodes from the tables; recompiles the code."""
         if self.changed:
             sweep(self.graph)
         return self.graph

@@ -6,11 +6,9 @@ their region: one for every module, forward and backward apart. Equal ones still
 
 from __future__ import annotations
 
-import difflib
-
 from torch import fx
 
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, did_you_mean
 from wholestep.graph.layers import holds_module, without_calls
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph, matched_by, module_of, phase_of
@@ -32,8 +30,7 @@ def mark_regions(graph: TrainingGraph, plan: Plan) -> TrainingGraph:
         named = {node: region for node in nodes if (region := _region(node, place)) is not None}
         if not named:
             known = sorted({without_calls(module_of(node) or "") for node in nodes} - {""})
-            near = difflib.get_close_matches(place, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "the plan was made for another model or version: plan again"
+            hint = did_you_mean(place, known, "the plan was made for another model or version: plan again")
             raise BadOption(f"the plan fuses {place!r}, which the step does not compute", hint=hint)
         for node, region in named.items():
             node.meta["custom"] = {**(node.meta.get("custom") or {}), "region": region}

@@ -11,7 +11,6 @@ one file, one row, one test; file, function and row have the same name.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import importlib
 import itertools
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any, Literal
 
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, did_you_mean
 from wholestep.frames import in_one_piece
 from wholestep.graph.notes import Note
 from wholestep.graph.plan import Plan
@@ -316,17 +315,20 @@ def default_pipeline(extra: Sequence[Pass] = ()) -> Pipeline:
     return Pipeline([*prepare, *extra], [row.load() for row in TABLE if row.part == "apply"])
 
 
-def refuse_unknown_passes(names: Iterable[str]) -> None:
+def pipeline_without(names: Iterable[str] | None) -> Pipeline | None:
+    """The default passes without those; None, which is all of them, where none is named."""
+    return default_pipeline().without(*names) if names else None
+
+
+def refuse_unknown_passes(names: Iterable[str] | None) -> None:
     """An error for a name that no pass of the table has; none of them is loaded."""
-    for name in names:
+    for name in names or ():
         _refuse_unknown(name, [row.name for part in ("prepare", "apply") for row in TABLE if row.part == part])
 
 
 def _refuse_unknown(name: str, known: Sequence[str]) -> None:
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-        raise BadOption(f"there is no pass {name!r}", hint=hint)
+        raise BadOption(f"there is no pass {name!r}", hint=did_you_mean(name, known, f"there are {', '.join(known)}"))
 
 
 def table_for_docs() -> str:

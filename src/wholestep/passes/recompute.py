@@ -10,18 +10,17 @@ other may merge equal nodes: that would undo it.
 
 from __future__ import annotations
 
-import difflib
 import operator
 from collections.abc import Mapping
 
 from torch import fx
 
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, did_you_mean
 from wholestep.graph.keys import layer_ranks, remember_keys, split_key, value_keys
 from wholestep.graph.layers import layers_of
 from wholestep.graph.plan import Plan
 from wholestep.graph.segments import backward_segments
-from wholestep.graph.training_graph import TrainingGraph
+from wholestep.graph.training_graph import TrainingGraph, operation_of
 from wholestep.graph.views import is_cheap_view
 from wholestep.ops.record import may_recompute
 from wholestep.passes.fx_edit import sweep
@@ -69,7 +68,7 @@ class _Rewrite:
         """Whether a backward reader gets a copy: chosen itself, or a view of one that is."""
         while value in self.keys:
             if self._is_chosen(value):
-                return may_recompute(_maker(value))
+                return may_recompute(operation_of(value))
             source = value.all_input_nodes[0] if value.all_input_nodes else None
             looks = is_cheap_view(value) or (
                 value.target is operator.getitem and source is not None and is_cheap_view(source)
@@ -109,17 +108,12 @@ class _Rewrite:
             self.copies[segment, value] = copy
 
 
-def _maker(value: fx.Node) -> fx.Node:
-    return value.args[0] if value.target is operator.getitem else value  # type: ignore[return-value]
-
-
 def refuse_unknown(chosen: tuple[str, ...], known: Mapping[str, Mapping[str | None, int]], verb: str) -> None:
     """An error for a key that the step does not have, with the nearest, or for more layers than there are."""
     for key in sorted(chosen):
         base, wanted = split_key(key)
         if base not in known:
-            near = difflib.get_close_matches(base, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "the plan was made for another model or version: plan again"
+            hint = did_you_mean(base, known, "the plan was made for another model or version: plan again")
             raise BadOption(f"the plan {verb} {key!r}, which the step does not compute", hint=hint)
         if wanted is not None and (not wanted or max(wanted) >= len(known[base])):
             hint = f"leave {key[len(base) :]} out"

@@ -14,7 +14,6 @@ go, and what stays on the card is updated between them. State that is an input l
 from __future__ import annotations
 
 import bisect
-import difflib
 import fnmatch
 import operator
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, did_you_mean
 from wholestep.graph.layers import layer_pattern, part_borders
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import OutputKind, Role, TrainingGraph, phase_of, tensors_in
@@ -68,11 +67,8 @@ def refuse_unknown_parameters(patterns: Mapping[str, str], names: Mapping[str, o
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             known = sorted({layer_pattern(name) for name in names} | set(names))
-            near = difflib.get_close_matches(pattern, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"such as {known[0]}"
-            raise BadOption(
-                f"the plan places the state of {pattern!r}, and no parameter with state has that name", hint=hint
-            )
+            what = f"the plan places the state of {pattern!r}, and no parameter with state has that name"
+            raise BadOption(what, hint=did_you_mean(pattern, known, f"such as {known[0]}"))
 
 
 def place_of(name: str, patterns: Mapping[str, str]) -> str:

@@ -7,9 +7,7 @@ not, or that does not support the call on this machine, is one clear error.
 
 from __future__ import annotations
 
-import difflib
-
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, did_you_mean
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.ops.tuned import Asking, calls_that_ask
@@ -35,10 +33,5 @@ def _refuse_unknown(plan: Plan, calls: list[Asking]) -> None:
     known = sorted({call.key for call in calls})
     for place, name in plan.kernel.items():
         if not any(call.fits(place) for call in calls):
-            near = difflib.get_close_matches(place, known, n=1)
-            hint = (
-                f"did you mean {near[0]}?"
-                if near
-                else f"there is a choice in {', '.join(known[:3]) or 'no call of it'}"
-            )
+            hint = did_you_mean(place, known, f"there is a choice in {', '.join(known[:3]) or 'no call of it'}")
             raise BadOption(f"the plan names kernel {name!r} for {place!r}, where the step has no choice", hint=hint)

@@ -1,5 +1,5 @@
 """`compile(memory=...)`: a budget in bytes of the card in, the fastest plan that stays within it out, or an error that says what
-would. Without one: the plan that takes the least time. That the step keeps to it is seen to by `runtime/enforce.py`.
+would. Without one: the plan that takes the least time. `runtime/enforce.py` makes the step keep to it.
 
 The frontier of plans comes from the graph alone (`plan/`). The plan chosen from it is then checked against what the step
 really takes: on the device, by compiling its regions and running each distinct one on stand-ins (`lower/footprint`), which
@@ -20,7 +20,7 @@ from wholestep import compat
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
 from wholestep.cost.measure import this_device
-from wholestep.errors import BadOption, BudgetTooSmall, CompilerMissing
+from wholestep.errors import BadOption, BudgetTooSmall, CompilerMissing, one_line
 from wholestep.graph.bytes import parse_bytes, show_bytes
 from wholestep.graph.copies import copy_graph
 from wholestep.graph.counted import counted
@@ -318,7 +318,7 @@ class ForSpeed:
                 return self._hidden(frontier(graph, device, self.pipeline.carry_out, targets=TARGETS, room=self.room))
             plan = fastest(graph, device, self.pipeline.carry_out)
         except Exception as error:  # nobody asked for a plan, so a step must not fail for want of one
-            reason = f"planning failed ({type(error).__name__}: {error})"
+            reason = f"planning failed ({one_line(error)})"
             self.told = [Note("plan", f"everything is kept for the backward pass: {reason}"[:300])]
             return Plan()
         if plan.recompute:

@@ -2,8 +2,8 @@
 
 Each point is a plan, the peak it is predicted to have (event by event on the rewritten graph or, quicker, by the planner's sums)
 and the time. Peaks fall and times rise along the list, and the choice for a budget is the first that fits: a smaller budget never
-takes a plan with a larger peak. The fastest plan is not the one that keeps everything: a GELU is computed again in less time
-than it takes to write and read it.
+takes a plan with a larger peak. The fastest plan is not the one that keeps everything: recomputing a GELU takes less time than
+writing and reading it.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ class Point:
     """Seconds of the step in which the card waits for copies."""
 
 
-def card_bytes(peak_bytes: int, slack: float = SLACK) -> int:
+def card_bytes(peak_bytes: int) -> int:
     """What the card shows for an allocated peak: the allocator's slack and the CUDA context added."""
-    return int(peak_bytes * (1 + slack)) + CONTEXT_BYTES
+    return int(peak_bytes * (1 + SLACK)) + CONTEXT_BYTES
 
 
-def peak_for_card(budget_bytes: int, slack: float = SLACK) -> int:
+def peak_for_card(budget_bytes: int) -> int:
     """The allocated peak that a budget of card bytes allows."""
-    return int((budget_bytes - CONTEXT_BYTES) / (1 + slack))
+    return int((budget_bytes - CONTEXT_BYTES) / (1 + SLACK))
 
 
 def frontier(
@@ -312,14 +312,6 @@ def _reasons(decision: Decision, problem: Problem, timed: bool) -> dict[str, str
         cost = f" in {1e3 * unit.seconds:.2f} ms" if timed else ""
         found[key] = f"frees {show_bytes(value.bytes)}; recomputed from {sources}{cost}"
     return found | reasons_to_move(problem.moves, decision.away)
-
-
-def choose(points: Sequence[Point], budget_bytes: int, *, slack: float = SLACK) -> Point:
-    """The fastest plan whose card bytes stay within the budget."""
-    for point in points:
-        if card_bytes(point.peak_bytes, slack) <= budget_bytes:
-            return point
-    raise too_small(points[-1], card_bytes(points[-1].peak_bytes, slack), budget_bytes)
 
 
 def too_small(least: Point, smallest_bytes: int, budget_bytes: int) -> BudgetTooSmall:

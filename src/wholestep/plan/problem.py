@@ -23,7 +23,7 @@ from wholestep.graph.keys import value_keys
 from wholestep.graph.layers import layers_of, parts_of
 from wholestep.graph.liveness import flat_numbers, tensor_bytes, with_tensors
 from wholestep.graph.segments import backward_segments
-from wholestep.graph.training_graph import TrainingGraph, phase_of
+from wholestep.graph.training_graph import TrainingGraph, operation_of, phase_of
 from wholestep.graph.views import is_cheap_view, is_cheap_view_or_entry
 from wholestep.ops.flops import flops
 from wholestep.ops.record import may_recompute
@@ -120,11 +120,15 @@ class _Builder:
         for storage, node in self.maker.items():
             if node.op != "call_function":
                 continue
-            key, unit = self.keys[node], self.keys[_operation(node)]
+            key, unit = self.keys[node], self.keys[operation_of(node)]
             value = self.values.setdefault(key, Value(key, unit))
-            size = next(tensor_bytes(t) for s, t in with_tensors(self.numbers[node], node.meta["val"]) if s == storage)
+            size = self._size(storage)
             value.bytes += size
             value.count += 1
+
+    def _size(self, storage: int) -> int:
+        node = self.maker[storage]
+        return next(tensor_bytes(t) for s, t in with_tensors(self.numbers[node], node.meta["val"]) if s == storage)
 
     def _units(self, segments: list[tuple[str, fx.Node]], stretches: dict[fx.Node, int]) -> None:
         where: dict[str, set[int]] = defaultdict(set)
@@ -177,7 +181,7 @@ class _Builder:
                 value.near, value.far = value.near or near, value.far or not near
                 until[storage] = max(until[storage], stretches[node])
         for storage, node in self.maker.items():
-            size = next(tensor_bytes(t) for s, t in with_tensors(self.numbers[node], node.meta["val"]) if s == storage)
+            size = self._size(storage)
             for stretch in range(until[storage] + 1):
                 self.values[self.keys[node]].alive[stretch] += size
         end_of_forward = max(stretches.values(), default=-1) + 1
@@ -192,7 +196,7 @@ class _Builder:
             return
         parts = parts_of(self.graph.graph.nodes)
         for storage, node in self.maker.items():
-            operation = _operation(node)
+            operation = operation_of(node)
             if not is_fusable(operation):
                 continue  # a library writes its results anyway
             readers = _readers(node)
@@ -201,7 +205,7 @@ class _Builder:
                 not is_fusable(r) or parts[r] != parts[operation] for r in forward
             )
             read = any(is_fusable(r) for r in readers if phase_of(r) == "backward")
-            size = next(tensor_bytes(t) for s, t in with_tensors(self.numbers[node], node.meta["val"]) if s == storage)
+            size = self._size(storage)
             self.values[self.keys[node]].holding += self.clock.moving(size * (int(not written) + int(read)))
 
     def _rest(self, stretches: dict[fx.Node, int]) -> list[int]:
@@ -235,10 +239,6 @@ def _stretches(segments: list[tuple[str, fx.Node]]) -> dict[fx.Node, int]:
             number, previous = number + 1, segment
         found[node] = number
     return found
-
-
-def _operation(node: fx.Node) -> fx.Node:
-    return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
 
 
 def _readers(value: fx.Node) -> list[fx.Node]:

@@ -8,7 +8,6 @@ Profile is plain data: the page and the terminal show what `to_json` holds, noth
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,11 +24,13 @@ from wholestep.cost.measure import measure_device, this_device
 from wholestep.cost.node_costs import NodeCost, node_costs
 from wholestep.cost.roofline import Fp32Units, fp32_units_here, roofline
 from wholestep.cost.utilisation import utilisation
-from wholestep.errors import BadOption, WholestepError
+from wholestep.disk import json_ready
+from wholestep.errors import BadOption, WholestepError, one_line
 from wholestep.graph.bytes import show_bytes
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.lower.footprint.blocks import MemoryProfile
+from wholestep.lower.footprint.cuda import wait
 from wholestep.lower.footprint.predict import predict_profile
 from wholestep.lower.footprint.regions import predict_compiled
 from wholestep.lower.footprint.scratch import measure_scratch
@@ -38,10 +39,10 @@ from wholestep.profile.measure import calls as watching
 from wholestep.profile.measure import kernels, rows
 from wholestep.profile.measure.calls import TimedCall
 from wholestep.profile.measure.eager_calls import watch_eager
-from wholestep.profile.measure.timing import BUSY, Timing, time_steps, wait
+from wholestep.profile.measure.timing import BUSY, Timing, time_steps
 from wholestep.profile.measure.work import sum_of
 from wholestep.profile.memory.budget_fix import Fix, budget_fix
-from wholestep.profile.memory.profile import memory_profile
+from wholestep.profile.memory.profile import SYSTEMS, memory_profile
 from wholestep.report.page import write_report
 from wholestep.runtime.eager import eager_step
 from wholestep.runtime.step import Step
@@ -50,7 +51,6 @@ from wholestep.train.job import Job
 from wholestep.verify.verify import verify
 
 FORMAT = "wholestep profile 1"
-SYSTEMS = ("wholestep", "eager", "compile")
 WATCHED_STEPS = 3
 SCALED_SILENTLY = 0.1
 SLOWER = 0.1
@@ -121,17 +121,7 @@ class Profile:
         fields["rows"] = [dataclasses.asdict(row) for row in self.rows]
         for name in ("memory", "eager_memory", "predicted_memory"):
             fields[name] = None if fields[name] is None else fields[name].to_json()
-        return _plain({"format": FORMAT} | fields)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
+        return json_ready({"format": FORMAT} | fields)
 
 
 def profile_job(
@@ -353,9 +343,7 @@ class _Session:
                 else predict_profile(graph, scratch=measure_scratch(graph))
             )
         except (RuntimeError, TypeError, KeyError) as error:  # the rest of the report is worth having without it
-            self.notes.append(
-                f"memory could not be predicted: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
-            )
+            self.notes.append(f"memory could not be predicted: {one_line(error)}")
             return None
 
     def _verify(self, variant: Variant | None, timing: Timing) -> dict[str, Any] | None:

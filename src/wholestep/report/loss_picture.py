@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
+from wholestep.report.pictures.drawing import scale, text, ticks
 from wholestep.report.smooth import Point, losses_of, smoothed, thinned
 
 WIDTH, HEIGHT = 960, 500
@@ -37,11 +38,11 @@ def loss_picture(rows: Sequence[dict[str, Any]], *, title: str, subtitle: str = 
     losses: list[Point] = [(float(step), loss) for step, loss in losses_of(rows)]
     held: list[Point] = [(float(step), loss) for step, loss in losses_of(rows, "held_out_loss")]
     skipped = [float(row["step"]) for row in rows if row.get("skipped")]
-    body = [f'<rect class="page" width="{WIDTH}" height="{HEIGHT}"/>', _text(LEFT, 32, title, "ink title")]
+    body = [f'<rect class="page" width="{WIDTH}" height="{HEIGHT}"/>', text(LEFT, 32, title, "ink title")]
     if subtitle:
-        body.append(_text(LEFT, 54, subtitle, "faint"))
+        body.append(text(LEFT, 54, subtitle, "faint"))
     if not losses:
-        body.append(_text(WIDTH / 2, HEIGHT / 2, "no step has been taken yet", "faint", "middle"))
+        body.append(text(WIDTH / 2, HEIGHT / 2, "no step has been taken yet", "faint", "middle"))
     else:
         body += _plot(losses, held, skipped)
     return (
@@ -56,8 +57,8 @@ def _plot(losses: list[Point], held: list[Point], skipped: list[float]) -> list[
     if logarithmic:  # of what is seen: the mean of the logarithms
         mean = [(x, math.exp(y)) for x, y in smoothed([(x, math.log(y)) for x, y in losses])]
     first, last = losses[0][0], max(losses[-1][0], *(x for x, _ in held), losses[0][0] + 1)
-    across = _scale(first, last, LEFT, WIDTH - RIGHT)
-    up = _scale(*((math.log(low), math.log(high)) if logarithmic else (low, high)), HEIGHT - BOTTOM, TOP)
+    across = scale(first, last, LEFT, WIDTH - RIGHT)
+    up = scale(*((math.log(low), math.log(high)) if logarithmic else (low, high)), HEIGHT - BOTTOM, TOP)
 
     def place(point: Point) -> str:
         y = min(max(point[1], low), high)
@@ -97,11 +98,6 @@ def _range(losses: list[Point], held: list[Point]) -> tuple[float, float, bool]:
     return low - margin, high + margin, False
 
 
-def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
-    size = (high - low) or 1.0
-    return lambda value: start + (value - low) / size * (end - start)
-
-
 def _axes(
     first: float, last: float, low: float, high: float, logarithmic: bool, across: Callable[[float], float],
     up: Callable[[float], float],
@@ -110,32 +106,22 @@ def _axes(
     for value in log_ticks(low, high) if logarithmic else ticks(low, high, 6):
         y = up(math.log(value) if logarithmic else value)
         body.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        body.append(_text(LEFT - 10, y + 4.5, f"{value:.6g}", "faint", "end"))
+        body.append(text(LEFT - 10, y + 4.5, f"{value:.6g}", "faint", "end"))
     steps = [t for t in ticks(first, last, 8) if t == int(t)]
     if not steps or across(steps[0]) - LEFT > 40:
         steps.insert(0, first)
     for value in steps:
         x = across(value)
         body.append(f'<path class="axis" d="M{x:.1f} {floor}v5"/>')
-        body.append(_text(x, floor + 21, f"{int(value):,}", "faint", "middle"))
+        body.append(text(x, floor + 21, f"{int(value):,}", "faint", "middle"))
     body.append(f'<path class="axis" d="M{LEFT} {floor}H{WIDTH - RIGHT}"/>')
-    body.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 14, "step", "ink", "middle"))
+    body.append(text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 14, "step", "ink", "middle"))
     label = "loss (logarithmic)" if logarithmic else "loss"
     middle = (TOP + floor) / 2
     body.append(
         f'<text class="ink" text-anchor="middle" transform="translate(20 {middle:.0f}) rotate(-90)">{escape(label)}</text>'
     )
     return body
-
-
-def ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers between `low` and `high`."""
-    if high <= low:
-        return [low]
-    rough = (high - low) / about
-    size = 10 ** math.floor(math.log10(rough))
-    step = next(size * m for m in (1, 2, 2.5, 5, 10) if size * m >= rough * 0.999)
-    return [round(k * step, 12) for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def log_ticks(low: float, high: float) -> list[float]:
@@ -156,7 +142,7 @@ def _legend(held: bool, skipped: int) -> list[str]:
     body, x = [], float(WIDTH - RIGHT)
     for kind, label in reversed(entries):
         x -= 7.2 * len(label) + 6
-        body.append(_text(x, 32, label, "faint"))
+        body.append(text(x, 32, label, "faint"))
         x -= 26
         y = 27.5
         if kind == "held":
@@ -173,7 +159,3 @@ def _legend(held: bool, skipped: int) -> list[str]:
 def _centre(place: str) -> str:
     x, y = place.split(",")
     return f'cx="{x}" cy="{y}"'
-
-
-def _text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -13,7 +13,7 @@ WIDTH, HEIGHT = 64, 9
 
 def frontier_plot(
     points: Sequence[tuple[float, float]], *, limit: float, chosen: int | None, unit: str = "ms",
-    blocks: bool = True, width: int = WIDTH,
+    blocks: bool = True,
 ) -> list[str]:  # fmt: skip
     """The picture; empty when there is only one plan, of which a picture would show nothing."""
     if len(points) < 2:
@@ -26,16 +26,16 @@ def frontier_plot(
     tread, riser, knee, mark, wall = ("─", "│", "●", "◆", "┊") if blocks else ("-", "|", "o", "*", ":")
 
     def column(x: float) -> int:
-        return min(max(round((x - left) / (right - left) * (width - 1)), 0), width - 1)
+        return min(max(round((x - left) / (right - left) * (WIDTH - 1)), 0), WIDTH - 1)
 
     def row(y: float) -> int:
         return round((slowest - y) / ((slowest - fastest) or 1.0) * (HEIGHT - 1))
 
-    cells = [[" "] * width for _ in range(HEIGHT)]
+    cells = [[" "] * WIDTH for _ in range(HEIGHT)]
     if left <= limit <= right:
         for line in cells:
             line[column(limit)] = wall
-    edge = width
+    edge = WIDTH
     for number, (x, y) in enumerate(points):
         for c in range(column(x), edge):
             cells[row(y)][c] = tread
@@ -49,7 +49,7 @@ def frontier_plot(
     margin = max(map(len, labels.values()))
     corner, floor, side = ("└", "─", "┤") if blocks else ("+", "-", "|")
     lines = [f"{labels.get(r, ''):>{margin + 10}} {side}{''.join(line)}".rstrip() for r, line in enumerate(cells)]
-    lines.append(" " * (margin + 11) + corner + floor * width)
+    lines.append(" " * (margin + 11) + corner + floor * WIDTH)
     first, last = f"{low:.1f} GiB", f"{high:.1f} GiB on the card"
-    lines.append(" " * (margin + 12) + first + f"{last:>{max(width - len(first), len(last) + 1)}}")
+    lines.append(" " * (margin + 12) + first + f"{last:>{max(WIDTH - len(first), len(last) + 1)}}")
     return lines

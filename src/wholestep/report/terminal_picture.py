@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import IO
 
 from wholestep.report.smooth import Point, smoothed
 
@@ -19,6 +20,15 @@ def columns(points: Sequence[Point], width: int) -> list[float]:
         return values
     cuts = [i * len(values) // width for i in range(width + 1)]
     return [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
+
+
+def blocks_fit(stream: IO[str]) -> bool:
+    """Whether the stream's encoding has block characters."""
+    try:
+        "█┤".encode(getattr(stream, "encoding", None) or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
 
 
 def sparkline(points: Sequence[Point], width: int = 48, *, blocks: bool = True) -> str:

@@ -7,11 +7,9 @@ is left out: each effect happens once.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from wholestep import compat
@@ -19,8 +17,8 @@ from wholestep.capture.front import LossGraph
 from wholestep.capture.front.loss_graph import AUX, LOSS
 from wholestep.capture.preflight import autocast_for
 from wholestep.capture.tracer import ACCUMULATED_WEIGHT
-from wholestep.capture.undo import RandomStates
-from wholestep.errors import CaptureRefused, WholestepError
+from wholestep.capture.undo import PythonRandom, RandomStates
+from wholestep.errors import CaptureRefused, WholestepError, one_line
 from wholestep.runtime.binding import StateMoved
 from wholestep.runtime.compiled import LowerRung
 from wholestep.runtime.eager import Result, clear_gradients, combine, update_in_torch
@@ -47,7 +45,7 @@ class OneStep:
         """Of the micro-batches that have run."""
         self.variants: list[Variant] = []
         self.norm: torch.Tensor | None = None
-        self.python_random: Any = None
+        self.python_random: PythonRandom | None = None
         self.afterwards: list[tuple[Any, Result]] = []
         """Checks that wait for the update of an accumulating step."""
         step.buffers.forget()
@@ -56,7 +54,7 @@ class OneStep:
         """All micro-batches through captured graphs, then the update."""
         step = self.step
         if step.unchecked or not step.front.entries:  # the check runs the user's code again, on the same draws
-            self.python_random = random.getstate(), np.random.get_state()
+            self.python_random = PythonRandom()
         if step.options.guards == "off":
             return self._without_guards()
         for batch in self.micro:
@@ -97,7 +95,7 @@ class OneStep:
         try:
             numbers, returned = graph.host(args)
         except (ArithmeticError, ValueError) as error:  # 1 / n, where n is 0 now: the user's code may catch that
-            raise AssumptionFailed(f"arithmetic on Python numbers raises {type(error).__name__}: {error}") from None
+            raise AssumptionFailed(f"arithmetic on Python numbers raises {one_line(error)}") from None
         variant = self.step.variant_of(graph, args, self.batch)
         try:
             named = self._one(variant, args, numbers)
@@ -154,8 +152,7 @@ class OneStep:
         randomness, buffers = RandomStates(), Kept()
         buffers.keep([tensor for tensor in self.subject.buffers.values() if not tensor.is_inference()])
         if self.python_random is not None:
-            random.setstate(self.python_random[0])
-            np.random.set_state(self.python_random[1])
+            self.python_random.restore()
         try:
             with torch.enable_grad(), autocast_for(self.subject):
                 self.subject.loss_fn(self.subject.model, self.batch)

@@ -30,12 +30,7 @@ def measure_in_child(point: Point, limit: float, *, clock: str = "wall", protoco
         "model": point.model, "sets": point.sets, "settings": point.settings, "lines": point.lines, "expects": point.expects,
         "source": point.source, "clock": clock, "protocol": protocol.to_json(), "folder": os.getcwd(),
     }  # fmt: skip
-    answer = ask_child(json.dumps(request), limit, program="wholestep.search.measure", cold=False)
-    if answer.rows:
-        return answer.rows[0]
-    if answer.status == "ok":
-        return {"status": "failed", "reason": "the process ended without an answer"}
-    return {"status": answer.status, "reason": answer.reason}
+    return ask_child(json.dumps(request), limit, program="wholestep.search.measure", cold=False).row()
 
 
 def answered(request: str) -> Row:

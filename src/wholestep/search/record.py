@@ -6,7 +6,6 @@ that has changed since is told, and the point is measured again.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -17,10 +16,9 @@ from typing import Any
 import torch
 
 from wholestep.bench.machine import commit
-from wholestep.bench.results import finite
 from wholestep.capture.cache import own_sources
 from wholestep.cost.devices import Device
-from wholestep.disk import read_json, write_atomically
+from wholestep.disk import json_ready, read_json, write_json
 from wholestep.errors import BadOption
 
 FORMAT = "wholestep-search-1"
@@ -58,8 +56,7 @@ class Record:
         about = {"key": key, "program": program, "made_with": self.made_with}
         kept = {**row, **about, "commit": commit(), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
         self.rows[key] = kept
-        text = json.dumps({"format": FORMAT, "rows": [finite(entry) for entry in self.rows.values()]}, indent=1)
-        if not write_atomically(self.path, (text + "\n").encode()):
+        if not write_json(self.path, {"format": FORMAT, "rows": json_ready(list(self.rows.values()))}):
             raise BadOption(f"{self.path} cannot be written", hint="give --record a place that can")
         return kept
 

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wholestep.bench.tables import aligned, number
+from wholestep.bench.tables import aligned
 from wholestep.graph.bytes import show_bytes
+from wholestep.graph.counted import rate
 from wholestep.report.pictures.search_scatter import Mark, search_scatter
 from wholestep.search.search import Found, Outcome
 
@@ -39,9 +40,9 @@ def table(outcome: Outcome) -> list[str]:
         values = [str(one.point.values[name]) for name in names] if outcome.space.axes else ["as it stands"]
         rows.append([
             str(position), *values,
-            show_bytes(said.peak_bytes) if said.seconds else "-", number(1e3 * said.seconds) if said.seconds else "-",
+            show_bytes(said.peak_bytes) if said.seconds else "-", rate(1e3 * said.seconds) if said.seconds else "-",
             f"{one.expected_rate:,.0f}" if one.expected_rate is not None and said.fits else "-",
-            show_bytes(row["peak_bytes"]) if one.measured else "-", number(1e3 * row["seconds"]) if one.measured else "-",
+            show_bytes(row["peak_bytes"]) if one.measured else "-", rate(1e3 * row["seconds"]) if one.measured else "-",
             f"{one.rate:,.0f}" if one.rate is not None else "-",
             _remark(one, programs),
         ])  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from wholestep.disk import cache_folder, read_bytes, write_atomically
+from wholestep.disk import cache_folder, read_bytes, write_json
 from wholestep.errors import WholestepError
 from wholestep.tiers.arena import host_memory
 from wholestep.tiers.files import REQUEST_BYTES, THREADS, FileStore, aligned
@@ -55,16 +55,16 @@ def measure_link(device: torch.device, *, fresh: bool = False) -> LinkRates:
     return _kept(f"link-{name}", LinkRates, lambda: _measure_link(device), fresh)
 
 
-def measure_folder(folder: str | Path, *, fresh: bool = False) -> FolderRates:
+def measure_folder(folder: str | Path) -> FolderRates:
     """Of the disk on which a folder lies; raises BadOption where it cannot be written or has no direct I/O."""
     store = FileStore([folder])
     try:
-        return _kept(f"folder-{os.stat(folder).st_dev:x}", FolderRates, lambda: _measure_folder(store), fresh)
+        return _kept(f"folder-{os.stat(folder).st_dev:x}", FolderRates, lambda: _measure_folder(store))
     finally:
         store.close()
 
 
-def _kept(name: str, kind: Any, measure: Callable[[], Any], fresh: bool) -> Any:
+def _kept(name: str, kind: Any, measure: Callable[[], Any], fresh: bool = False) -> Any:
     path = cache_folder("links") / f"{name}.json"
     data = None if fresh else read_bytes(path)
     if data is not None:
@@ -73,7 +73,7 @@ def _kept(name: str, kind: Any, measure: Callable[[], Any], fresh: bool) -> Any:
         except (ValueError, TypeError, AttributeError):
             pass  # of another version, or damaged: measured again
     found = measure()
-    write_atomically(path, json.dumps(dataclasses.asdict(found), indent=1).encode())
+    write_json(path, dataclasses.asdict(found))
     return found
 
 

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 
 from wholestep.capture.optimizers import UNUSED
 from wholestep.errors import BadCheckpoint, BadOption, WholestepWarning
+from wholestep.lower.footprint.owners import plain_modules
 from wholestep.passes.stream_state import place_of
 from wholestep.runtime.step import Step
 from wholestep.tiers.arena import pinned_like
@@ -186,19 +187,12 @@ def _used_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def _modules(model: Any) -> dict[str, nn.Module]:
     """Prefix of the keys -> module. What torch.compile wrapped is saved under the names of the plain module."""
-    if isinstance(model, nn.Module):
-        named: dict[str, Any] = {"": model}
-    elif isinstance(model, Mapping):
-        named = {f"{name}.": module for name, module in model.items()}
-    elif isinstance(model, (tuple, list)):
-        named = {f"{i}.": module for i, module in enumerate(model)}
-    else:
-        named = {"": model}
-    for prefix, module in named.items():
+    named = plain_modules(model)
+    for name, module in named.items():
         if not isinstance(module, nn.Module):
             what = f"model holds a {type(module).__name__}"
-            raise BadCheckpoint(what, where=prefix or None, hint="give a Module or a dict of Modules")
-    return {prefix: getattr(module, "_orig_mod", module) for prefix, module in named.items()}
+            raise BadCheckpoint(what, where=name or None, hint="give a Module or a dict of Modules")
+    return {f"{name}." if name else "": module for name, module in named.items()}
 
 
 def model_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -15,13 +15,12 @@ have changed.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wholestep.errors import BadOption, WholestepError
+from wholestep.errors import BadOption, WholestepError, did_you_mean
 from wholestep.graph.plan_file import toml_value
 from wholestep.train import wishes
 
@@ -76,8 +75,8 @@ def _checked(key: str, name: str, value: Any, path: Path, kinds: Mapping[str, An
     if name not in known:
         if name in wishes.TRAINING:
             raise BadOption(f"--config {path}: {key} stands under [set]", hint=f"write [set], and below it {key} = ...")
-        close = difflib.get_close_matches(name, [*known, "set"], n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join([*known, 'set'])}"
+        known.append("set")
+        hint = did_you_mean(name, known, f"there are {', '.join(known)}")
         raise BadOption(f"--config {path}: there is no key {key!r}", hint=hint)
     kind = kinds[name]
     texts = kind is not list or (isinstance(value, list) and all(isinstance(entry, str) for entry in value))

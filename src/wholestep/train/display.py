@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from wholestep.graph.bytes import show_bytes
+from wholestep.graph.counted import rate
 
 if TYPE_CHECKING:
     from wholestep.runtime.step import Step
@@ -21,11 +22,6 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def rate(value: float) -> str:
-    """Three digits are enough to compare."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 class Quiet:

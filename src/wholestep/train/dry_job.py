@@ -11,13 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from wholestep.train import families
 from wholestep.train.build import FORMS
 from wholestep.train.families import Family
-from wholestep.train.job import Job, compile_options_of, make_job, own_job
+from wholestep.train.job import Job, compile_options_of, make_job, num_parameters, own_job
 from wholestep.train.optimizers import make_optimizer
 from wholestep.train.settings import resolve_settings
 
@@ -41,9 +40,7 @@ class DryJob:
 
     @property
     def num_parameters(self) -> int:
-        modules = self.model.values() if isinstance(self.model, Mapping) else self.model
-        listed = [modules] if isinstance(modules, nn.Module) else list(modules)
-        return sum(p.numel() for p in {id(p): p for module in listed for p in module.parameters()}.values())
+        return num_parameters(self.model)
 
 
 def make_dry_job(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from wholestep.errors import BadOption, WholestepError
+from wholestep.passes.amp import PRECISIONS
 from wholestep.train import hf_models, outside
 from wholestep.train.checkpoint import model_tensors
 from wholestep.train.checkpoint_files import save_tensors
@@ -27,7 +28,6 @@ from wholestep.train.models.resnet import ResNet
 from wholestep.train.saved import refuse_taken
 from wholestep.train.trained import Trained
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LARGEST_DIFFERENCE = 1e-4
 """Between logits of a model and of the class it is written as: both round, in another order."""
 WEIGHTS = "model.safetensors"

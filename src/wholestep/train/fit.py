@@ -16,7 +16,6 @@ from wholestep import compat
 from wholestep.capture.dry import capture_dry
 from wholestep.capture.trace import Capture
 from wholestep.compiler import compiler_for
-from wholestep.cost.devices import Device
 from wholestep.cost.target import Card, refuse_units
 from wholestep.graph.mesh import Mesh
 from wholestep.graph.plan import Plan
@@ -34,7 +33,7 @@ MOST_BATCH = 1 << 20
 MOST_PLANNINGS = 5
 """Other batches that are planned to find the largest."""
 WORTH_CHECKING_SECONDS = 6.0
-"""A capture that took less is made again to check the largest batch without being asked."""
+"""A capture that took less is repeated to check the largest batch without being asked."""
 LARGE, LEAST_TARGETS = 3500, 7
 """Beyond so many nodes fewer plans are made: each is carried out and counted, a second or two for a Llama of 8B."""
 SHORTENINGS = 2
@@ -254,8 +253,8 @@ def _planned(question: Question, step: CapturedStep) -> _Planned:
     allowed = peak_for_card(question.budget_bytes) if question.target.is_gpu else question.budget_bytes
     near = allowed - state_bytes(step.captured.update)
     timed = question.target.times != "relative"
-    points = plans_of(
-        step.captured.graph, question.target.device, step.passes, targets=targets, near=near, timed=timed,
+    points = frontier(
+        step.captured.graph, question.target.device, step.passes.carry_out, targets=targets, near=near, timed=timed,
         room=question.room,
     )  # fmt: skip
     points = [_settled(point, step) for point in points]
@@ -270,20 +269,6 @@ def _settled(point: Point, step: CapturedStep) -> Point:
     plan = step.settle(point.plan, step.captured.graph)
     beside = "" if plan.recompute == point.plan.recompute else "; the recipe decides about the rest"
     return dataclasses.replace(point, plan=plan, change=point.change + beside)
-
-
-def plans_of(
-    graph: TrainingGraph,
-    device: Device,
-    passes: Pipeline,
-    *,
-    targets: int = TARGETS,
-    near: int | None = None,
-    timed: bool = True,
-    room: Room | None = None,
-) -> list[Point]:
-    """The plans worth having, from the fastest to the leanest."""
-    return frontier(graph, device, passes.carry_out, targets=targets, near=near, timed=timed, room=room)
 
 
 def on_the_card(peak_bytes: int, target: Card) -> int:

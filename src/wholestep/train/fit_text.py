@@ -27,7 +27,6 @@ KINDS = (
     ("saved activations", "saved activations"), ("temporaries", "temporaries"), ("workspace", "workspace"),
 )  # fmt: skip
 MOST_LINES = 12
-WIDTH = 110
 
 
 def fit_lines(fit: Fit, *, blocks: bool = True, plot: bool = True) -> list[str]:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, did_you_mean
 
 TASKS = {
     "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
@@ -101,8 +100,8 @@ def unknown_type_in(folder: str, model_type: Any) -> BadOption:
 def unknown_type(model_type: str, known: list[str]) -> BadOption:
     # A name on the hub often begins with its type: gpt2-medium, bert-base-uncased.
     begins = sorted((name for name in known if model_type.startswith(name)), key=len)[-1:]
-    close = begins or difflib.get_close_matches(model_type, known, n=1)
-    hint = f"did you mean hf:{close[0]}?" if close else "for example hf:bert, hf:gpt2, hf:llama, hf:t5, hf:vit"
+    hint = "for example hf:bert, hf:gpt2, hf:llama, hf:t5, hf:vit"
+    hint = did_you_mean(begins[0] if begins else model_type, known, hint, shown="hf:{}")
     return BadOption(
         f"hf:{model_type}: transformers knows no such model type", hint=hint + " (a type, not a name on the hub)"
     )

@@ -4,7 +4,7 @@ In: MODEL (a preset, `hf:<model_type>`, a folder with a config.json, a run, or `
 Out: model, loss, optimizer, schedule and a source of batches, ready for `wholestep.compile`, and the settings they came from.
 
 What was asked is first resolved into settings, plain JSON; the Job is then built from the settings alone. `make_job_again` is that
-second half, so a saved run can be made again on any day.
+second half, so a saved run can be rebuilt on any day.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from wholestep.capture.subject import modules_of
 from wholestep.errors import BadOption
 from wholestep.train import resolve
 from wholestep.train.build import build
@@ -139,6 +140,11 @@ def _job(settings: dict[str, Any], family: Family, device: torch.device, kept: K
     )  # fmt: skip
 
 
+def num_parameters(model: Any) -> int:
+    """Those of all its modules, shared ones once."""
+    return sum(p.numel() for p in {p for module in modules_of(model).values() for p in module.parameters()})
+
+
 def compile_options_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: settings[key] for key in ("precision", "clip_norm", "accumulate")}
 
@@ -158,23 +164,18 @@ def own_job(settings: dict[str, Any], device: torch.device) -> Job:
         raise BadOption(f"{name} returned {what}", hint="return one of torch.optim: training needs it")
     if settings["init"]:
         load_weights(open_stored(Path(settings["init"])), model)
-    place = _place(model, device)
-    batches: Batches
-    if is_iterable_of_batches(fourth):
-        batches = LoaderBatches(fourth, seed, place)
-    else:
-        batches = OneBatch(on_device(fourth, place), place)
+    modules = [module for module in modules_of(model).values() if isinstance(module, nn.Module)]
+    place = next((parameter.device for module in modules for parameter in module.parameters()), device)
+    return job_of(settings, model, loss_fn, optimizer, fourth, place)
+
+
+def job_of(
+    settings: dict[str, Any], model: Any, loss_fn: Any, optimizer: Optimizer, batches: Any, place: torch.device
+) -> Job:
+    """A Job of the user's own objects; `batches` is a loader, or one batch."""
+    many = is_iterable_of_batches(batches)
     return Job(
-        name=name, settings=settings, model=model, loss_fn=loss_fn, optimizer=optimizer, scheduler=None, batches=batches,
+        name=settings["model"], settings=settings, model=model, loss_fn=loss_fn, optimizer=optimizer, scheduler=None,
+        batches=LoaderBatches(batches, settings["seed"], place) if many else OneBatch(on_device(batches, place), place),
         compile_options=compile_options_of(settings),
     )  # fmt: skip
-
-
-def _place(model: Any, otherwise: torch.device) -> torch.device:
-    """Where the model is."""
-    inside = model.values() if isinstance(model, Mapping) else model if isinstance(model, (list, tuple)) else (model,)
-    for module in inside:
-        if isinstance(module, nn.Module):
-            for parameter in module.parameters():
-                return parameter.device
-    return otherwise

@@ -7,7 +7,6 @@ in the same log: what was logged after the checkpoint it starts from is not ther
 from __future__ import annotations
 
 import csv
-import difflib
 import importlib
 import importlib.util
 import io
@@ -21,8 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from wholestep.errors import BadOption, WholestepWarning
-from wholestep.train.run_folder import write_whole
+from wholestep.disk import read_json
+from wholestep.errors import BadOption, WholestepWarning, did_you_mean
+from wholestep.train.run_folder import write_file
 
 SECONDS_BETWEEN_FLUSHES = 1.0
 
@@ -87,7 +87,7 @@ class Csv:
         writer = csv.DictWriter(text, self.columns, restval="")
         writer.writeheader()
         writer.writerows(rows)
-        write_whole(self.path, text.getvalue().replace("\r\n", "\n"))
+        write_file(self.path, text.getvalue().replace("\r\n", "\n"))
 
 
 class TensorBoard:
@@ -126,7 +126,7 @@ class Wandb:
         self.path = folder / self.STATE
         self.state: dict[str, Any] = {"id": uuid.uuid4().hex[:12], "step": 0}
         if at and self.path.exists():
-            self.state |= json.loads(self.path.read_text(encoding="utf-8"))
+            self.state |= read_json(self.path)
         self._waiting: list[tuple[int, dict[str, float]]] = []
         mode = os.environ.get("WANDB_MODE") or (None if _has_key(wandb) else "offline")
         self.run: Any = wandb.init(
@@ -142,7 +142,7 @@ class Wandb:
         rows, self._waiting = self._waiting, []
         if rows:
             self.state["step"] = rows[-1][0]
-            write_whole(self.path, json.dumps(self.state) + "\n")  # first: rather a step that is missing than one twice
+            write_file(self.path, json.dumps(self.state) + "\n")  # first: rather a step that is missing than one twice
         for step, values in rows:
             self.run.log(values, step=step)
 
@@ -172,8 +172,7 @@ def make_loggers(names: str | None) -> list[Logger]:
     wanted = list(dict.fromkeys(name.strip() for name in (names or "").split(",") if name.strip()))
     for name in wanted:
         if name not in LOGGERS:
-            close = difflib.get_close_matches(name, LOGGERS, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"use {', '.join(LOGGERS)}"
+            hint = did_you_mean(name, LOGGERS, f"use {', '.join(LOGGERS)}")
             raise BadOption(f"--log {name}: there is no such logger", hint=hint)
         package = LOGGERS[name][1]
         if package is not None and importlib.util.find_spec(package) is None:

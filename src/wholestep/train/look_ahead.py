@@ -1,7 +1,7 @@
-"""What can be told to be wrong without torch, which takes seconds to load: names, values, paths, files.
+"""Finds mistakes without torch, which takes seconds to load: in names, values, paths and files.
 
-In: what was asked. Out: an error, the same that would come later; or what was found, for whoever wants to look further. What only
-torch, transformers or the user's code can tell is left to them.
+In: a request. Out: the error that would come later; or what was found, for callers that look further. What only torch,
+transformers or the user's code can decide is left to them.
 """
 
 from __future__ import annotations

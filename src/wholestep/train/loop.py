@@ -34,7 +34,7 @@ from wholestep.train.run_folder import (
     open_run,
     refuse_changed,
     surroundings,
-    write_whole,
+    write_file,
 )
 from wholestep.train.running import Outcome, Run
 from wholestep.train.saved import DATA_FILES
@@ -135,7 +135,7 @@ def _folder(
         try:
             _refuse_full_disk(folder, root[1])
             if job.data_files:  # so that a file that changes can be named
-                write_whole(folder.path / DATA_FILES, json.dumps({"files": dict(job.data_files)}, indent=0) + "\n")
+                write_file(folder.path / DATA_FILES, json.dumps({"files": dict(job.data_files)}, indent=0) + "\n")
         except BaseException:
             folder.discard()
             raise
@@ -160,7 +160,7 @@ def _write_config(
     table, facts = resolved(request, settings), surroundings(device)
     place = f"{facts['device'].get('name', facts['device']['type'])}, {counted(facts['device']['threads'], 'thread')}"
     where = f"Written with torch {facts['versions']['torch']} on {place}: equal bits need the same."
-    write_whole(folder.path / CONFIG, config_text(table, file=folder.path / CONFIG, where=where))
+    write_file(folder.path / CONFIG, config_text(table, file=folder.path / CONFIG, where=where))
     return table
 
 

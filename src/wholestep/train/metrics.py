@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from wholestep.report.smooth import losses_of as losses_of
-from wholestep.train.run_folder import telling_what_the_disk_refused, write_whole
+from wholestep.train.run_folder import telling_what_the_disk_refused, write_file
 
 METRICS = "metrics.jsonl"
 RATE_SECONDS = 3.0
@@ -141,7 +141,7 @@ class MetricsFile:
         self._waiting: list[str] = []
         self._flushed = time.monotonic()
         if resume_at is not None:
-            write_whole(path, "".join(_line(row) for row in self.rows))
+            write_file(path, "".join(_line(row) for row in self.rows))
 
     def add(self, row: dict[str, Any]) -> None:
         """Kept in memory for at most a second or so."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from importlib import metadata
 from typing import Any
 
 import torch
 
+from wholestep.compat import installed_version
 from wholestep.cost.devices import DEVICES, detect
 from wholestep.errors import BadOption, WholestepWarning
 from wholestep.graph.bytes import parse_bytes
@@ -29,7 +29,7 @@ def made_for(settings: Mapping[str, Any], device: str) -> dict[str, Any]:
     table = {name: settings[name] for name in SIZES if settings.get(name) is not None}
     table |= {"device": device, "clips": settings.get("clip_norm") is not None}
     table |= {f"config.{name}": _plain(value) for name, value in sorted(config.items())}
-    return table | {"torch": torch.__version__, "wholestep": _own_version()}
+    return table | {"torch": torch.__version__, "wholestep": installed_version("wholestep") or "unknown"}
 
 
 def device_here() -> str:
@@ -41,8 +41,10 @@ def device_here() -> str:
     return known.name if known is not None else name
 
 
-def check_still_holds(plan: Plan, settings: Mapping[str, Any]) -> None:
-    """Refuse a plan that was made for something else, naming the field."""
+def fitting(plan: Plan | None, settings: Mapping[str, Any]) -> Plan | None:
+    """The same plan; an error that names the field where it was made for something else."""
+    if plan is None:
+        return None
     device = str(plan.made_for.get("device", ""))
     here = made_for(settings, device if _only_memory(device) else device_here())
     told = {name: plan.made_for[name] for name in VERSIONS if name in plan.made_for}
@@ -55,13 +57,7 @@ def check_still_holds(plan: Plan, settings: Mapping[str, Any]) -> None:
         if version != here[name]:
             text = f"the plan was made with {name} {version}, this is {here[name]}: peak and time may differ a little"
             warnings.warn(text, WholestepWarning, stacklevel=2)
-
-
-def _own_version() -> str:
-    try:
-        return metadata.version("wholestep")
-    except metadata.PackageNotFoundError:  # run from its sources
-        return "unknown"
+    return plan
 
 
 def _only_memory(device: str) -> bool:

@@ -7,11 +7,10 @@ of its training values.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from typing import Any
 
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, did_you_mean
 
 FORMS = "a preset, hf:<model_type>, a folder with a config.json, a run, or package.module:callable"
 
@@ -140,11 +139,10 @@ def refuse_unknown(name: str) -> None:
         return
     if os.sep in name or name.startswith((".", "~")):
         raise BadOption(f"MODEL {name!r}: there is no such folder", hint=f"name {FORMS}")
-    close = difflib.get_close_matches(name, PRESETS, n=1)
-    presets = ", ".join(PRESETS)
-    if close:
-        raise BadOption(f"MODEL {name!r} is not a preset", hint=f"did you mean {close[0]}? (presets: {presets})")
-    raise BadOption(f"MODEL {name!r} is none of: {FORMS}", hint=f"presets: {presets}")
+    near, presets = did_you_mean(name, PRESETS), f"presets: {', '.join(PRESETS)}"
+    if near:
+        raise BadOption(f"MODEL {name!r} is not a preset", hint=f"{near} ({presets})")
+    raise BadOption(f"MODEL {name!r} is none of: {FORMS}", hint=presets)
 
 
 def refuse_missing(run: str) -> None:

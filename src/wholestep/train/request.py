@@ -1,20 +1,22 @@
-"""From what was asked to a run. In: the command line, a file, or an earlier run. Out: the Outcome of a Job in the training loop.
+"""A request to train, completed and carried out. In: the command line, a file, or an earlier run. Out: the Outcome of training.
 
-A request is plain JSON, kept in run.json. What is given now wins over the file, the file over nothing; on resume, what is given
-now wins over what the run was started with.
+A request is plain JSON, kept in run.json. What is given now wins over the file; on resume, it wins over what the run was started
+with.
 """
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wholestep.errors import BadOption, WholestepWarning
+from wholestep.errors import BadOption, WholestepWarning, one_line, one_of
 from wholestep.graph.bytes import parse_budget
+from wholestep.graph.plan_file import PRECISIONS, plan_at
 from wholestep.graph.recipe_table import read_table
+from wholestep.options import BACKENDS
+from wholestep.passes.pipeline import pipeline_without, refuse_unknown_passes
 from wholestep.train import wishes
 from wholestep.train.config_file import DIGEST, read_config
 
@@ -36,11 +38,7 @@ KINDS: dict[str, Any] = {"sets": list, "disable": list, "offload_path": list, "i
 """What they are in run.json; the others are texts."""
 OF_THIS_CALL = ("config", "out", "resume", "dump", "quiet", "json")
 """The rest: where the run is, and what is shown or written of it besides."""
-CHOICES = {
-    "precision": ("fp32", "bf16", "fp16"),
-    "backend": ("inductor", "interpret"),
-    "nonfinite": ("stop", "skip", "allow"),
-}
+CHOICES = {"precision": PRECISIONS, "backend": BACKENDS, "nonfinite": ("stop", "skip", "allow")}
 LEAST_ONE = ("batch", "seq", "steps", "save_every")
 MADE_OF = ("sets", "data", "glob", "field", "tokenizer", "batch", "seq", "precision", "steps", "init")
 """Those that `make_job` takes by the same name."""
@@ -78,9 +76,11 @@ def run(
     from wholestep.capture.preflight import refuse_world
 
     refuse_world()  # before each of them makes a folder
-    passes = _pipeline(request["disable"])
-    _check_recipe(request["recipe"])
+    passes = pipeline_without(request["disable"])
+    recipe = checked_recipe(request["recipe"])
+    from wholestep.train.job import num_parameters
     from wholestep.train.loop import train
+    from wholestep.train.plan_use import fitting
 
     job = _job(request, given, folder)
     if digest is not None and digest != job.settings.get(DIGEST):
@@ -88,7 +88,7 @@ def run(
         raise BadOption(what, hint=f"put the old data back, or take {DIGEST} out of the file to train on what is there")
     request["model"] = request["model"] or job.name
     extra: dict[str, Any] = {} if passes is None else {"passes": passes}
-    extra |= {"plan": fitting(plan, job.settings), "memory": request["memory"], "recipe": request["recipe"]}
+    extra |= {"plan": fitting(plan, job.settings), "memory": request["memory"], "recipe": recipe}
     extra |= {name: request[name] for name in ("host_memory", "offload_path")}
     tell(f"{job.name}: {num_parameters(job.model):,} parameters; data {job.batches.describe()}")
     outcome = train(
@@ -108,6 +108,7 @@ def completed(
         filed = read_config(config, {name: KINDS.get(name, str) for name in ASKED}, OF_THIS_CALL)
     digest = filed.pop(DIGEST, None)
     request = {name: _asked(name, given, filed if folder is None else _before(name, folder)) for name in ASKED}
+    check_memory(given.get("memory"), given.get("plan"))
     for name, other in (("memory", "plan"), ("plan", "memory")):  # what is given now replaces the other one
         request[other] = None if given.get(name) is not None else request[other]
     _check(request)
@@ -117,18 +118,11 @@ def completed(
 def _check(request: Mapping[str, Any]) -> None:
     """Values that would be refused only after a model was built."""
     for name, known in CHOICES.items():
-        if request[name] is not None and request[name] not in known:
-            close = difflib.get_close_matches(request[name], known, n=1)
-            hint = (f"did you mean {close[0]}? " if close else "") + f"Use {' or '.join(known)}"
-            raise BadOption(f"--{name} {request[name]!r}", hint=hint)
+        one_of(f"--{name}", request[name], known)
     for name in LEAST_ONE:
         if request[name] is not None and request[name] < 1:
             raise BadOption(f"--{name.replace('_', '-')} {request[name]}", hint="use 1 or more")
-    if request["memory"] is not None and request["plan"] is not None:
-        both = f"--memory {request['memory']} together with --plan {request['plan']}"
-        raise BadOption(both, hint="a budget makes its own plan: give one of them")
-    if request["memory"] not in (None, "auto"):
-        parse_budget(request["memory"])
+    check_memory(request["memory"], request["plan"])
     wishes.parse(request["sets"] or ())
 
 
@@ -158,12 +152,10 @@ def _merged(before: list[str] | None, now: list[str] | None) -> list[str] | None
 
 def _look(request: Mapping[str, Any], given: Mapping[str, Any], folder: RunFolder | None, out: Path | None) -> None:
     """What can be told to be wrong before torch is loaded."""
-    from wholestep.passes.pipeline import refuse_unknown_passes
     from wholestep.train.look_ahead import look_ahead, look_at_run
 
-    refuse_unknown_passes(request["disable"] or ())
-    if request["recipe"] is not None:
-        read_table(Path(request["recipe"]))
+    refuse_unknown_passes(request["disable"])
+    look_at_recipe(request["recipe"])
     if folder is None or _changed(given):
         keeps_all = all(request[name] is None for name in ("memory", "plan", "recipe"))
         look_ahead(request["model"], keeps_all=keeps_all, **_asked_for(request))
@@ -195,11 +187,11 @@ def _job(request: dict[str, Any], given: Mapping[str, Any], folder: RunFolder | 
                 folder.facts["settings"].get("family") is None
             ):  # the user's own function: its errors are told as they are
                 raise
-            what = f"{folder.path / 'run.json'} is damaged: its settings make no job ({type(error).__name__}: {error})"
+            what = f"{folder.path / 'run.json'} is damaged: its settings make no job ({one_line(error)})"
             raise BadOption(what, hint="mend it, or start a new run") from error
     job = make_job(request["model"], **_asked_for(request))
     if folder is None and request["model"] and not request["init"] and has_weights(request["model"]):
-        text = f"the weights are drawn anew; --init {request['model']} starts from those that are there"
+        text = f"the weights are drawn afresh; --init {request['model']} starts from those that are there"
         warnings.warn(text, WholestepWarning, stacklevel=2)
     return job
 
@@ -219,40 +211,34 @@ def _run_to_resume(given: Mapping[str, Any], out: Path | None, config: Path | No
     return open_run(out)
 
 
-def _pipeline(disable: Sequence[str] | None) -> Any:
-    if not disable:
-        return None
-    from wholestep.passes.pipeline import default_pipeline
-
-    return default_pipeline().without(*disable)
+def look_at_recipe(path: str | Path | None, *, search: bool = False) -> None:
+    """The recipe's file, as far as it can be told to be none before torch is loaded."""
+    if path is not None:
+        read_table(Path(path), search=search)
 
 
-def plan_at(path: str | Path | None) -> Any:
-    """The plan in a file, read before a model is built."""
+def checked_recipe(path: str | Path | None) -> str | None:
+    """The recipe's file, found to be one before a model is built; what it says is held against the model later."""
     if path is None:
         return None
-    from wholestep.graph.plan_file import read_plan
+    from wholestep.schedule.recipe_file import read_recipe
 
-    return read_plan(Path(path))
+    read_recipe(Path(path))
+    return str(path)
 
 
-def fitting(plan: Any, settings: Mapping[str, Any]) -> Any:
-    """The same plan, when it was made for this."""
+def check_memory(memory: str | None, plan: str | Path | None = None) -> None:
+    """A budget is read before a model is built for it; a plan has been made for one already."""
+    if memory is None:
+        return
     if plan is not None:
-        from wholestep.train.plan_use import check_still_holds
+        both = f"--memory {memory} together with --plan {plan}"
+        raise BadOption(both, hint="a budget makes its own plan: give one of them")
+    if memory != "auto":
+        parse_budget(memory)
+        return
+    import torch
 
-        check_still_holds(plan, settings)
-    return plan
-
-
-def _check_recipe(path: str | None) -> None:
-    """A file that is no recipe is told before a model is built."""
-    if path is not None:
-        from wholestep.schedule.recipe_file import read_recipe
-
-        read_recipe(Path(path))
-
-
-def num_parameters(model: Any) -> int:
-    modules = model.values() if isinstance(model, dict) else model if isinstance(model, (tuple, list)) else [model]
-    return sum(p.numel() for p in {id(p): p for module in modules for p in module.parameters()}.values())
+    if not torch.cuda.is_available():
+        hint = "name an amount, such as --memory 8GiB, or leave it out"
+        raise BadOption("--memory auto: there is no GPU here", hint=hint)

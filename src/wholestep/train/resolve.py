@@ -7,7 +7,6 @@ fourth may also be an iterable of batches, such as a DataLoader.
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -18,9 +17,15 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from wholestep.errors import BadOption, WholestepError
+from wholestep.errors import BadOption, WholestepError, did_you_mean
 
 RETURNS = "return (model, loss_fn, optimizer, example_batch)"
+
+
+def find_from_here() -> None:
+    """Modules are found from the working directory, as `python -m` would."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 def find_function(name: str, *, what: str = "MODEL") -> Callable[..., Any]:
@@ -28,8 +33,7 @@ def find_function(name: str, *, what: str = "MODEL") -> Callable[..., Any]:
     module_name, colon, function_name = name.partition(":")
     if not colon or not module_name or not function_name:
         raise BadOption(f"{what} {name!r} is not package.module:callable", hint=f"name a function, to {RETURNS}")
-    if os.getcwd() not in sys.path:  # as `python -m` would do
-        sys.path.insert(0, os.getcwd())
+    find_from_here()
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -49,8 +53,7 @@ def refuse_missing(name: str, *, what: str = "MODEL") -> None:
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         find_function(name, what=what)
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    find_from_here()
     if "." in module_name:  # looking would import what is above it
         return
     try:
@@ -95,8 +98,7 @@ def _not_there(name: str, what: str, why: object) -> BadOption:
 
 
 def _no_function(module_name: str, function_name: str, known: Iterable[str]) -> BadOption:
-    close = difflib.get_close_matches(function_name, list(known), n=1)
-    hint = f"did you mean {module_name}:{close[0]}?" if close else "name a function of that module"
+    hint = did_you_mean(function_name, known, "name a function of that module", shown=f"{module_name}:{{}}")
     return BadOption(f"{module_name} has no function {function_name!r}", hint=hint)
 
 

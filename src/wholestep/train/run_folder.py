@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from wholestep.disk import read_json, why_not_new
+from wholestep.disk import read_json, why_not_new, write_whole
 from wholestep.errors import BadOption, WholestepError, WholestepWarning
 
 FORMAT = "wholestep run"
@@ -63,7 +63,7 @@ class RunFolder:
     def update(self, **facts: Any) -> None:
         """Put these into run.json."""
         self.facts |= facts
-        write_whole(self.path / FACTS, _text(self.facts))
+        write_file(self.path / FACTS, _text(self.facts))
 
     def take(self) -> None:
         """From now on this process is the one that trains here; an error when another one is."""
@@ -325,17 +325,10 @@ def surroundings(device: Any) -> dict[str, Any]:
 # ---- writing ----
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_file(path: Path, text: str) -> None:
     """A text file of the run, whole or not at all; an error says what the disk refused."""
-    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
     with telling_what_the_disk_refused(path):
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
+        write_whole(path, text.encode())
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from wholestep.errors import WholestepError
+from wholestep.errors import WholestepError, one_line
 from wholestep.runtime.step import Step
 from wholestep.train import checkpoint
 from wholestep.train.checkpoint_files import Stored, set_aside_newer
@@ -34,7 +34,7 @@ from wholestep.train.metrics import (
     number,
     steady_rate,
 )
-from wholestep.train.run_folder import EXPLAIN, SAMPLE, RunFolder, surroundings, write_whole
+from wholestep.train.run_folder import EXPLAIN, SAMPLE, RunFolder, surroundings, write_file
 from wholestep.train.watch import Display, Interrupts
 
 HELD_OUT_TIMES = 10
@@ -164,7 +164,7 @@ class Run:
             "captures": step.captures, "compilations": step.compilations, "seconds": round(self.compile_seconds, 3),
             "falls": [str(fall) for fall in step.falls], "notes": list(step.notes),
         }  # fmt: skip
-        write_whole(self.folder.path / EXPLAIN, step.explain() + "\n")
+        write_file(self.folder.path / EXPLAIN, step.explain() + "\n")
         self.folder.update(status=status, compile=captured, **surroundings(step.subject.device), **more)
 
     # ---- the loop ----
@@ -283,7 +283,7 @@ class Run:
                 sample = self._sample()
         self.metrics.flush()
         if sample is not None:
-            write_whole(self.folder.path / SAMPLE, sample.rstrip("\n") + "\n")
+            write_file(self.folder.path / SAMPLE, sample.rstrip("\n") + "\n")
         outcome = self._outcome(status, held_out, sample)
         told = {
             "steps": outcome.steps, "first_loss": outcome.first_loss, "final_loss": outcome.final_loss,
@@ -305,7 +305,7 @@ class Run:
             with evaluating(self.step.subject.root):
                 return self.job.write_sample()
         except Exception as error:  # a run that trained well is not lost for its sample
-            self.display.note(f"no sample could be written: {type(error).__name__}: {error}")
+            self.display.note(f"no sample could be written: {one_line(error)}")
             return None
 
     def _outcome(self, status: Status, held_out: float | None, sample: str | None) -> Outcome:

@@ -108,15 +108,15 @@ class Writer:
         return self.model(**{name: read}, **more).logits[0, -1], None
 
 
-def write_text(writer: Writer, *, seed: int, characters: int = CHARACTERS) -> str:
+def write_text(writer: Writer, *, seed: int) -> str:
     """What the model writes by itself, until there are enough characters."""
     tokens = writer.tokens
 
     def enough(ids: list[int]) -> bool:
-        return len(ids) % 16 == 0 and len(tokens.decode(ids)) > characters
+        return len(ids) % 16 == 0 and len(tokens.decode(ids)) > CHARACTERS
 
     ids = writer.write(writer.start() or [0], MOST_TOKENS, Choice(), seed, enough)
-    return tokens.decode(ids).strip("\n")[:characters]
+    return tokens.decode(ids).strip("\n")[:CHARACTERS]
 
 
 def fill_masks(model: nn.Module, batch: dict[str, Tensor], tokens: Tokens) -> str:

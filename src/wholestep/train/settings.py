@@ -1,12 +1,11 @@
-"""What was asked, resolved into settings: plain JSON from which a Job is built (job.py).
+"""Resolves a request into settings: plain JSON from which a Job is built (job.py).
 
 In: MODEL, data, sizes and `--set`. Out: (settings, the family of the model). No data is read, no model built, and for models of
-this package torch is not loaded: most mistakes are told here, at once.
+this package torch is not loaded, so most mistakes are reported at once.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,8 @@ from wholestep.data.image_files import IMAGES_WANTED
 from wholestep.data.texts import OTHER_DATA, TEXTS, unknown_data
 from wholestep.data.token_files import is_token_file
 from wholestep.data.tokens import KINDS, TOKENIZER_FILE, bpe_available, find_tokenizer
-from wholestep.errors import BadOption, WholestepWarning
+from wholestep.errors import BadOption, WholestepWarning, did_you_mean, one_of
+from wholestep.graph.plan_file import PRECISIONS
 from wholestep.train import resolve, wishes
 from wholestep.train.families import Family, find_family
 from wholestep.train.presets import (
@@ -31,7 +31,6 @@ from wholestep.train.presets import (
 )
 from wholestep.train.saved import Saved, find_saved, weights_at
 
-PRECISIONS = ("fp32", "bf16", "fp16")
 OWN_STEPS = 100
 """Steps of a run over the user's own function, when nothing is said."""
 GRAPHS = ("runs over one whole graph at every step", "--set files=N changes its size")
@@ -105,10 +104,7 @@ def _refuse_values(precision: str | None, **counts: int | None) -> None:
     for option, value in counts.items():
         if value is not None and value < 1:
             raise BadOption(f"--{option} {value}", hint="use 1 or more")
-    if precision is not None and precision not in PRECISIONS:
-        close = difflib.get_close_matches(precision, PRECISIONS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"use {', '.join(PRECISIONS)}"
-        raise BadOption(f"--precision {precision}", hint=hint)
+    one_of("--precision", precision, PRECISIONS)
 
 
 def _located(name: str) -> tuple[str | None, Preset | None, Saved | None]:
@@ -276,9 +272,9 @@ def _own_settings(name: str, asked: dict[str, Any], sizes: Mapping[str, Any], se
     values = dict(asked)
     for key in values:
         if key not in takes and not any_other:
-            close = difflib.get_close_matches(key, [*takes, *wishes.OWN], n=1)
             listed = f"it has {', '.join(takes)}" if takes else "it has none"
-            hint = f"did you mean {close[0]}?" if close else f"{listed}; clip_norm, accumulate and seed go to the step"
+            otherwise = f"{listed}; clip_norm, accumulate and seed go to the step"
+            hint = did_you_mean(key, [*takes, *wishes.OWN], otherwise)
             raise BadOption(f"--set {key}: {name} has no such parameter", hint=hint)
     for key in ("batch", "seq", "data", "glob", "field", "tokenizer"):
         if sizes[key] is not None:

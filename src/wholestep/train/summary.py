@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from wholestep.graph.bytes import show_bytes
-from wholestep.graph.counted import counted
+from wholestep.graph.counted import counted, rate
 from wholestep.report.loss_picture import loss_picture
-from wholestep.report.terminal_picture import chart, sparkline
-from wholestep.train.display import duration, rate
+from wholestep.report.terminal_picture import blocks_fit, chart, sparkline
+from wholestep.train.display import duration
 from wholestep.train.metrics import METRICS, losses_of, read_rows
-from wholestep.train.run_folder import EXPLAIN, PICTURE, SAMPLE, RunFolder, open_run, write_whole
+from wholestep.train.run_folder import EXPLAIN, PICTURE, SAMPLE, RunFolder, open_run, write_file
 from wholestep.train.running import Outcome
 
 SAMPLE_LINES = 8
@@ -30,7 +30,7 @@ def write_picture(run: RunFolder) -> Path:
     parts = [f"{run.facts.get('parameters', 0):,} parameters", counted(losses[-1][0], "step") if losses else "no steps"]
     parts += [f"held-out loss {held[-1][1]:.4f}"] if held else []
     path = run.path / PICTURE
-    write_whole(path, loss_picture(rows, title=title_of(run), subtitle=", ".join(parts)))
+    write_file(path, loss_picture(rows, title=title_of(run), subtitle=", ".join(parts)))
     return path
 
 
@@ -97,15 +97,6 @@ def verify_command(request: Mapping[str, Any]) -> str:
     for text in request.get("sets") or ():
         words += ["--set", text]
     return shlex.join([*words, "--steps", "2"])
-
-
-def blocks_fit(stream: IO[str]) -> bool:
-    """Whether the stream's encoding has block characters."""
-    try:
-        "█┤".encode(getattr(stream, "encoding", None) or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
 
 
 def headline(outcome: Outcome) -> str:

@@ -5,14 +5,13 @@ In: the texts, the fields of the model's configuration. Out: (training values, c
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wholestep.data.tokens import KINDS
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, did_you_mean
 from wholestep.train.presets import OPTIMIZERS, SCHEDULES
 
 TRAINING: dict[str, tuple[type, float | None, str]] = {
@@ -84,12 +83,9 @@ def sort_out(
 def _unknown(key: str, fields: Mapping[str, Any], model: str, where: str) -> BadOption:
     if key in _OPTIONS:
         return BadOption(f"--set {key} is an option of its own", hint=f"use --{key} VALUE")
-    known = [*TRAINING, *fields]
-    close = difflib.get_close_matches(key, known, n=1)
     listed = f"{model} takes {', '.join(TRAINING)} and {where}"
-    return BadOption(
-        f"--set {key}: there is no such key", hint=(f"did you mean {close[0]}? " if close else "") + listed
-    )
+    hint = f"{did_you_mean(key, [*TRAINING, *fields])} {listed}".strip()
+    return BadOption(f"--set {key}: there is no such key", hint=hint)
 
 
 def check_training(key: str, value: Any) -> Any:
@@ -99,10 +95,8 @@ def check_training(key: str, value: Any) -> Any:
         return None
     value = _as(key, value, kind)
     if key in _CHOICES and value not in _CHOICES[key]:
-        close = difflib.get_close_matches(value, _CHOICES[key], n=1)
-        raise BadOption(
-            f"--set {key}={value}", hint=f"did you mean {close[0]}?" if close else f"use {' or '.join(_CHOICES[key])}"
-        )
+        hint = did_you_mean(value, _CHOICES[key], f"use {' or '.join(_CHOICES[key])}")
+        raise BadOption(f"--set {key}={value}", hint=hint)
     if key in ("lr", "clip_norm") and value <= 0:
         raise BadOption(f"--set {key}={value}", hint="use more than 0")
     if least is not None and value < least:

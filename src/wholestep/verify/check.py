@@ -7,17 +7,15 @@ nothing is left to compare. Whatever goes wrong, the Python state that the user'
 from __future__ import annotations
 
 import dataclasses
-import random
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from wholestep.capture.cache import remember_checked, was_checked
 from wholestep.capture.undo import Undo
-from wholestep.errors import CaptureRefused, WholestepWarning
+from wholestep.errors import CaptureRefused, WholestepWarning, one_line
 from wholestep.graph.notes import Note, check_note
 from wholestep.runtime.eager import Result
 from wholestep.runtime.one_step import OneStep
@@ -41,8 +39,7 @@ def check_first_step(
     check = FirstStep(run, variant, args, numbers, lean)
     undo = Undo(variant.subject.loss_fn, variant.subject.model, run.batch)
     if run.python_random is not None:  # Dynamo's code has drawn what the loss draws from Python's generators
-        random.setstate(run.python_random[0])
-        np.random.set_state(run.python_random[1])
+        run.python_random.restore()
     unhookable = False
     try:
         check.before()
@@ -51,9 +48,7 @@ def check_first_step(
         undo.restore()
         if lean is not None and isinstance(error, torch.OutOfMemoryError):
             raise
-        reason = (str(error).strip().splitlines() or [""])[0][:120]
-        text = f"the first step was not checked against eager: {type(error).__name__}: {reason}"
-        run.step._note(check_note("left out", text))
+        run.step._note(check_note("left out", f"the first step was not checked against eager: {one_line(error)}"))
         return None
     except BaseException as error:
         undo.restore()

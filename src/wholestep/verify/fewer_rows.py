@@ -9,16 +9,14 @@ back. Steps that draw random numbers cannot be compared like this, as every row 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from wholestep.capture.batch import flatten, unflatten
 from wholestep.capture.undo import Undo
-from wholestep.errors import BadBatch, CaptureRefused, FirstStepDiffers
+from wholestep.errors import BadBatch, CaptureRefused, FirstStepDiffers, one_line
 from wholestep.runtime.one_step import OneStep
 from wholestep.runtime.variant import Variant
 from wholestep.verify.compare import gradient_rms
@@ -88,16 +86,14 @@ class _OnRows(FirstStep):
 
     def _eager(self) -> Reference:
         if self.python_random is not None:
-            random.setstate(self.python_random[0])
-            np.random.set_state(self.python_random[1])
+            self.python_random.restore()
         try:
             with self._state_set_aside():
                 return self._reference()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the user's code may want more rows: a batch norm does
-            reason = (str(error).strip().splitlines() or [""])[0][:120]
-            raise NotComparable(f"eager fails on so few: {type(error).__name__}: {reason}") from error
+            raise NotComparable(f"eager fails on so few: {one_line(error)}") from error
 
     def _repeated(self, rows: int, whole: int) -> list[Any]:
         """The arguments with the rows over and over in place of the batch, in the same memory layout."""

@@ -26,9 +26,10 @@ from wholestep.capture.preflight import set_aside
 from wholestep.capture.sites import Sites
 from wholestep.capture.subject import Subject
 from wholestep.capture.undo import Undo
-from wholestep.errors import BadBatch, BadLoss, WholestepError
+from wholestep.errors import BadBatch, BadLoss, WholestepError, one_line
 from wholestep.graph.training_graph import Role, TrainingGraph
 from wholestep.ops import IN_PLACE
+from wholestep.ops.wide import wide_dtype
 from wholestep.runtime.random import keys_for, seeded_generator
 from wholestep.verify.compare import parts
 from wholestep.verify.host import Saved, gradients_to_host
@@ -205,7 +206,7 @@ def float64_reference(subject: Subject, batch: Any, *args: Any, **options: Any) 
         try:
             return reference_gradients(subject, batch, *args, dtype=torch.float64, **options)
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-            reason = reason or f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
+            reason = reason or one_line(error)
         finally:
             torch.set_default_dtype(kept)
     return reason
@@ -283,7 +284,7 @@ def _rms(output: torch.Tensor) -> torch.Tensor:
     value = output.detach()
     if not value.is_floating_point() or not value.numel():
         return torch.full((), float("nan"), device=value.device)
-    wide = torch.float64 if value.dtype is torch.float64 else torch.float32
+    wide = wide_dtype(value.dtype)
     norms = [torch.linalg.vector_norm(part, dtype=wide) for (part,) in parts(value)]  # autocast would copy a whole one
     return (torch.linalg.vector_norm(torch.stack(norms)) / value.numel() ** 0.5).float()
 

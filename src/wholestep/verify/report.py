@@ -8,6 +8,7 @@ import json
 import math
 from typing import Any
 
+from wholestep.disk import json_ready
 from wholestep.graph.counted import counted
 
 KINDS = ("ranks", "random", "loss", "aux", "gradient", "buffer", "parameter", "state")
@@ -91,22 +92,13 @@ class Report:
 
     def to_json(self) -> str:
         """Infinite errors (a value is missing) become null: JSON has no infinity."""
-
-        def number(value: float) -> float | None:
-            return value if math.isfinite(value) else None
-
-        rows = [
-            dataclasses.asdict(r) | {"error": number(r.error), "tolerance": number(r.tolerance), "ok": r.ok}
-            for r in self.rows
-        ]
-        departure = None
-        if self.first_departure is not None:
-            departure = dataclasses.asdict(self.first_departure) | {"error": number(self.first_departure.error)}
+        rows = [dataclasses.asdict(row) | {"ok": row.ok} for row in self.rows]
+        departure = None if self.first_departure is None else dataclasses.asdict(self.first_departure)
         facts = {
             "ok": self.ok, "bitwise": self.bitwise, "rung": self.rung, "backend": self.backend,
             "first_departure": departure, "falls": [str(f) for f in self.falls], "notes": self.notes, "rows": rows,
         }  # fmt: skip
-        return json.dumps(facts, indent=1)
+        return json.dumps(json_ready(facts), indent=1)
 
     def __str__(self) -> str:
         return "\n".join([self._headline(), *self._table(), *self._remarks()])

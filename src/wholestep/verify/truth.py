@@ -17,6 +17,7 @@ from wholestep.capture.loss_scale import BACKOFF, LEAST
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
 from wholestep.graph.training_graph import TrainingGraph
+from wholestep.ops.wide import wide_dtype
 from wholestep.runtime.eager import combine
 from wholestep.verify.compare import Yardstick, compute_dtype, distance, yardstick
 from wholestep.verify.reference import (
@@ -152,7 +153,7 @@ def _accumulated(parts: list[Reference]) -> Reference:
     for part in parts[1:]:
         gradients = {n: gradients[n] + g for n, g in part.gradients.items()}
     if "weight" in parts[0].aux:
-        wide = torch.float64 if loss.dtype == torch.float64 else torch.float32
+        wide = wide_dtype(loss.dtype)
         total = torch.stack([part.aux["weight"].reshape(()).to(wide) for part in parts]).sum()
         gradients = {n: (g / total).to(g.dtype) for n, g in gradients.items()}
     first, last = parts[0], parts[-1]

@@ -27,9 +27,9 @@ from torch import fx
 from wholestep.capture.cache import was_checked
 from wholestep.errors import WholestepWarning
 from wholestep.graph.bytes import show_bytes
-from wholestep.graph.liveness import tensor_bytes
+from wholestep.graph.liveness import node_bytes
 from wholestep.graph.notes import check_note
-from wholestep.graph.training_graph import Role, TrainingGraph, phase_of, tensors_in
+from wholestep.graph.training_graph import Role, TrainingGraph, phase_of
 from wholestep.graph.views import is_cheap_view_or_entry
 from wholestep.lower import give_back
 from wholestep.lower.footprint.predict import predict_profile
@@ -85,10 +85,10 @@ def needs_of(graph: TrainingGraph, share: float = 1.0) -> Needs:
     for node in (graph if share == 1.0 else rebatched(graph, share)).operations():
         if phase_of(node) == "update" or is_cheap_view_or_entry(node):
             continue
-        saved += _bytes(node) if phase_of(node) == "forward" else 0
-        most = max(most, _bytes(node) + sum(_bytes(entry) for entry in node.all_input_nodes))
+        saved += node_bytes(node) if phase_of(node) == "forward" else 0
+        most = max(most, node_bytes(node) + sum(node_bytes(entry) for entry in node.all_input_nodes))
     casts = _inputs(graph, Role.PARAMETER) // 2 if compute_dtype(graph) in (torch.bfloat16, torch.float16) else 0
-    gradients = sum(_bytes(graph.node(name)) for name in graph.gradients.values())
+    gradients = sum(node_bytes(graph.node(name)) for name in graph.gradients.values())
     return Needs(max(most, LOGIT_BYTES * logits) + casts, most, saved + 4 * logits + casts, gradients)
 
 
@@ -137,17 +137,13 @@ def fewer(count: int, rows: int) -> int:
 
 def _fits_interpreted(graph: TrainingGraph, usable: int, held: int) -> bool:
     """Whether the captured graph can be run operator by operator, with all its gradients kept to the end."""
-    gradients = sum(_bytes(graph.node(name)) for name in graph.gradients.values())
+    gradients = sum(node_bytes(graph.node(name)) for name in graph.gradients.values())
     return predict_profile(graph).peak_bytes - _inputs(graph, *Role) + gradients + held <= usable
-
-
-def _bytes(node: fx.Node) -> int:
-    return sum(tensor_bytes(tensor) for tensor in tensors_in(node.meta.get("val")))
 
 
 def _inputs(graph: TrainingGraph, *roles: Role) -> int:
     return sum(
-        _bytes(node) for entry, node in zip(graph.inputs, graph.placeholders, strict=True) if entry.role in roles
+        node_bytes(node) for entry, node in zip(graph.inputs, graph.placeholders, strict=True) if entry.role in roles
     )
 
 
@@ -205,7 +201,7 @@ def _fresh_bytes(variant: Variant) -> int:
     graphs = [graph for graph in (variant.capture.graph, variant.capture.update) if graph is not None]
     pairs = [pair for graph in graphs for pair in zip(graph.inputs, graph.placeholders, strict=True)]
     return sum(
-        _bytes(node) for entry, node in pairs if entry.role is Role.STATE and entry.name.rpartition("/")[0] in fresh
+        node_bytes(node) for entry, node in pairs if entry.role is Role.STATE and entry.name.rpartition("/")[0] in fresh
     )
 
 

@@ -54,17 +54,17 @@ class Block(nn.Module):
 class DiT(nn.Module):
     """Peebles and Xie, 2022: noised images, times and classes in; the noise out."""
 
-    def __init__(self, *, image: int, patch: int, width: int, layers: int, heads: int, channels: int = 1) -> None:
+    def __init__(self, *, image: int, patch: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
-        self.patch, self.side, self.channels = patch, image // patch, channels
-        self.cut = nn.Conv2d(channels, width, patch, patch)
+        self.patch, self.side = patch, image // patch
+        self.cut = nn.Conv2d(1, width, patch, patch)
         self.position = nn.Parameter(0.02 * torch.randn(1, self.side**2, width))
         self.time = nn.Sequential(nn.Linear(FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
         self.label = nn.Embedding(CLASSES + 1, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
         self.condition = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
-        self.head = nn.Linear(width, patch * patch * channels)
+        self.head = nn.Linear(width, patch * patch)
         for layer in (self.condition[1], self.head):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
@@ -76,7 +76,7 @@ class DiT(nn.Module):
             x = block(x, about)
         shift, scale = self.condition(about).unsqueeze(1).chunk(2, dim=2)
         x = self.head(self.norm(x) * (1 + scale) + shift)
-        x = x.view(len(x), self.side, self.side, self.patch, self.patch, self.channels).permute(0, 5, 1, 3, 2, 4)
+        x = x.view(len(x), self.side, self.side, self.patch, self.patch, 1).permute(0, 5, 1, 3, 2, 4)
         return x.reshape(noised.shape)
 
 

@@ -59,13 +59,13 @@ class UNet(nn.Module):
     """The whole model. `growth`: channels of each size over `width`; `looks`: the one with attention, counted from 0."""
 
     def __init__(
-        self, *, width: int, growth: Sequence[int], blocks: int, looks: int, groups: int, dropout: float, channels: int = 1
+        self, *, width: int, growth: Sequence[int], blocks: int, looks: int, groups: int, dropout: float
     ) -> None:  # fmt: skip
         super().__init__()
         about = 4 * width
         common = (about, groups, dropout)
         self.time = nn.Sequential(nn.Linear(FREQUENCIES, about), nn.SiLU(), nn.Linear(about, about))
-        self.first = nn.Conv2d(channels, width, 3, padding=1)
+        self.first = nn.Conv2d(1, width, 3, padding=1)
         self.down, self.up, across, inside = nn.ModuleList(), nn.ModuleList(), [width], width
         for size, factor in enumerate(growth):
             for _ in range(blocks):
@@ -82,7 +82,7 @@ class UNet(nn.Module):
                 inside = width * factor
             if size:
                 self.up.append(nn.Conv2d(inside, inside, 3, padding=1))
-        self.norm, self.last = nn.GroupNorm(groups, inside), nn.Conv2d(inside, channels, 3, padding=1)
+        self.norm, self.last = nn.GroupNorm(groups, inside), nn.Conv2d(inside, 1, 3, padding=1)
         nn.init.zeros_(self.last.weight)
         nn.init.zeros_(self.last.bias)
 

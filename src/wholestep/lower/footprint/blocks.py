@@ -23,6 +23,8 @@ CATEGORIES = (WEIGHTS, BUFFERS, GRADIENTS, STATE, BATCH, SAVED, TEMPORARIES, WOR
 LASTING = frozenset((WEIGHTS, BUFFERS, STATE))
 """What does not depend on the batch and is there before and after every step."""
 PHASES = ("forward", "backward", "update")
+POINTS, HELD = 400, 20
+"""Instants of a timeline, and blocks that are named at the peak."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -144,8 +146,6 @@ def assemble(
     *,
     system: str,
     device: str,
-    points: int = 400,
-    top: int = 20,
     reserved: Mapping[int, int] | None = None,
     elsewhere_bytes: int = 0,
     notes: Iterable[str] = (),
@@ -155,7 +155,7 @@ def assemble(
     total = split.sum(axis=0)
     peak = int(total.argmax())
     alive = [block for block in blocks if block.alive(peak)]
-    held = sorted(alive, key=lambda block: -block.bytes)[:top]
+    held = sorted(alive, key=lambda block: -block.bytes)[:HELD]
     modules: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     saved: dict[str, int] = defaultdict(int)
     for block in alive:
@@ -170,7 +170,7 @@ def assemble(
             dataclasses.replace(phase, peak_bytes=int(total[phase.start : phase.end].max()))
             for phase in phases if phase.end > phase.start
         ),
-        timeline=_thinned(split, total, points), top=tuple(_held(block) for block in held),
+        timeline=_thinned(split, total), top=tuple(_held(block) for block in held),
         modules={path: dict(found) for path, found in sorted(modules.items())},
         saved_by_operator=dict(sorted(saved.items(), key=lambda item: -item[1])), elsewhere_bytes=elsewhere_bytes,
         reserved_bytes=taken, fragmentation_bytes=None if taken is None else taken - int(total[peak]),
@@ -237,10 +237,10 @@ def _bytes_over_time(blocks: Sequence[Block], num_instants: int) -> np.ndarray:
     return changes[:, :-1].cumsum(axis=1)
 
 
-def _thinned(split: np.ndarray, total: np.ndarray, points: int) -> tuple[tuple[int, dict[str, int]], ...]:
-    """At most `points` instants: of each stretch the one with the most bytes."""
+def _thinned(split: np.ndarray, total: np.ndarray) -> tuple[tuple[int, dict[str, int]], ...]:
+    """At most POINTS instants: of each stretch the one with the most bytes."""
     count = total.shape[0]
-    edges = np.linspace(0, count, min(points, count) + 1).astype(int)
+    edges = np.linspace(0, count, min(POINTS, count) + 1).astype(int)
     kept = sorted({int(low + total[low:high].argmax()) for low, high in itertools.pairwise(edges)})
     return tuple(
         (instant, {name: int(split[row, instant]) for row, name in enumerate(CATEGORIES) if split[row, instant]})

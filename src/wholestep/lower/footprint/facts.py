@@ -93,12 +93,12 @@ def facts_of(graph: TrainingGraph) -> dict[str, Facts]:
         of_batch = node in roles and roles[node].role is Role.BATCH
         if of_batch or any(entry in dependent for entry in node.all_input_nodes):
             dependent.add(node)
-        own = _flat(numbers.get(node))
+        own = flat(numbers.get(node))
         for number, tensor in zip(own, tensors_in(node.meta.get("val")), strict=False):
             if number not in facts:
                 facts[number] = _new(node, roles.get(node), tensor, sizes if node in dependent else None)
         for entry in node.all_input_nodes:
-            for number in set(_flat(numbers.get(entry))) - set(own):  # a view shares its storage: it reads nothing
+            for number in set(flat(numbers.get(entry))) - set(own):  # a view shares its storage: it reads nothing
                 facts[number].readers.append(node)
     _settle(graph, numbers, facts)
     named: dict[str, Facts] = {}
@@ -155,11 +155,11 @@ def _settle(graph: TrainingGraph, numbers: dict[fx.Node, Any], facts: dict[int, 
         if isinstance(value, fx.Node) and entry.kind is OutputKind.GRADIENT:
             gradients.setdefault(value, entry.name)
         elif isinstance(value, fx.Node) and entry.kind is not OutputKind.UPDATE:
-            for number in _flat(numbers[value]):
+            for number in flat(numbers[value]):
                 if facts[number].category == TEMPORARIES:
                     facts[number].category, facts[number].why = OTHER, f"returned as {entry.name}"
     for node, parameter in gradients.items():
-        for number in _flat(numbers[node]):
+        for number in flat(numbers[node]):
             if facts[number].category in (TEMPORARIES, OTHER) and facts[number].phase != "before":
                 facts[number].category, facts[number].why = GRADIENTS, f"gradient of {parameter}"
                 facts[number].module, facts[number].scales = parameter.rpartition(".")[0], False
@@ -172,8 +172,8 @@ def _mark_recomputable(graph: TrainingGraph, numbers: dict[fx.Node, Any], facts:
     for node in graph.graph.nodes:
         if node.op == "output":
             continue
-        own = set(_flat(numbers.get(node)))
-        read = {number for entry in node.all_input_nodes for number in _flat(numbers.get(entry))}
+        own = set(flat(numbers.get(node)))
+        read = {number for entry in node.all_input_nodes for number in flat(numbers.get(entry))}
         cheap = node.target is not operator.getitem and not is_expensive(short_name(node.target))
         again = node.op == "call_function" and cheap and all(available[number] for number in read - own)
         for number in own - read:
@@ -187,7 +187,7 @@ def _reader(node: fx.Node) -> str:
     return f"{short_name(node.target)} in {phase_of(node)}" + (f" of {where}" if where else "")
 
 
-def _flat(tree: Any) -> list[int]:
+def flat(tree: Any) -> list[int]:
     if isinstance(tree, list):
-        return [number for entry in tree for number in _flat(entry)]
+        return [number for entry in tree for number in flat(entry)]
     return [] if tree is None else [tree]

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from wholestep.capture.subject import modules_of
 from wholestep.lower.footprint.blocks import BATCH, BUFFERS, GRADIENTS, OTHER, STATE, WEIGHTS, Block
 
 
@@ -28,13 +29,9 @@ def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
         return 0, 0
 
 
-def modules_of(model: Any) -> dict[str, nn.Module]:
-    """The modules of what `wholestep.compile` takes as its model, each under the name it has as a prefix."""
-    if isinstance(model, nn.Module):
-        return {"": getattr(model, "_orig_mod", model)}  # a compiled module: the user's names, not its wrapper's
-    if isinstance(model, Mapping):
-        return {str(name): module for name, module in model.items()}
-    return {str(index): module for index, module in enumerate(model)}
+def plain_modules(model: Any) -> dict[str, nn.Module]:
+    """`modules_of`, with what torch.compile wrapped in place of its wrapper: the user's names are those within."""
+    return {name: getattr(module, "_orig_mod", module) for name, module in modules_of(model).items()}
 
 
 def tensors_of(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -52,7 +49,7 @@ def tensors_of(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def named_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    for prefix, module in modules_of(model).items():
+    for prefix, module in plain_modules(model).items():
         yield from module.named_parameters(prefix=prefix)
 
 
@@ -98,7 +95,7 @@ def _owned(model: Any, optimizer: Optimizer | None, batch: Any) -> Iterator[tupl
     for name, parameter in named_parameters(model):
         names[parameter] = name
         yield WEIGHTS, name, "a parameter", parameter
-    for prefix, module in modules_of(model).items():
+    for prefix, module in plain_modules(model).items():
         for name, buffer in module.named_buffers(prefix=prefix):
             yield BUFFERS, name, "a buffer", buffer
     for parameter, name in names.items():

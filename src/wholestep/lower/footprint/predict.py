@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import fx
@@ -30,7 +30,7 @@ from wholestep.lower.footprint.blocks import (
     Phase,
     assemble,
 )
-from wholestep.lower.footprint.facts import Facts, facts_of, short_name
+from wholestep.lower.footprint.facts import Facts, facts_of, flat, short_name
 from wholestep.lower.footprint.scratch import Scratch
 from wholestep.lower.in_place import ImperativeGraph, write_state_in_place
 from wholestep.ops.offload import lies_on_host
@@ -140,7 +140,7 @@ class _Walk:
         self.instant += 1
         phase = phase_of(call.made[0])
         for node in call.reads:
-            for number in _flat(self.numbers.get(node)):
+            for number in flat(self.numbers.get(node)):
                 self.used_at[number].append((phase, self.instant))
         measured = zip(call.scratch.results, call.scratch.late, strict=True) if call.scratch is not None else None
         for node in call.defines:
@@ -183,7 +183,7 @@ class _Walk:
         """Name the storages of a value; `measured`: their bytes, as a storage may be larger than its tensor, and whether they
         are made after the call's peak, which is the next instant."""
         numbers = self.numbers.get(node)
-        for index, (number, tensor) in enumerate(zip(_flat(numbers), tensors_in(node.meta.get("val")), strict=False)):
+        for index, (number, tensor) in enumerate(zip(flat(numbers), tensors_in(node.meta.get("val")), strict=False)):
             count, late = (0, False) if measured is None else next(measured, (0, False))
             if number not in self.blocks:
                 name = f"{node.name}[{index}]" if isinstance(numbers, list) else node.name
@@ -205,7 +205,7 @@ class _Walk:
 
     def _release(self, nodes: Sequence[fx.Node]) -> None:
         for node in nodes:
-            for number in set(_flat(self.numbers.get(node))):
+            for number in set(flat(self.numbers.get(node))):
                 self.holders[number].discard(node)
                 block = self.blocks.get(number)
                 if block is not None and block.born and not self.holders[number]:
@@ -248,9 +248,3 @@ def _device(graph: TrainingGraph) -> str:
         for tensor in tensors_in(node.meta.get("val")):
             return str(tensor.device)
     return "cpu"
-
-
-def _flat(tree: Any) -> list[int]:
-    if isinstance(tree, list):
-        return [number for entry in tree for number in _flat(entry)]
-    return [] if tree is None else [tree]

@@ -23,6 +23,7 @@ from wholestep.ops.attention import reference
 from wholestep.ops.attention.operator import in_layout
 from wholestep.ops.multi_tensor import triton_reason
 from wholestep.ops.record import Precision, record
+from wholestep.ops.wide import wide_dtype
 
 LONGEST, WIDEST = 128, 128
 TILE_BYTES = 16 << 10
@@ -92,7 +93,7 @@ _backward = torch.library.custom_op(
 
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=reference.compute_dtype(q.dtype))
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide_dtype(q.dtype))
 
 
 @_backward.register_fake

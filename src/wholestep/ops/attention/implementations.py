@@ -20,6 +20,7 @@ from wholestep.ops.attention.interface import (
     last_contiguous,
     sum_groups,
 )
+from wholestep.ops.wide import wide_dtype
 
 aten = torch.ops.aten
 
@@ -80,7 +81,7 @@ def _cpu_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
     if mask.dtype == torch.bool:
         bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
     else:
-        bias = mask if mask.dtype == reference.compute_dtype(q.dtype) else mask.to(q.dtype)
+        bias = mask if mask.dtype == wide_dtype(q.dtype) else mask.to(q.dtype)
     return bias if bias.dim() in (2, 4) else bias.view((1,) * (4 - bias.dim()) + tuple(bias.shape))
 
 

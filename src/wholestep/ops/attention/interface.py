@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wholestep.ops.attention.reference import compute_dtype
+from wholestep.ops.wide import wide_dtype
 
 Forward = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """out, logsumexp, and the state of random numbers where some were drawn."""
@@ -93,4 +93,4 @@ def sum_groups(grad: Tensor, groups: int) -> Tensor:
     if grad.shape[1] == groups:
         return grad
     parts = grad.unflatten(1, (groups, -1))
-    return parts.sum(dim=2, dtype=compute_dtype(grad.dtype)).to(grad.dtype)
+    return parts.sum(dim=2, dtype=wide_dtype(grad.dtype)).to(grad.dtype)

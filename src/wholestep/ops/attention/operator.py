@@ -17,9 +17,10 @@ from wholestep.ops.aten import attention as costs
 from wholestep.ops.attention import decomposition, reference
 from wholestep.ops.attention.choice import choose
 from wholestep.ops.attention.interface import Asked, asked_and_kept
-from wholestep.ops.attention.reference import compute_dtype, empty_out
+from wholestep.ops.attention.reference import empty_out
 from wholestep.ops.call import Call
 from wholestep.ops.record import Precision, record
+from wholestep.ops.wide import wide_dtype
 
 LIBRARY = torch.library.Library("ws", "FRAGMENT")
 LIBRARY.define(
@@ -87,7 +88,7 @@ def _fake(*arguments: Any, implementation: str = "") -> tuple[Tensor, Tensor, Te
     asked = Asked(*arguments)
     check(asked)
     q = asked.q
-    logsumexp = torch.empty(q.shape[:3], dtype=compute_dtype(q.dtype), device=q.device)
+    logsumexp = torch.empty(q.shape[:3], dtype=wide_dtype(q.dtype), device=q.device)
     seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
     return empty_out(q, asked.v), logsumexp, seed, offset
 

@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 
 from wholestep.ops.random_bits import keep_mask
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from wholestep.ops.wide import wide_dtype
 
 
 def empty_out(q: Tensor, v: Tensor) -> Tensor:
@@ -41,7 +38,7 @@ def visible(mask: Tensor | None, causal: bool, num_queries: int, num_keys: int, 
 def scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     """(B, H, T, S) in the compute dtype, -inf where hidden. Grouped heads fold into rows: (B, G, R * T, D) @ (B, G, D,
     S)."""
-    dtype = compute_dtype(q.dtype)
+    dtype = wide_dtype(q.dtype)
     batch, heads, num_queries, width = q.shape
     groups, num_keys = k.shape[1], k.shape[2]
     rows = q.to(dtype).reshape(batch, groups, heads // groups * num_queries, width)
@@ -99,7 +96,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), recomputing the probabilities from logsumexp; the folded rows sum the heads of a group by
     themselves."""
-    dtype = compute_dtype(q.dtype)
+    dtype = wide_dtype(q.dtype)
     p = probabilities(scores(q, k, mask, causal, scale), logsumexp)
     grad, rows_of = grad_out.to(dtype), (k.shape[0], k.shape[1], q.shape[1] // k.shape[1] * q.shape[2])
     delta = (grad * out.to(dtype)).sum(dim=-1, keepdim=True)

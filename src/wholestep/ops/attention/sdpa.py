@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from wholestep.ops.attention import biased
-from wholestep.ops.attention.reference import compute_dtype, visible
+from wholestep.ops.attention.reference import visible
+from wholestep.ops.wide import wide_dtype
 
 
 def scaled_dot_product_attention(
@@ -105,7 +106,7 @@ def _composed(
 ) -> Tensor:
     """Softmax attention from differentiable operators: the only form that gives the mask (a learned bias) its
     gradient."""
-    dtype = compute_dtype(q.dtype)
+    dtype = wide_dtype(q.dtype)
     repeat = q.shape[1] // k.shape[1]
     if repeat > 1:
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)

@@ -23,6 +23,7 @@ from wholestep.ops.updates.update import (
     implementation,
     sign_of,
 )
+from wholestep.ops.wide import wide_dtype
 
 STATES = ("mu_product", "exp_avg", "exp_avg_sq")
 NUMBERS = ("step", "lr", "beta1", "beta2", "eps", "weight_decay", "momentum_decay")
@@ -78,7 +79,7 @@ def fill(group: Group, steps: float) -> list[float]:
 def new_state(optimizer: Optimizer, key: str, parameter: Tensor) -> Tensor:
     """The product lies beside its parameter, where torch's own loading of a checkpoint puts it too: a GPU reads it there."""
     if key == "mu_product":
-        dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+        dtype = wide_dtype(torch.get_default_dtype())
         return torch.ones((), dtype=dtype, device=parameter.device)
     return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 

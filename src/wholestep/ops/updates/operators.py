@@ -23,6 +23,7 @@ from torch import Tensor
 
 from wholestep.ops import multi_tensor
 from wholestep.ops.updates.update import Update
+from wholestep.ops.wide import wide_dtype
 
 Lists: TypeAlias = list[list[Tensor]]
 Eager: TypeAlias = Callable[[list[Tensor], list[Tensor], Lists, Mapping[str, float], Mapping[str, Any]], None]
@@ -113,7 +114,7 @@ def update_on_device(
     for members in _parts(params):
         old = [[tensors[i] for i in members] for tensors in (params, *states) if tensors]
         new = [[_widened(t) if scale is None else _widened(t, copy=True) for t in tensors] for tensors in old]
-        pulls = [_widened(grads[i]).to(_wide(params[i].dtype)) for i in members]
+        pulls = [_widened(grads[i]).to(wide_dtype(params[i].dtype)) for i in members]
         if scale is not None:
             pulls = [pull * scale.to(pull.dtype) for pull in pulls]
         filled = iter(new[1:])
@@ -143,9 +144,5 @@ def _parts(params: list[Tensor]) -> Iterator[list[int]]:
         yield part
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
 def _widened(tensor: Tensor, copy: bool = False) -> Tensor:
-    return tensor.to(_wide(tensor.dtype), copy=copy)
+    return tensor.to(wide_dtype(tensor.dtype), copy=copy)

@@ -24,6 +24,7 @@ from wholestep.cost.roofline import Fp32Units
 from wholestep.graph.layers import layer_pattern
 from wholestep.graph.training_graph import TrainingGraph, module_of, phase_of
 from wholestep.graph.views import is_cheap_view
+from wholestep.lower.footprint.cuda import wait
 from wholestep.lower.in_place import ImperativeGraph, write_state_in_place
 from wholestep.lower.inductor import imperative_form
 from wholestep.lower.regions import Piece, Region, split_regions
@@ -32,7 +33,6 @@ from wholestep.lower.transfers import BESIDE, Transfers
 from wholestep.profile.measure import kernels
 from wholestep.profile.measure.copies import TimedStreams, WatchedTransfers, copies_of
 from wholestep.profile.measure.kernels import Kernel
-from wholestep.profile.measure.timing import wait
 from wholestep.profile.measure.work import Work, work_of_cost, work_of_region
 from wholestep.runtime.step import Step
 from wholestep.runtime.variant import Variant

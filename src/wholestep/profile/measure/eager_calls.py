@@ -22,12 +22,12 @@ from wholestep.cost.devices import Device
 from wholestep.cost.node_costs import NodeCost, number_format
 from wholestep.cost.roofline import Fp32Units
 from wholestep.graph.layers import layer_pattern
+from wholestep.lower.footprint.cuda import wait
 from wholestep.ops.call import Call
 from wholestep.ops.flops import flops
 from wholestep.ops.traffic import traffic
 from wholestep.profile.measure import kernels
 from wholestep.profile.measure.calls import TimedCall, with_kernels
-from wholestep.profile.measure.timing import wait
 from wholestep.profile.measure.work import work_of_cost
 
 

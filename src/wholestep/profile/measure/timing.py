@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from wholestep.lower.footprint.cuda import wait
+
 OVER = 5
 WITHIN = 0.05
 LEAST_WARM_UP = 10
@@ -52,12 +54,6 @@ class Timing:
     @property
     def data_median(self) -> float:
         return statistics.median(self.data)
-
-
-def wait(device: torch.device) -> None:
-    """Until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def time_steps(

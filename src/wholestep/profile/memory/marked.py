@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from wholestep.lower.footprint.events import mark
-from wholestep.lower.footprint.owners import gradients_of, modules_of, storage_of, tensors_of
+from wholestep.lower.footprint.owners import gradients_of, plain_modules, storage_of, tensors_of
 from wholestep.lower.runner import Runner
 from wholestep.ops import IN_PLACE
 
@@ -71,7 +71,7 @@ def modules_marked(model: Any) -> Iterator[None]:
     """Marks which module is running. Not for compiled modules: hooks would have them compiled anew."""
     paths = {
         inner: f"{prefix}.{path}".strip(".")
-        for prefix, module in modules_of(model).items() for path, inner in module.named_modules()
+        for prefix, module in plain_modules(model).items() for path, inner in module.named_modules()
     }  # fmt: skip
     running: list[Any] = []
 

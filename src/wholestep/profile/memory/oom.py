@@ -23,9 +23,11 @@ _BF16_OPERATORS = (
 along the residual stream, softmax and losses stay as they are."""
 
 
-def explain_oom(
-    subject: MemoryProfile | TrainingGraph, *, limit_bytes: int | None = None, top: int = 5, num_fixes: int = 3
-) -> str:
+MOST_BLOCKS, MOST_FIXES = 5, 3
+"""Named in the text of an error."""
+
+
+def explain_oom(subject: MemoryProfile | TrainingGraph, *, limit_bytes: int | None = None) -> str:
     """The text of an out-of-memory error: where the bytes are, and up to three fixes, best first."""
     profile = subject if isinstance(subject, MemoryProfile) else predict_profile(subject)
     said = "predicted" if profile.system == "predicted" else "measured"
@@ -35,9 +37,9 @@ def explain_oom(
     split = sorted(((n, c) for c, n in profile.at_peak.items() if n), reverse=True)
     lines.append("  " + ", ".join(f"{name} {show_bytes(count)}" for count, name in split))
     lines.append("largest at the peak:")
-    lines += [f"  {show_bytes(count):>9}  {text}" for count, text in _largest(profile, top)]
+    lines += [f"  {show_bytes(count):>9}  {text}" for count, text in _largest(profile)]
     graph = subject if isinstance(subject, TrainingGraph) else None
-    fixes = ranked_fixes(profile, limit_bytes=limit_bytes, graph=graph)[:num_fixes]
+    fixes = ranked_fixes(profile, limit_bytes=limit_bytes, graph=graph)[:MOST_FIXES]
     if fixes:
         lines.append("what would help:")
         for number, fix in enumerate(fixes, start=1):
@@ -142,7 +144,7 @@ def _recompute(profile: MemoryProfile) -> Fix | None:
     return Fix("recompute cheap activations", peak, how, True)
 
 
-def _largest(profile: MemoryProfile, top: int) -> list[tuple[int, str]]:
+def _largest(profile: MemoryProfile) -> list[tuple[int, str]]:
     """What is alive at the peak, equal things of equal layers together."""
     groups: dict[str, list[Block]] = defaultdict(list)
     for block in profile.blocks:
@@ -155,4 +157,4 @@ def _largest(profile: MemoryProfile, top: int) -> list[tuple[int, str]]:
     totals = sorted(
         ((sum(b.bytes for b in blocks), text, len(blocks)) for text, blocks in groups.items()), reverse=True
     )
-    return [(count, text + (f" (x{times})" if times > 1 else "")) for count, text, times in totals[:top]]
+    return [(count, text + (f" (x{times})" if times > 1 else "")) for count, text, times in totals[:MOST_BLOCKS]]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from wholestep.errors import BadOption
+from wholestep.errors import BadOption, did_you_mean
 from wholestep.lower.footprint.blocks import MemoryProfile
 from wholestep.lower.footprint.owners import named_parameters
 from wholestep.profile.memory.cpu import measure_step
@@ -37,10 +36,8 @@ def memory_profile(
         settle: steps before measuring: compilation and the first optimizer step are not what is asked about.
     """
     if system not in SYSTEMS:
-        close = difflib.get_close_matches(str(system), SYSTEMS, n=1)
-        raise BadOption(
-            f"system={system!r}", hint=f"did you mean {close[0]!r}?" if close else f"use {', '.join(SYSTEMS)}"
-        )
+        hint = did_you_mean(str(system), SYSTEMS, f"use {', '.join(SYSTEMS)}", shown="'{}'")
+        raise BadOption(f"system={system!r}", hint=hint)
     if device is None:
         device = next((parameter.device for _, parameter in named_parameters(model)), torch.device("cpu"))
     place = torch.device(device)

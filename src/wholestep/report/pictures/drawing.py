@@ -5,7 +5,8 @@ Nothing here knows what is drawn. All text is escaped here and only here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from xml.sax.saxutils import escape, quoteattr
 
 from wholestep.graph.counted import digits
@@ -65,6 +66,16 @@ def scale(low: float, high: float, start: float, end: float) -> Scale:
     return lambda value: start + (value - low) / size * (end - start)
 
 
+def ticks(low: float, high: float, about: int) -> list[float]:
+    """Round numbers between `low` and `high`."""
+    if high <= low:
+        return [low]
+    rough = (high - low) / about
+    size = 10 ** math.floor(math.log10(rough))
+    step = next(size * m for m in (1, 2, 2.5, 5, 10) if size * m >= rough * 0.999)
+    return [round(k * step, 12) for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
 def fitted(words: str, width: float, *, character: float = CHARACTER) -> str:
     """The words, shortened in the middle to fit; empty where not even a few letters do."""
     room = int(width / character)
@@ -78,25 +89,27 @@ def fitted(words: str, width: float, *, character: float = CHARACTER) -> str:
 
 def legend(entries: Iterable[tuple[str, str]], x: float, y: float, *, width: float = WIDTH) -> list[str]:
     """(class, words) from left to right, in as many lines as they need."""
-    body, at = [], x
-    for kind, words in entries:
-        long = 32 + 0.92 * CHARACTER * len(words)
-        if at > x and at + long - 16 > width:
-            at, y = x, y + LEGEND_LINE
-        body += [rectangle(at, y - 9, 11, 11, kind), text(at + 16, y, words, "faint")]
-        at += long
+    body = []
+    for kind, words, at, line in _places(entries, x, width):
+        below = y + LEGEND_LINE * line
+        body += [rectangle(at, below - 9, 11, 11, kind), text(at + 16, below, words, "faint")]
     return body
 
 
 def legend_height(entries: Iterable[tuple[str, str]], x: float, *, width: float = WIDTH) -> float:
     """What `legend` needs beyond its first line."""
-    lines, at = 1, x
-    for _, words in entries:
+    return LEGEND_LINE * max((line for *_, line in _places(entries, x, width)), default=0)
+
+
+def _places(entries: Iterable[tuple[str, str]], x: float, width: float) -> Iterator[tuple[str, str, float, int]]:
+    """(class, words, where it begins, in which line)."""
+    at, line = x, 0
+    for kind, words in entries:
         long = 32 + 0.92 * CHARACTER * len(words)
         if at > x and at + long - 16 > width:
-            at, lines = x, lines + 1
+            at, line = x, line + 1
+        yield kind, words, at, line
         at += long
-    return LEGEND_LINE * (lines - 1)
 
 
 def show_ms(ms: float) -> str:

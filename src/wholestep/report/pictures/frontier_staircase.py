@@ -9,29 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from wholestep.report.loss_picture import ticks
 from wholestep.report.pictures import drawing
 from wholestep.report.pictures.drawing import dot, line, rectangle, text
+from wholestep.report.pictures.plot import FLOOR, MOST_LABELS, TOP, Plot, style
 
-HEIGHT, TOP, LEFT, SIDE, ROW = 470, 78, 78, 392, 33
-FLOOR = HEIGHT - 62
+LEFT, SIDE = 78, 392
 CARDS_GB = (8, 12, 16, 24, 32, 40, 48, 80, 141)
-MOST_LABELS = 14
-STYLE = """<style>
-  .page { fill: #ffffff } .ink { fill: #1f2328 } .faint { fill: #59636e } .grid { stroke: #e3e7eb } .axis { stroke: #818b98 }
-  .title { font-size: 17px; font-weight: 600 } .none { fill: #d1242f; opacity: 0.09 } .none-words { fill: #b42318 }
-  .stair { stroke: #0b5cad; stroke-width: 2.4; fill: none } .knee { fill: #0b5cad } .chosen { fill: #c2410c } .on-dot { fill: #fff }
+STYLE = style(
+    light=""".none { fill: #d1242f; opacity: 0.09 } .none-words { fill: #b42318 }
+  .stair { stroke: #0b5cad; stroke-width: 2.4; fill: none } .knee { fill: #0b5cad } .chosen { fill: #c2410c }
   .card { stroke: #818b98; stroke-dasharray: 3 4 } .budget { stroke: #c2410c; stroke-width: 1.6 } .budget-words { fill: #c2410c }
-  .peer { fill: none; stroke: #59636e; stroke-width: 1.6 }
-  @media (prefers-color-scheme: dark) {
-    .page { fill: #14181d } .ink { fill: #e6e9ed } .faint { fill: #9aa4af } .grid { stroke: #2b323a } .axis { stroke: #6b7682 }
-    .none { fill: #ff8a80; opacity: 0.13 } .none-words { fill: #ff8a80 } .stair { stroke: #8cc4ff } .knee { fill: #8cc4ff }
-    .chosen { fill: #ffb077 } .on-dot { fill: #14181d } .budget { stroke: #ffb077 } .budget-words { fill: #ffb077 }
-    .peer { stroke: #9aa4af } .card { stroke: #6b7682 }
-  }
-  text { font-family: system-ui, -apple-system, "Segoe UI", "DejaVu Sans", Arial, sans-serif; font-size: 12px }
-  .on-dot { font-size: 10px; font-weight: 600 } .small { font-size: 11px }
-</style>"""
+  .peer { fill: none; stroke: #59636e; stroke-width: 1.6 }""",
+    dark=""".none { fill: #ff8a80; opacity: 0.13 } .none-words { fill: #ff8a80 } .stair { stroke: #8cc4ff } .knee { fill: #8cc4ff }
+    .chosen { fill: #ffb077 } .budget { stroke: #ffb077 } .budget-words { fill: #ffb077 }
+    .peer { stroke: #9aa4af } .card { stroke: #6b7682 }""",
+)
 
 Knee = tuple[float, float, str]
 """(GiB on the card, time, what changed against the knee before)."""
@@ -50,16 +42,15 @@ def frontier_staircase(
     ys = [y for _, y, _ in knees] + [ms for _, _, ms in peers]
     low, high = _range(xs, budget)
     bottom, top = min(ys) - 0.12 * _size(ys), max(ys) + 0.12 * _size(ys)
-    across = drawing.scale(low, high, LEFT, drawing.WIDTH - SIDE)
-    up = drawing.scale(max(bottom, 0.0), top, FLOOR, TOP)
-    height = max(HEIGHT, TOP + ROW * (min(len(knees), MOST_LABELS) + len(peers)) + 60)
-    body = [STYLE, rectangle(0, 0, drawing.WIDTH, height, "page")]
-    body += [text(LEFT, 30, title, "ink title"), text(LEFT, 52, subtitle, "faint")]
-    body += _axes(low, high, max(bottom, 0.0), top, unit, across, up)
+    plot = Plot(LEFT, SIDE, (low, high), (max(bottom, 0.0), top))
+    across, up = plot.across, plot.up
+    height = plot.height(min(len(knees), MOST_LABELS) + len(peers))
+    above = "step, relative" if unit == "x" else f"step, {unit}"
+    body = [STYLE, *plot.frame(height, title, subtitle, below="memory on the card, GiB", above=above)]
     body += _impossible(min(x for x, _, _ in knees), low, across)
     body += _verticals(low, high, budget, across)
     body.append(f'<path class="stair" d="{_path(knees, across, up)}"/>')
-    body += _marks(knees, peers, chosen, unit, across, up)
+    body += _marks(plot, knees, peers, chosen, unit)
     said = "; ".join(f"{x:.1f} GiB {y:.4g} {unit} {words}" for x, y, words in knees)
     return drawing.svg(height, title, said, body, kind="frontier") + "\n"
 
@@ -75,25 +66,6 @@ def _range(xs: Sequence[float], budget: float | None) -> tuple[float, float]:
     if budget is not None and low - 2 * room <= budget <= high + 2 * room:
         low, high = min(low, max(budget - room, 0.0)), max(high, budget + room)
     return low, high
-
-
-def _axes(
-    low: float, high: float, bottom: float, top: float, unit: str, across: drawing.Scale, up: drawing.Scale
-) -> list[str]:
-    end, body = drawing.WIDTH - SIDE, []
-    for value in ticks(low, high, 7):
-        if low <= value <= high:
-            body.append(line(across(value), FLOOR, across(value), FLOOR + 5, "axis"))
-            body.append(text(across(value), FLOOR + 19, f"{value:g}", "faint", "middle"))
-    for value in ticks(bottom, top, 6):
-        if bottom <= value <= top:
-            body.append(line(LEFT, up(value), end, up(value), "grid"))
-            body.append(text(LEFT - 8, up(value) + 4, f"{value:g}", "faint", "end"))
-    body += [
-        line(LEFT, FLOOR, end, FLOOR, "axis"),
-        text((LEFT + end) / 2, FLOOR + 42, "memory on the card, GiB", "ink", "middle"),
-    ]
-    return [*body, text(LEFT - 62, TOP - 10, "step, relative" if unit == "x" else f"step, {unit}", "ink")]
 
 
 def _impossible(least: float, low: float, across: drawing.Scale) -> list[str]:
@@ -127,36 +99,21 @@ def _path(knees: Sequence[Knee], across: drawing.Scale, up: drawing.Scale) -> st
     return "".join(parts)
 
 
-def _marks(
-    knees: Sequence[Knee],
-    peers: Sequence[Peer],
-    chosen: int | None,
-    unit: str,
-    across: drawing.Scale,
-    up: drawing.Scale,
-) -> list[str]:
-    side = drawing.WIDTH - SIDE + 22
-    body = []
-    shown = _shown(len(knees), chosen)
+def _marks(plot: Plot, knees: Sequence[Knee], peers: Sequence[Peer], chosen: int | None, unit: str) -> list[str]:
+    body, shown = [], _shown(len(knees), chosen)
     for number, (x, y, words) in enumerate(knees, start=1):
         kind = "chosen" if number - 1 == chosen else "knee"
         hover = f"{number}: {x:.2f} GiB, {y:.4g} {unit}. {words}"
-        body.append(dot(across(x), up(y), 8 if number - 1 in shown else 3.5, kind, hover=hover))
         if number - 1 not in shown:
+            body.append(dot(plot.across(x), plot.up(y), 3.5, kind, hover=hover))
             continue
-        at = TOP + 10 + ROW * shown.index(number - 1)
-        body += [text(across(x), up(y) + 3.5, str(number), "on-dot", "middle", hover=hover), dot(side, at - 4, 8, kind)]
-        body.append(text(side, at - 0.5, str(number), "on-dot", "middle"))
-        body.append(text(side + 15, at, f"{x:.1f} GiB, {y:.4g} {unit}", "ink"))
-        told = drawing.fitted(words or "everything is kept", SIDE - 48, character=5.9)
-        body.append(text(side + 15, at + 14, told, "small faint", hover=hover))
+        row, figures = shown.index(number - 1), f"{x:.1f} GiB, {y:.4g} {unit}"
+        body += plot.numbered(x, y, number, kind, hover)
+        body += plot.entry(row, number, kind, figures, words or "everything is kept", hover)
     for number, (name, gib, ms) in enumerate(peers):
-        at = TOP + 10 + ROW * (len(shown) + number)
-        body += [
-            dot(across(gib), up(ms), 6, "peer", hover=f"{name}: {gib:.1f} GiB, {ms:.4g} ms"),
-            dot(side, at - 4, 6, "peer"),
-        ]
-        body.append(text(side + 15, at, f"{name}: {gib:.1f} GiB, {ms:.4g} ms (measured)", "faint"))
+        said = f"{name}: {gib:.1f} GiB, {ms:.4g} ms"
+        body.append(dot(plot.across(gib), plot.up(ms), 6, "peer", hover=said))
+        body += plot.plain_entry(len(shown) + number, 6, "peer", f"{said} (measured)")
     return body
 
 

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wholestep.graph.bytes import show_bytes
-from wholestep.report.loss_picture import ticks
 from wholestep.report.pictures import drawing
-from wholestep.report.pictures.drawing import Scale, line, rectangle, text
+from wholestep.report.pictures.drawing import Scale, line, rectangle, text, ticks
 
 LAYERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("weights", "weights and buffers", ("weights", "buffers")),

@@ -9,9 +9,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from wholestep.report.loss_picture import ticks
 from wholestep.report.pictures import drawing
-from wholestep.report.pictures.drawing import line, rectangle, show_ms, text
+from wholestep.report.pictures.drawing import line, rectangle, show_ms, text, ticks
 
 TITLE = "From the least time to the measured step"
 LEFT, RIGHT, ROW, TOP = 268, 120, 28, 10
