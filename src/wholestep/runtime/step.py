@@ -131,9 +131,12 @@ class Step:
             except CaptureRefused as found:
                 refused = found
             except StateMoved as moved:
-                if run.results:
-                    raise
+                result = None
+                if run.results:  # between two micro-batches: eager PyTorch takes the others
+                    result = run.in_torch(LowerRung(self.subject, self._note, compiled=False))
                 self._forget(str(moved))
+                if result is not None:
+                    return result
             # outside of the handlers: an error of the user's own code is no consequence of what Dynamo could not do
             if refused is not None and not (self._lower is None and self.front.specialise(refused)):
                 return self._below(run, refused)
