@@ -21,6 +21,7 @@ from wholestep.capture.modes import is_user_file
 from wholestep.capture.preflight import notes_on
 from wholestep.errors import (
     BadBatch,
+    BadOption,
     CaptureRefused,
     TierFailed,
     UnsupportedModel,
@@ -34,6 +35,7 @@ from wholestep.graph.printer import fingerprint
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.lower import kernels_of
 from wholestep.ops.tuner import Choice
+from wholestep.options import is_whole
 from wholestep.passes.stream_state import update_rounds
 from wholestep.runtime.binding import StateMoved, guard_steps_by_hand
 from wholestep.runtime.blame import Example, blamed
@@ -131,12 +133,11 @@ class Step:
             except CaptureRefused as found:
                 refused = found
             except StateMoved as moved:
-                result = None
                 if run.results:  # between two micro-batches: eager PyTorch takes the others
                     result = run.in_torch(LowerRung(self.subject, self._note, compiled=False))
-                self._forget(str(moved))
-                if result is not None:
+                    self._forget(str(moved))
                     return result
+                self._forget(str(moved))
             # outside of the handlers: an error of the user's own code is no consequence of what Dynamo could not do
             if refused is not None and not (self._lower is None and self.front.specialise(refused)):
                 return self._below(run, refused)
@@ -360,7 +361,9 @@ class Step:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seed, self.count, self.unsound = int(state["seed"]), int(state["count"]), None
+        if not isinstance(state, dict) or not all(is_whole(state.get(name)) for name in ("seed", "count")):
+            raise BadOption("this is not the state_dict() of a Step", hint="it has whole numbers 'seed' and 'count'")
+        self.seed, self.count, self.unsound = state["seed"], state["count"], None
         if self.subject.loss_scale is not None and "loss_scale" in state:  # a run in another precision has none
             self.subject.loss_scale.load_state_dict(state["loss_scale"])
 
