@@ -127,19 +127,22 @@ class Step:
             self._eager_first, self._refusals = False, 1
             return result
         for _ in range(2):
-            run, refused = OneStep(self, micro), None
+            run, refused, moved = OneStep(self, micro), None, None
             try:
                 return run.whole(known_only=self._lower is not None)
             except CaptureRefused as found:
                 refused = found
-            except StateMoved as moved:
-                if run.results:  # between two micro-batches: eager PyTorch takes the others
-                    result = run.in_torch(LowerRung(self.subject, self._note, compiled=False))
-                    self._forget(str(moved))
-                    return result
-                self._forget(str(moved))
+            except StateMoved as found:
+                moved = str(found)
             # outside of the handlers: an error of the user's own code is no consequence of what Dynamo could not do
-            if refused is not None and not (self._lower is None and self.front.specialise(refused)):
+            if moved is not None:
+                # between two micro-batches eager PyTorch takes the others
+                eager = LowerRung(self.subject, self._note, compiled=False)
+                result = run.in_torch(eager) if run.results else None
+                self._forget(moved)
+                if result is not None:
+                    return result
+            elif refused is not None and not (self._lower is None and self.front.specialise(refused)):
                 return self._below(run, refused)
         return self._below(OneStep(self, micro), CaptureRefused("parameters, buffers or optimizer state keep moving"))
 
