@@ -138,10 +138,10 @@ class Step:
             if moved is not None:
                 # between two micro-batches eager PyTorch takes the others
                 eager = LowerRung(self.subject, self._note, compiled=False)
-                result = run.in_torch(eager) if run.results else None
+                taken = run.in_torch(eager) if run.results else None
                 self._forget(moved)
-                if result is not None:
-                    return result
+                if taken is not None:
+                    return taken
             elif refused is not None and not (self._lower is None and self.front.specialise(refused)):
                 return self._below(run, refused)
         return self._below(OneStep(self, micro), CaptureRefused("parameters, buffers or optimizer state keep moving"))
