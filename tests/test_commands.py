@@ -115,6 +115,11 @@ def test_a_plan_goes_to_compile() -> None:
         (lambda: wholestep.train("gpt-1m", memory="1GiB", plan="p.toml", quiet=True), "give one of them"),
         (lambda: wholestep.train(*own(), data="shakespeare", quiet=True), "your own objects"),
         (lambda: wholestep.profile(*own(), system="egaer"), "use wholestep, eager, compile"),
+        (lambda: wholestep.profile(*own(), steps=0), "steps=0"),
+        (lambda: wholestep.train(*own(), steps=0, quiet=True), "steps=0"),
+        (lambda: wholestep.train(*own(), log="cvs", quiet=True), "did you mean csv?"),  # type: ignore[arg-type]
+        (lambda: wholestep.train("gpt-1m", settings=["lr"], quiet=True), "settings=['lr']"),  # type: ignore[arg-type]
+        (lambda: wholestep.plan(*own(), device=3), "device=3"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_arguments_are_one_line(call: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

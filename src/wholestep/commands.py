@@ -18,6 +18,7 @@ from wholestep.cost.target import budget_on, find_target
 from wholestep.errors import BadOption, WholestepWarning
 from wholestep.graph.plan import Plan
 from wholestep.graph.plan_file import plan_at
+from wholestep.options import is_whole
 from wholestep.plan.room import room_for
 from wholestep.profile.profile import Profile, profile_job
 from wholestep.train import request
@@ -132,6 +133,7 @@ def _train_own(
 
 def _loggers(log: Sequence[str | Logger]) -> tuple[str, list[Logger]]:
     """Names by commas, and objects of the user's own."""
+    log = [log] if isinstance(log, str) else log
     return ",".join(entry for entry in log if isinstance(entry, str)), [one for one in log if not isinstance(one, str)]
 
 
@@ -174,6 +176,8 @@ def plan(
         recipe: the file of one.
         check_batch: capture again at the largest batch that was found; None does so where that is quick.
     """
+    if not isinstance(device, str):
+        raise BadOption(f"device={device!r}", hint="give a name such as 'h200', an amount such as '24GiB', or 'this'")
     target = find_target(device)
     budget = budget_on(target, memory, f"memory={memory!r}")
     named = isinstance(model, str)
@@ -227,6 +231,8 @@ def profile(
         follow_memory: whether the memory of a step is followed.
         verified: whether a step is compared with eager PyTorch.
     """
+    if not is_whole(steps) or steps < 1:
+        raise BadOption(f"steps={steps!r}", hint="use a whole number, 1 or more")
     if isinstance(model, str):
         _refuse_objects("profile", loss_fn, optimizer, batches, clip_norm, accumulate)
         job = make_job(
@@ -242,6 +248,8 @@ def profile(
 
 
 def _sets(settings: Mapping[str, Any] | None) -> list[str] | None:
+    if settings is not None and not isinstance(settings, Mapping):
+        raise BadOption(f"settings={settings!r}", hint="give names and values: settings={'lr': 1e-3}")
     return [set_text(key, "none" if value is None else value) for key, value in (settings or {}).items()] or None
 
 
@@ -270,8 +278,9 @@ def _own_job(
             f"a model of your own without {lacking}", hint="give loss_fn, optimizer, and a batch or a loader"
         )
     settings: dict[str, Any] = {
-        "model": type(model).__name__, "family": None, "config": {}, "data": None, "steps": steps or OWN_STEPS, "seed": seed,
-        "precision": precision or "fp32", "clip_norm": clip_norm, "accumulate": accumulate, "init": False,
+        "model": type(model).__name__, "family": None, "config": {}, "data": None,
+        "steps": OWN_STEPS if steps is None else steps, "seed": seed, "precision": precision or "fp32",
+        "clip_norm": clip_norm, "accumulate": accumulate, "init": False,
     }  # fmt: skip
     place = optimizer.param_groups[0]["params"][0].device
     return job_of(settings, model, loss_fn, optimizer, batches, place)

@@ -7,6 +7,7 @@ optimizer is checked where those are known (`compiler.py`).
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -29,6 +30,11 @@ SWITCHES: dict[str, tuple[bool | None, ...]] = {
     **dict.fromkeys(("dynamic", "early_update", "cuda_graph", "verbose"), (None, True, False)),
     "cache": (True, False),
 }
+
+
+def is_whole(value: Any) -> bool:
+    """A whole number; True is none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,3 +148,50 @@ def test_compiled_buffers_are_kept_too():
     assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
     step(batch())
     assert not any(torch.equal(v, before[n]) for n, v in model.state_dict().items() if "weight" in n or "running" in n)
+
+
+class Replacing(nn.Module):
+    """A running mean in a buffer that every forward replaces."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        return self.layer(x - self.mean)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.filterwarnings("ignore::wholestep.WholestepWarning")
+def test_a_buffer_that_a_bad_step_replaces_is_put_back(kind, accumulate):
+    torch.manual_seed(0)
+    model = Replacing()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    good, bad = ([batch(), batch(value)] if accumulate == 2 else batch(value) for value in (None, float("nan")))
+    options = dict(accumulate=accumulate, nonfinite="skip", backend="interpret", cache=False)
+    step = wholestep.compile(model, loss_fn, optimizer, good, **options)
+    step(good)
+    before = state_of(model, optimizer)
+    step(bad)
+    assert all(torch.equal(v, before[n]) for n, v in state_of(model, optimizer).items())
+    assert step(good).isfinite()
+    assert not torch.equal(model.mean, before["mean"])
+
+
+def test_in_eager_a_buffer_that_a_bad_step_replaces_is_put_back():
+    model = Replacing()
+
+    def reading(model, batch):
+        return loss_fn(model, batch) * (2 if float(batch["y"].sum()) > 1e9 else 1)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with pytest.warns(wholestep.WholestepWarning, match="eager PyTorch: .*depends on a value"):
+        step = wholestep.compile(model, reading, optimizer, batch(), nonfinite="skip", backend="interpret", cache=False)
+        step(batch())
+        step(batch())
+    mean = model.mean.clone()
+    step(batch(float("nan")))
+    assert step.rung == "eager" and torch.equal(model.mean, mean)

@@ -423,7 +423,7 @@ def write(room: Room) -> bool:
 
 
 def buffer(room: Room) -> bool:
-    """State that the forward reads and writes."""
+    """State that the forward reads, and writes or replaces."""
     source = room.source
     name, value = room.pick(lambda v: v.dtype == torch.float32 and v.numel() and v.dim() <= 3) or (None, None)
     if value is None:
@@ -431,7 +431,7 @@ def buffer(room: Room) -> bool:
     read = room.add_member(f"nn.Buffer(torch.randn({list(value.shape)}))", "b")
     write = source.choice(
         (f"{read}.add_({{0}}.detach())", f"{read}.mul_(0.9)", f"{read}.copy_({read}.detach() * 0.5 + {{0}}.detach())",
-         f"{read}.lerp_({{0}}.detach(), 0.1)", "")
+         f"{read}.lerp_({{0}}.detach(), 0.1)", f"{read} = 0.5 * {read} + {{0}}.detach()", "")
     )  # fmt: skip
     before = source.random() < 0.5
     if write and before and not room.add(write, name, results=0):

@@ -148,6 +148,10 @@ def test_requests_that_make_no_sense_are_refused() -> None:
         wholestep.nn.convert(Net(), only="blocs")
     with pytest.raises(BadOption, match=r"takes a torch\.nn\.Module, got dict"):
         wholestep.nn.convert({})  # type: ignore[arg-type]
+    with pytest.raises(BadOption, match="only=3"):
+        wholestep.nn.convert(Net(), only=3)  # type: ignore[arg-type]
+    with pytest.raises(BadOption, match=r"restore takes a torch\.nn\.Module, got int"):
+        wholestep.nn.restore(3)  # type: ignore[arg-type]
 
 
 class OddRMSNorm(nn.Module):

@@ -336,6 +336,9 @@ class Plans(Fitting):
         ]
         self.found, self.tried = measured, []
 
+    def _rewritten_peak(self, graph: Any) -> int:
+        return self.found[int(graph)] or self.points[int(graph)].peak_bytes
+
     def exact_peak(self, graph: Any) -> int:
         self.tried.append(int(graph))
         found = self.found[int(graph)]
@@ -386,7 +389,24 @@ def test_what_is_allocated_already_beyond_the_budget_costs_no_compilation(monkey
         fitting.exact_peak(None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("budget", "tried"), [(950, [1, 2]), (750, [2])])
+@pytest.mark.parametrize("backend", ["interpret", "inductor"])
+@pytest.mark.parametrize(("budget", "takes"), [(890, "4"), (810, "6"), (700, None)])
+def test_where_sums_name_the_wrong_plan_for_the_leanest_the_others_are_looked_at(
+    budget: int, takes: str | None, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the smallest budget there is."""
+    monkeypatch.setattr(budget_module, "copy_graph", lambda graph: graph)
+    peaks, measured = [1000 - 100 * i for i in range(9)], [1000, 1000, 1000, 1000, 880, 860, 800, 900, 1000]
+    fitting = Plans(Budget(budget, 0, 0, 0.0, f"{budget} B"), backend, measured, [1 + 0.1 * i for i in range(9)], peaks)
+    fitting.prepared = "prepared"  # type: ignore[assignment]
+    if takes is None:
+        with pytest.raises(BudgetTooSmall, match=r"takes 800 B of the card\. ask for 800 B"):
+            fitting._fit()
+    else:
+        assert fitting._fit().reasons["index"] == takes
+
+
+@pytest.mark.parametrize(("budget", "tried"), [(950, [1, 2]), (750, [2, 1])])
 def test_the_leanest_plan_goes_by_its_prediction_where_it_cannot_be_measured(
     budget: int, tried: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,6 +105,7 @@ def test_it_is_tensors_only_so_that_graphs_of_equal_sizes_are_one_batch() -> Non
 
 
 def test_from_triples_and_without_counts() -> None:
+    assert RelGraph([], [], [], num_nodes=3, num_relations=1).num_edges == 0
     graph = RelGraph.from_triples([(0, 1, 2), (3, 0, 2)])
     assert (graph.num_nodes, graph.num_relations, graph.src.tolist(), graph.etype.tolist()) == (4, 2, [3, 0], [0, 1])
     moved = graph.to("meta")

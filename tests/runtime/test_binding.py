@@ -13,6 +13,7 @@ import torch
 from tests.runtime.twins import Side, Twins, assert_same_tree, class_batches, classify, eager_update, interpreted
 from torch import nn
 
+import wholestep
 from wholestep.errors import WholestepWarning
 from wholestep.graph.plan import Plan
 from wholestep.graph.training_graph import Role
@@ -259,3 +260,42 @@ def test_the_guard_of_state_on_the_host_is_no_step_hook_of_the_users() -> None:
     twins.ours.optimizer.register_step_post_hook(lambda *_: None)
     twins.losses(BATCHES[4:5])
     assert "captured anew because the optimizer's groups or its step" in twins.step.explain()
+
+
+class Replacing(nn.Module):
+    """Statistics of activations in a buffer that every forward replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x):
+        self.scale = 0.5 * self.scale + x.abs().max()
+        return self.layer(x) / self.scale
+
+
+@pytest.mark.parametrize("within", ["the model", "a module of the loss"])
+@pytest.mark.parametrize("check", ["first", "off"])
+def test_a_buffer_that_each_micro_batch_replaces_is_read_by_the_next(within, check):
+    torch.manual_seed(0)
+    batches = [torch.randn(rows, 6) * (i + 1) for i, rows in enumerate([4, 2, 4, 4, 2, 4])]
+    nets = [Replacing()]
+    nets.append(copy.deepcopy(nets[0]))
+    made = []
+    for net in nets:
+        model = net if within == "the model" else net.layer
+        made.append(
+            (model, lambda model, x, net=net: net(x).square().mean(), torch.optim.SGD(net.layer.parameters(), lr=0.1))
+        )
+    step = wholestep.compile(*made[0], batches[:3], accumulate=3, check=check, backend="interpret", cache=False)
+    model, loss_fn, optimizer = made[1]
+    for part in (batches[:3], batches[3:]):
+        optimizer.zero_grad()
+        losses = [loss_fn(model, x) / 3 for x in part]
+        torch.autograd.backward(losses)
+        optimizer.step()
+        torch.testing.assert_close(step(part), sum(losses).detach())
+    assert step.rung == "whole step"
+    for ours, theirs in zip(nets[0].state_dict().values(), nets[1].state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs)

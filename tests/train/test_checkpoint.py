@@ -640,6 +640,38 @@ def test_a_folder_closed_for_writing(tmp_path: Path) -> None:
         save_small(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        ({"step": "3"}, "step='3'"), ({"step": -1}, "step=-1"), ({"keep": "3"}, "keep='3'"),
+        ({"optimizer": "adam"}, "optimizer='adam'. give the Optimizer itself"), ({"scheduler": 3}, "scheduler=3"),
+        ({"files": {"a": "text"}}, "a str for 'a'"), ({"files": {"../a": b"x"}}, "without folders"),
+        ({"files": {"..": b"x"}}, "without folders"),
+    ],
+)  # fmt: skip
+def test_what_is_no_argument_of_save_is_told_before_anything_is_written(
+    given: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BadOption, match=re.escape(told)):
+        wholestep.save(tmp_path / "run", model=nn.Linear(2, 2), **given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_does_not_fit_on_loading_changes_nothing(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    wholestep.save(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), step=np.int64(3))
+    other = nn.Linear(2, 2)
+    before, adam = other.weight.clone(), torch.optim.Adam(other.parameters(), lr=0.1)
+    with pytest.raises(BadCheckpoint, match="Adam has 'betas', the one that was saved dampening"):
+        wholestep.load(tmp_path, model=other, optimizer=adam)
+    for given in ({"step": 3}, {"optimizer": "adam"}, {"scheduler": "cosine"}):
+        with pytest.raises(BadOption, match=f"{next(iter(given))}="):
+            wholestep.load(tmp_path, model=other, **given)
+    assert torch.equal(other.weight, before) and adam.param_groups[0]["lr"] == 0.1
+    wholestep.load(tmp_path, model=other, optimizer=torch.optim.SGD(other.parameters(), lr=0.1))
+    assert torch.equal(other.weight, model.weight)
+
+
 def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(BadCheckpoint, match=r"could not be written to .*run: File exists"):

@@ -64,6 +64,10 @@ def convert(model: nn.Module, *, only: str | Iterable[str] | None = None) -> Rep
     """
     if not isinstance(model, nn.Module):
         raise BadOption(f"convert takes a torch.nn.Module, got {type(model).__name__}")
+    if not (only is None or isinstance(only, Iterable)):
+        raise BadOption(
+            f"only={only!r}", hint="give class names such as 'LayerNorm', or paths as in model.named_modules()"
+        )
     patterns = None if only is None else (only,) if isinstance(only, str) else tuple(only)
     chosen = [(path, module) for path, module in model.named_modules() if _asked(patterns, path, module)]
     for pattern in patterns or ():
@@ -87,6 +91,8 @@ def convert(model: nn.Module, *, only: str | Iterable[str] | None = None) -> Rep
 
 def restore(model: nn.Module) -> int:
     """Undo `convert`: every swapped module gets its class back. Returns how many there were."""
+    if not isinstance(model, nn.Module):
+        raise BadOption(f"restore takes a torch.nn.Module, got {type(model).__name__}")
     marked = [(path, module) for path, module in model.named_modules() if MARK in module.__dict__]
     for path, module in marked:
         was = module.__dict__[MARK]

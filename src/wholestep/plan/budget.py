@@ -20,7 +20,7 @@ from wholestep import compat
 from wholestep.capture.subject import Subject
 from wholestep.capture.trace import Capture
 from wholestep.cost.measure import this_device
-from wholestep.errors import BadOption, BudgetTooSmall, CompilerMissing, one_line
+from wholestep.errors import BadOption, CompilerMissing, one_line
 from wholestep.graph.bytes import parse_bytes, show_bytes
 from wholestep.graph.copies import copy_graph
 from wholestep.graph.counted import counted
@@ -220,13 +220,7 @@ class Fitting:
         measured: dict[int, int] = {}
         index = self._choice(set())
         while True:
-            predicted = self.points[index].peak_bytes
-            with contextlib.suppress(torch.OutOfMemoryError):
-                measured[index] = self.exact_peak(self._carried_out(index))
-                self.ratio, self.offset = measured[index] / predicted, measured[index] - predicted
-            if index not in measured:  # one of its regions alone takes more than the budget leaves
-                measured[index] = self._unmeasured(index)
-                give_back()
+            self._measure(index, measured)
             self.tries = len(measured)
             failed = {i for i, peak in measured.items() if self._takes(peak) > self.budget.card_bytes}
             fits = sorted(set(measured) - failed)
@@ -240,12 +234,35 @@ class Fitting:
                 if following in measured:
                     break
             index = following
+        if not fits:  # the planner's sums may name the wrong plan for the leanest
+            for index in self._really_lean(set(range(len(self.points))) - set(measured)):
+                self._measure(index, measured)
+            fits = sorted(i for i, peak in measured.items() if self._takes(peak) <= self.budget.card_bytes)
         if not fits:
-            raise self._too_small(measured)
+            least = min(measured, key=measured.__getitem__)
+            raise too_small(self.points[least], self._takes(measured[least]), self.budget.card_bytes)
         predicted = measured[fits[0]] + self.state_bytes
         return dataclasses.replace(
             self.points[fits[0]].plan, budget_bytes=self.budget.card_bytes, predicted_bytes=predicted
         )
+
+    def _really_lean(self, others: set[int]) -> list[int]:
+        """Of plans that were not measured, by their rewritten graphs: the fastest that should fit, and the leanest."""
+        peaks = {index: self._rewritten_peak(self._carried_out(index)) for index in sorted(others)}
+        fitting = [index for index, peak in peaks.items() if self._takes(peak) <= self.budget.card_bytes]
+        return list(dict.fromkeys([*fitting[:1], *sorted(peaks, key=peaks.__getitem__)[:1]]))
+
+    def _rewritten_peak(self, graph: TrainingGraph) -> int:
+        return predict_profile(at_traced_sizes(graph) if sized_by_data(graph) else graph).peak_bytes
+
+    def _measure(self, index: int, measured: dict[int, int]) -> None:
+        predicted = self.points[index].peak_bytes
+        with contextlib.suppress(torch.OutOfMemoryError):
+            measured[index] = self.exact_peak(self._carried_out(index))
+            self.ratio, self.offset = measured[index] / predicted, measured[index] - predicted
+        if index not in measured:  # one of its regions alone takes more than the budget leaves
+            measured[index] = self._unmeasured(index)
+            give_back()
 
     def _unmeasured(self, index: int) -> int:
         """The peak of a plan that memory did not suffice to measure: more than there is; of the leanest, which is the last hope,
@@ -273,10 +290,6 @@ class Fitting:
             with contextlib.suppress(CompilerMissing):
                 return predict_compiled(graph, code=self.code, strict=True).peak_bytes
         return predict_profile(graph, scratch=measure_scratch(graph, self.scratch)).peak_bytes
-
-    def _too_small(self, measured: dict[int, int]) -> BudgetTooSmall:
-        least = len(self.points) - 1
-        return too_small(self.points[least], self._takes(measured[least]), self.budget.card_bytes)
 
     def _told(self, plan: Plan) -> Note:
         takes = self.budget.takes(plan.predicted_bytes or 0)

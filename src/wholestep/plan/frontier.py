@@ -317,9 +317,9 @@ def _reasons(decision: Decision, problem: Problem, timed: bool) -> dict[str, str
 def too_small(least: Point, smallest_bytes: int, budget_bytes: int) -> BudgetTooSmall:
     """The error for a budget that not even the leanest plan fits in."""
     smallest = round_up(smallest_bytes)
+    takes = f"{show_bytes(smallest)} of the card{_largest(least)}"
     return BudgetTooSmall(
-        f"memory={show_bytes(budget_bytes)} is not enough: the leanest plan takes {show_bytes(smallest)} of the card"
-        f" ({_largest(least)})",
+        f"memory={show_bytes(budget_bytes)} is not enough: the leanest plan takes {takes}",
         smallest_bytes=smallest,
         hint=f"ask for {show_bytes(smallest)}, or make micro-batches with accumulate=2",
     )
@@ -337,4 +337,4 @@ def round_up(count: int) -> int:
 
 def _largest(point: Point) -> str:
     parts = sorted(point.breakdown.items(), key=lambda item: -item[1])[:3]
-    return ", ".join(f"{name} {show_bytes(size)}" for name, size in parts)
+    return f" ({', '.join(f'{name} {show_bytes(size)}' for name, size in parts)})" if parts else ""

@@ -162,6 +162,8 @@ class RelGraph:
 
 def _ids(name: str, ids: Any, of: str = "edge") -> Tensor:
     told = torch.as_tensor(ids)
+    if not isinstance(ids, Tensor) and told.numel() == 0:
+        told = told.long()  # an empty list is one of floats to torch
     if told.dim() != 1 or told.is_floating_point() or told.dtype == torch.bool:
         raise BadOption(f"{name} is {told.dtype} of shape {tuple(told.shape)}", hint=f"one whole number per {of}")
     return told.long()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from operator import is_
 
 import torch
+from torch import nn
 
 
 class Kept:
@@ -46,3 +47,21 @@ class Kept:
 
     def forget(self) -> None:
         self.holds = False
+
+
+class Places:
+    """Which tensor each buffer was before a step: the loss may put another one in its place (`self.mean = ...`)."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.entries = [(m._buffers, key, tensor) for m in root.modules() for key, tensor in m._buffers.items()]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return list({id(t): t for _, _, t in self.entries if t is not None and not t.is_inference()}.values())
+
+    def replaced(self) -> bool:
+        return any(table.get(key) is not tensor for table, key, tensor in self.entries)
+
+    def put_back(self) -> None:
+        for table, key, tensor in self.entries:
+            table[key] = tensor

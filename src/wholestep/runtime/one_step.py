@@ -22,7 +22,7 @@ from wholestep.errors import CaptureRefused, WholestepError, one_line
 from wholestep.runtime.binding import StateMoved
 from wholestep.runtime.compiled import LowerRung
 from wholestep.runtime.eager import Result, clear_gradients, combine, update_in_torch
-from wholestep.runtime.kept import Kept
+from wholestep.runtime.kept import Kept, Places
 from wholestep.runtime.variant import AssumptionFailed, Variant, assumption_failed
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class OneStep:
         self.python_random: PythonRandom | None = None
         self.afterwards: list[tuple[Any, Result]] = []
         """Checks that wait for the update of an accumulating step."""
+        self.places: Places | None = None
         step.buffers.forget()
 
     def whole(self, *, known_only: bool = False) -> tuple[Result, torch.Tensor | None]:
@@ -73,14 +74,24 @@ class OneStep:
         self._leave_out(self.norm)
         return self.norm
 
-    def _keep_buffers(self) -> None:
-        """Before the first micro-batch of a step whose update may be left out, by nothing in the graph that writes them."""
-        if self.subject.nonfinite == "skip" and not self.results:
-            self.step.buffers.keep([b for b in self.subject.buffers.values() if not b.is_inference()])
+    def _keep_buffers(self, *, copies: bool = True) -> None:
+        """Before the first micro-batch of a step that may fail in a later one, or whose update may be left out.
+
+        `copies`: where nothing in the graph that writes them decides that.
+        """
+        skips = self.subject.nonfinite == "skip"
+        if self.places is None and (skips or self.subject.accumulate > 1):
+            self.places = Places(self.subject.root)
+            if skips and copies:
+                self.step.buffers.keep(self.places.tensors)
 
     def _leave_out(self, norm: torch.Tensor | None) -> None:
-        if norm is not None and self.step.buffers.holds:
-            self.step.buffers.put_back_unless(norm.isfinite())
+        if norm is not None and self.subject.nonfinite == "skip":
+            if self.step.buffers.holds:
+                self.step.buffers.put_back_unless(norm.isfinite())
+            # decided on the host, which waits for a GPU: what took their place may be a view of something that is trained
+            if self.places is not None and self.places.replaced() and not bool(norm.isfinite()):
+                self.places.put_back()
         self.step.buffers.forget()
 
     def capture_only(self) -> None:
@@ -119,12 +130,13 @@ class OneStep:
     def _one(self, variant: Variant, args: Sequence[Any], numbers: Sequence[Any]) -> dict[str, Any]:
         """One micro-batch through a variant, compared with eager where the variant is new."""
         step, index = self.step, len(self.results)
-        if variant not in self.variants:
+        if variant in self.variants:
+            variant.bind(args)  # the micro-batch before may have replaced a buffer
+        else:
             step.make_room(variant)
             variant.begin(args)
             self._clear_gradients(variant)
-            if self.subject.accumulate > 1 or not variant.capture.plans:
-                self._keep_buffers()
+            self._keep_buffers(copies=self.subject.accumulate > 1 or not variant.capture.plans)
             self.variants.append(variant)
         if not variant.checked:
             with compat.no_collection():
@@ -145,12 +157,14 @@ class OneStep:
         """
         for variant in reversed(self.variants):  # what the first wrote is put back last
             variant.before.put_back()
+        if self.places is not None:
+            self.places.put_back()
         unasked = (WholestepError, CaptureRefused, StateMoved, MemoryError, torch.OutOfMemoryError)
         error = assumption_failed(error, *(variant.capture for variant in self.variants))
         if isinstance(error, unasked) or self.subject.device.type != "cpu":
             return error
-        randomness, buffers = RandomStates(), Kept()
-        buffers.keep([tensor for tensor in self.subject.buffers.values() if not tensor.is_inference()])
+        randomness, buffers, places = RandomStates(), Kept(), Places(self.subject.root)
+        buffers.keep(places.tensors)
         if self.python_random is not None:
             self.python_random.restore()
         try:
@@ -159,10 +173,12 @@ class OneStep:
         except Exception as told:
             if self.subject.accumulate > 1:  # the micro-batches before it were taken back
                 buffers.put_back()
+                places.put_back()
             return told
         finally:
             randomness.restore()
         buffers.put_back()
+        places.put_back()
         return error
 
     def _first(self, variant: Variant, args: Sequence[Any], numbers: Sequence[Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from wholestep.capture.modes import is_user_file
 from wholestep.capture.preflight import notes_on
 from wholestep.errors import (
     BadBatch,
+    BadOption,
     CaptureRefused,
     TierFailed,
     UnsupportedModel,
@@ -34,6 +35,7 @@ from wholestep.graph.printer import fingerprint
 from wholestep.graph.training_graph import TrainingGraph
 from wholestep.lower import kernels_of
 from wholestep.ops.tuner import Choice
+from wholestep.options import is_whole
 from wholestep.passes.stream_state import update_rounds
 from wholestep.runtime.binding import StateMoved, guard_steps_by_hand
 from wholestep.runtime.blame import Example, blamed
@@ -125,17 +127,22 @@ class Step:
             self._eager_first, self._refusals = False, 1
             return result
         for _ in range(2):
-            run, refused = OneStep(self, micro), None
+            run, refused, moved = OneStep(self, micro), None, None
             try:
                 return run.whole(known_only=self._lower is not None)
             except CaptureRefused as found:
                 refused = found
-            except StateMoved as moved:
-                if run.results:
-                    raise
-                self._forget(str(moved))
+            except StateMoved as found:
+                moved = str(found)
             # outside of the handlers: an error of the user's own code is no consequence of what Dynamo could not do
-            if refused is not None and not (self._lower is None and self.front.specialise(refused)):
+            if moved is not None:
+                # between two micro-batches eager PyTorch takes the others
+                eager = LowerRung(self.subject, self._note, compiled=False)
+                taken = run.in_torch(eager) if run.results else None
+                self._forget(moved)
+                if taken is not None:
+                    return taken
+            elif refused is not None and not (self._lower is None and self.front.specialise(refused)):
                 return self._below(run, refused)
         return self._below(OneStep(self, micro), CaptureRefused("parameters, buffers or optimizer state keep moving"))
 
@@ -357,7 +364,9 @@ class Step:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seed, self.count, self.unsound = int(state["seed"]), int(state["count"]), None
+        if not isinstance(state, dict) or not all(is_whole(state.get(name)) for name in ("seed", "count")):
+            raise BadOption("this is not the state_dict() of a Step", hint="it has whole numbers 'seed' and 'count'")
+        self.seed, self.count, self.unsound = state["seed"], state["count"], None
         if self.subject.loss_scale is not None and "loss_scale" in state:  # a run in another precision has none
             self.subject.loss_scale.load_state_dict(state["loss_scale"])
 

@@ -100,9 +100,15 @@ class Variant:
         """Its runners that hold the memory of a CUDA graph."""
         return [runner for runner in (self.runner, self.update_runner) if getattr(runner, "holds_memory", False)]
 
-    # ---- one step: begin, once per micro-batch `micro`, then `finish` ----
+    # ---- one step: begin, per micro-batch `bind` and `micro`, then `finish` ----
 
     def begin(self, args: Sequence[Any]) -> None:
+        """At its first micro-batch of a step."""
+        self.uses += 1
+        self.before.forget()
+        self.bind(args)
+
+    def bind(self, args: Sequence[Any]) -> None:
         """Bind what moved; look at the optimizer."""
         moved = self.binding.refresh([args[i] for i in self.given])
         if moved:
@@ -110,8 +116,6 @@ class Variant:
             for runner in (self.runner, self.update_runner):
                 if runner is not None and hasattr(runner, "invalidate"):
                     runner.invalidate()
-        self.uses += 1
-        self.before.forget()
         self.numbers = self.binding.numbers()
 
     def micro(

@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from wholestep.capture.optimizers import UNUSED
 from wholestep.errors import BadCheckpoint, BadOption, WholestepWarning
 from wholestep.lower.footprint.owners import plain_modules
+from wholestep.options import is_whole
 from wholestep.passes.stream_state import place_of
 from wholestep.runtime.step import Step
 from wholestep.tiers.arena import pinned_like
@@ -86,10 +87,17 @@ def save(
         files: name -> content of further files, for other programs: a configuration, a tokenizer.
         keep: how many of the newest stay, once the new one is complete; None keeps all.
     """
-    if keep is not None and keep < 1:
-        raise BadOption(f"keep={keep!r}", hint="use 1 or more, or None to keep all")
+    if keep is not None and (not is_whole(keep) or keep < 1):
+        raise BadOption(f"keep={keep!r}", hint="use a whole number, 1 or more, or None to keep all")
     if isinstance(step, Step):
         step.refuse_unsound()
+    elif step is not None and (not is_whole(step) or step < 0):
+        raise BadOption(f"step={step!r}", hint="give the Step, or the number of steps taken, 0 or more")
+    _refuse_other_kinds("state_dict", optimizer, scheduler)
+    for name, content in (files or {}).items():
+        if not isinstance(content, bytes) or name in (".", "..") or Path(name).name != name:
+            kind = f"a {type(content).__name__} for {name!r}"
+            raise BadOption(f"files={{...}} with {kind}", hint="give bytes under the name of a file, without folders")
     root = Path(folder)
     tensors, facts = _gather(model, optimizer, scheduler, step, data, config)
     with telling_what_the_disk_refused(root):
@@ -127,6 +135,9 @@ def restore(
     stored: Stored, *, model: Any, optimizer: Optimizer | None = None, scheduler: Any = None, step: Step | None = None
 ) -> Loaded:
     """`load`, of a checkpoint that was opened and so found sound."""
+    _refuse_other_kinds("load_state_dict", optimizer, scheduler)
+    if step is not None and not isinstance(step, Step):
+        raise BadOption(f"step={step!r}", hint="give the Step that goes on, or leave it out")
     plan = _plan_model(stored, model)
     plan_optimizer = None if optimizer is None else _plan_optimizer(stored, optimizer)
     scheduler_state = None if scheduler is None else stored.part("scheduler")
@@ -236,9 +247,13 @@ def _number(step: Step | int | None, present: list[int]) -> int:
         return step.count
     if step is None:
         return present[0] + 1 if present else 0
-    if step < 0:
-        raise BadOption(f"step={step!r}", hint="give the number of steps taken, 0 or more")
     return int(step)
+
+
+def _refuse_other_kinds(method: str, optimizer: Any, scheduler: Any) -> None:
+    for name, value, kind in (("optimizer", optimizer, "Optimizer"), ("scheduler", scheduler, "scheduler")):
+        if value is not None and not hasattr(value, method):
+            raise BadOption(f"{name}={value!r}", hint=f"give the {kind} itself")
 
 
 # ---- restoring ----
@@ -302,7 +317,21 @@ def _plan_optimizer(stored: Stored, optimizer: Optimizer) -> dict[str, Any]:
     if saved != live:
         what = f"{stored.path.name} does not fit the optimizer: parameters per group are {saved} in the checkpoint, {live} here"
         raise BadCheckpoint(what, hint="build the optimizer as it was when it was saved")
+    for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        lacking = [name for name in own if name not in group and name not in _FILLED_IN]
+        if lacking:
+            names = ", ".join(sorted(set(group) - {"params"}))
+            what = f"{type(optimizer).__name__} has {lacking[0]!r}, the one that was saved {names}"
+            raise BadCheckpoint(
+                f"{stored.path.name} does not fit the optimizer: {what}", hint="build the one that was saved"
+            )
     return state
+
+
+_FILLED_IN = {
+    "amsgrad", "nesterov", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "initial_lr",
+}  # fmt: skip
+"""What later versions of torch and schedulers add to groups, and fill in where it is absent."""
 
 
 def _restore_optimizer(optimizer: Optimizer, state: dict[str, Any], same_dtypes: bool, step: Step | None) -> None:

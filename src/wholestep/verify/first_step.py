@@ -95,6 +95,7 @@ class FirstStep:
                 self.subject, self.batch, self.step.seed, self.step.count, self.micro,
                 num_sites=self.variant.capture.num_sites, touched=touched, written=written_parameters(self.graph), room=self.room,
             )  # fmt: skip
+        self.binding.templates.clear()  # the user's code may have given tensors other memory
         self.rms = gradient_rms(self.eager.gradients)
         sites = self.variant.capture.num_sites
         if self.eager.draws != sites:

@@ -22,7 +22,7 @@ from wholestep.compiler import compiler_for
 from wholestep.errors import BadBatch, BadOption, UnsupportedModel
 from wholestep.graph.mesh import Mesh
 from wholestep.lower.lockstep import RanksDiffer
-from wholestep.options import options_of
+from wholestep.options import is_whole, options_of
 from wholestep.runtime.variant import AssumptionFailed, assumption_failed
 from wholestep.schedule import Recipe, recipe_of
 from wholestep.verify.blame import module_of_tensor
@@ -74,7 +74,7 @@ def verify(
     if isinstance(mesh, Mesh) and mesh.num_ranks > 1:  # the one backend that runs several ranks
         options.setdefault("backend", "interpret")
     chosen = options_of(options)
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+    if not is_whole(steps) or steps < 0:
         raise BadOption(f"steps={steps!r}", hint="use a whole number of steps, 0 or more")
     listed = batches if isinstance(batches, list) else [batches]
     if not listed:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.runtime.twins import Side, Twins, class_batches, classify, small_mlp
+from tests.runtime.twins import Side, Twins, class_batches, classify, interpreted, small_mlp
 from torch import nn
 
 from wholestep.errors import WholestepWarning
@@ -121,3 +121,27 @@ def test_a_warning_is_given_at_every_step() -> None:
     said = [w for w in seen if str(w.message) == "careful"]
     assert len(said) == 6, "three of ours, three of eager's"
     assert twins.step.rung == "whole step"
+
+
+class Own(UserWarning):
+    pass
+
+
+@CHECKS
+def test_warnings_of_a_category_are_given_at_every_step(check: str) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        warnings.warn("by place", Own, 1)
+        warnings.warn("by name", category=FutureWarning, stacklevel=2)
+        warnings.warn(f"rows {len(batch[0])}", stacklevel=1)
+        return classify(model, batch)
+
+    model = small_mlp()
+    made = Side(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn)
+    step = interpreted(made, BATCHES[0], check=check)
+    for batch in BATCHES[:2]:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            step(batch)
+        told = [(w.category, str(w.message)) for w in found]
+        assert told == [(Own, "by place"), (FutureWarning, "by name"), (UserWarning, f"rows {len(batch[0])}")]
+    assert step.rung == "whole step", step.explain()

@@ -37,12 +37,28 @@ def covariances(model: Any, batch: Any) -> torch.Tensor:
     return torch.cov(found.T).square().sum() + weighted.sum() + both + torch.corrcoef(found.T).square().mean()
 
 
+def divergence(model: Any, batch: Any) -> torch.Tensor:
+    """torch.distributions asks for a broadcast shape in C."""
+    normal = torch.distributions.MultivariateNormal(model(batch[0]), torch.eye(5))
+    return torch.distributions.kl_divergence(
+        normal, torch.distributions.MultivariateNormal(torch.zeros(5), torch.eye(5))
+    ).mean()
+
+
+def by_expert(model: Any, batch: Any) -> torch.Tensor:
+    """Rows sorted by who takes them, and cut: data tells how many each one takes, some none."""
+    chosen = (batch[0][:, 0] > 0).long() + (batch[0][:, 1] > 0).long()
+    parts = batch[0][chosen.argsort(stable=True)].split(torch.bincount(chosen, minlength=4).tolist())
+    counts = chosen.bincount(minlength=3).float()
+    return torch.cat([model(part) * (i + 1) for i, part in enumerate(parts)]).square().mean() * counts[1:].sum()
+
+
 def made(loss: Any) -> Side:
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5))
     return Side(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
 
 
-@pytest.mark.parametrize("loss", [gaussian, in_segments, covariances])
+@pytest.mark.parametrize("loss", [gaussian, in_segments, covariances, divergence, by_expert])
 def test_a_whole_step_as_in_eager(loss: Any) -> None:
     twins = Twins(lambda: made(loss), BATCHES[0], check="off")
     ours, theirs = twins.losses(BATCHES)
@@ -75,3 +91,17 @@ def test_bisection_finds_the_same_place() -> None:
         ours = SKIPPED[function]
         assert all(ours(rows, x) == function(rows, x) for rows in lists for x in (-1, 0, 0.5, 1, 2, 3))
         assert ours([1, 2, 2, 3], 2, 1, 3) == function([1, 2, 2, 3], 2, 1, 3)
+
+
+def test_more_numbers_than_are_counted_for_are_eagers() -> None:
+    def counting(model: Any, batch: Any) -> Any:
+        counts = torch.bincount(batch[1], minlength=3)
+        return model(batch[0]).square().mean() * counts.sum() ** 2, {"counts": counts}
+
+    side = made(counting)
+    batches = [(BATCHES[0][0], torch.tensor(chosen)) for chosen in ([0, 2, 1, 2], [0, 5, 1, 2], [1, 1, 1, 1])]
+    step = interpreted(side, batches[0], check="off")
+    assert [len(step(batch)[1]["counts"]) for batch in batches] == [3, 6, 3]
+    assert step.rung == "whole step"
+    with pytest.raises(RuntimeError, match="non-negative"):
+        step((BATCHES[0][0], torch.tensor([-1, 0, 0, 0])))

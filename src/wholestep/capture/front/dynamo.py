@@ -35,6 +35,7 @@ from wholestep.capture import real_layouts
 from wholestep.capture.front import (  # noqa: F401 - tell Dynamo what to do otherwise
     added_guards,
     asked,
+    asked_gradients,
     decomposed,
     equal_layers,
     mends,
@@ -375,6 +376,5 @@ TorchInGraphFunctionVariable._get_handlers()[torch.rand] = _scalar_draw
 mends.guard_classes()
 mends.mend_lstm()
 mends.keep_validation()
-mends.trace_requires_grad(lambda: getattr(growing, "on", False))
 compat.note_picked_sizes()
 real_layouts.install()

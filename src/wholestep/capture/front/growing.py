@@ -8,6 +8,7 @@ Dynamo does with `print`; should the loss look at the list in any other way, its
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,11 +81,22 @@ def _wrap_listlike(self: VariableBuilder, value: Any) -> Any:
 
 def _log(self: DebuggingVariable, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """`print` and `warnings.warn` in a function that is inlined: torch (2.11 to 2.13) loses them there."""
+    if getattr(growing, "on", False) and self.value is warnings.warn:
+        args, kwargs = _warning(args, kwargs)
     before = len(tx.debug_locals)
     result = _plain_log(self, tx, args, kwargs)
     if getattr(growing, "on", False) and tx is not tx.output.root_tx:
         tx.output.root_tx.debug_locals += tx.debug_locals[before:]
     return result
+
+
+def _warning(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """`category` and `stacklevel` by place: what is written behind the graph is called by place."""
+    given = dict(zip(("message", "category", "stacklevel"), args)) | kwargs
+    if len(args) > 3 or set(given) - {"message", "category", "stacklevel"}:
+        return args, kwargs
+    others = {"category": ConstantVariable.create(None), "stacklevel": ConstantVariable.create(1)}
+    return list(({"message": given["message"]} | others | given).values()), {}
 
 
 def _write(self: LoggingLoggerVariable, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -102,15 +114,20 @@ def _write(self: LoggingLoggerVariable, tx: Any, name: str, args: list[Any], kwa
 
 
 def _can_write(plain: Callable[..., bool]) -> Callable[..., bool]:
-    """Numbers that vary, or that are read from tensors, are written as texts of them are."""
+    """Numbers that vary, or that are read from tensors, are written as texts of them are; classes of warnings by name."""
 
     def can(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         known = [arg.realize() if isinstance(arg, LazyVariableTracker) else arg for arg in args]
         if getattr(growing, "on", False):
-            known = [arg for arg in known if not isinstance(arg, SymNodeVariable)]
+            known = [arg for arg in known if not isinstance(arg, SymNodeVariable) and not _is_category(arg)]
         return plain(function, known, kwargs)
 
     return can
+
+
+def _is_category(arg: Any) -> bool:
+    found = arg.as_python_constant() if arg.is_python_constant() else None
+    return isinstance(found, type) and issubclass(found, Warning)
 
 
 _LEVELS = ("debug", "info", "warning", "error", "critical", "exception", "log")

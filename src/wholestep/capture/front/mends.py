@@ -42,26 +42,6 @@ def mend_lstm() -> None:
         decompositions.one_layer_lstm = one_layer_lstm
 
 
-def trace_requires_grad(wanted: Callable[[], bool]) -> None:
-    """torch 2.11 gives up where a value that a loss made is told to require a gradient (penalties on gradients); 2.13 traces it."""
-    from torch._dynamo.variables import TensorVariable
-
-    plain = TensorVariable.method_requires_grad_
-
-    @functools.wraps(plain)
-    def method_requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:
-        proxy, asked = self.as_proxy(), requires_grad if requires_grad is True else requires_grad.as_python_constant()
-        value = proxy.node.meta["example_value"]
-        if self.source or not value.is_leaf or value.requires_grad == asked or not wanted():
-            return plain(self, tx, requires_grad)
-        tx.output.create_proxy("call_method", "requires_grad_", (proxy, asked), {})
-        self.requires_grad = value.requires_grad_(asked).requires_grad
-        return self
-
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
-        TensorVariable.method_requires_grad_ = method_requires_grad_
-
-
 def guard_classes() -> None:
     """Dynamo guards no class that it reaches through a closure, since `super()` reads a cell: that cell alone is left out."""
     from torch._dynamo.source import CellContentsSource

@@ -31,7 +31,7 @@ from torch.nn.utils import rnn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from wholestep.capture.front import traced as marks
-from wholestep.capture.front.assumed import assuming, follow_instruction
+from wholestep.capture.front.assumed import assuming
 from wholestep.capture.front.number_arguments import COMPOSED, composed
 from wholestep.capture.front.packed import pack_padded, pad_packed
 from wholestep.capture.front.sparse import make_coo
@@ -119,7 +119,7 @@ def _corrcoef(input: torch.Tensor) -> torch.Tensor:
 
 IN_GRAPH: dict[Any, Callable[..., Any]] = {
     F.ctc_loss: _ctc_by_name, torch.ctc_loss: ctc_loss, torch._assert: _assert, F.gaussian_nll_loss: F.gaussian_nll_loss,
-    torch.cov: _cov, torch.corrcoef: _corrcoef,
+    torch.cov: _cov, torch.corrcoef: _corrcoef, torch._C._infer_size: torch.broadcast_shapes,
 }  # fmt: skip
 """What Dynamo would put into its graph as it is. Data tells the size of what CTC keeps, so that cannot be traced further; and
 whether the loss of a Gaussian raises, so its own Python is followed (`assumed.py`); torch.cov reads whether it is to warn."""
@@ -187,6 +187,44 @@ if (
     _handlers[F.one_hot] = _checked_one_hot(_handlers[F.one_hot])
 
 
+def _bincount(input: torch.Tensor, minlength: int) -> torch.Tensor:
+    """torch.bincount of as many numbers as are counted for: data tells no size then."""
+    if (input < 0).any() or (input >= minlength).any():
+        raise RuntimeError("bincount counts more")
+    return torch.zeros(minlength, dtype=torch.long, device=input.device).scatter_add(
+        0, input.long(), torch.ones_like(input, dtype=torch.long)
+    )
+
+
+def _counts_for(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.bincount(chosen, minlength=experts)`, without weights."""
+    given = dict(zip(("input", "weights", "minlength"), args)) | kwargs
+    wanted, found = given.get("minlength"), given.get("input")
+    if "weights" in given or wanted is None or not isinstance(found, TensorVariable) or found.ndim != 1:
+        return None
+    if not wanted.is_python_constant() or wanted.as_python_constant() < 1:
+        return None
+    return _handler(_bincount)(function, tx, **given)
+
+
+TorchInGraphFunctionVariable._get_handlers()[torch.bincount] = _counts_for
+TensorVariable.method_bincount = lambda self, tx, *args, **kwargs: _counts_for(None, tx, self, *args, **kwargs)
+
+
+def _plain_data(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def read(self: Any, tx: Any, name: str) -> Any:
+        """Of `weight.data` Dynamo would tell later code to look at the weight: which may have other memory by then."""
+        found = plain(self, tx, name)
+        if name == "data" and getattr(assuming, "on", False):
+            found.source = None
+        return found
+
+    return read
+
+
+TensorVariable.var_getattr = _plain_data(TensorVariable.var_getattr)
+
+
 def _replacing(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
     def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if getattr(assuming, "on", False):
@@ -222,28 +260,6 @@ def _cudnn_flags(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 TorchInGraphFunctionVariable._get_handlers()[torch.backends.cudnn.flags] = _cudnn_flags
-
-
-def _store(plain: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """`hidden.requires_grad = True` on an intermediate value without a gradient: what it asks for, nobody can read later.
-
-    Speech models of transformers do so for the sake of activation checkpointing. Dynamo refuses every such line.
-    """
-
-    def store(tx: Any, inst: Any) -> None:
-        if getattr(assuming, "on", False) and inst.argval == "requires_grad":
-            wanted, value = tx.stack[-2].realize(), tx.stack[-1].realize()
-            asked = wanted.is_python_constant() and wanted.as_python_constant() is True
-            if asked and isinstance(value, TensorVariable) and value.source is None and value.requires_grad is False:
-                value.requires_grad = True
-                tx.popn(2)
-                return
-        plain(tx, inst)
-
-    return store
-
-
-follow_instruction("STORE_ATTR", _store)
 
 
 def _also(plain: Callable[[Any], bool], ours: Any) -> Callable[[Any], bool]:

@@ -110,27 +110,61 @@ def _written(node: fx.Node) -> fx.Node | None:
 
 
 def copy_in_place_of_set(module: fx.GraphModule) -> None:
-    """`weight.data = x` as a copy into the weight, where nothing can tell the two apart; refused elsewhere."""
+    """`weight.data = x` as a copy into the weight, where nothing can tell the two apart; refused elsewhere.
+
+    Views from before (`old = weight.data`) stay what they are: they become views of a copy. What autograd kept of the tensor
+    itself would have its new memory in the backward.
+    """
     order = {node: i for i, node in enumerate(module.graph.nodes)}
-    for node in module.graph.nodes:
+    inputs = [node for node in order if node.op == "placeholder"]
+    latest: dict[fx.Node, fx.Node] = {}
+    for node in order:
         if node.target not in (torch.Tensor.set_, "set_"):
             continue
         owner, value = node.args[0], node.args[1] if len(node.args) == 2 else None
         kinds = [n.meta.get("example_value") for n in (owner, value) if isinstance(n, fx.Node)]
-        alike = len(kinds) == 2 and len({(k.shape, k.stride(), k.dtype, k.device) for k in kinds}) == 1
-        before = [user for user in owner.users if order[user] < order[node] and not _is_data(user)]
-        tied = [n for n in order if n.op == "placeholder" and n is not owner and _memory(n) == _memory(owner)]
-        if not alike or before or tied:
+        alike = (
+            owner in inputs and len(kinds) == 2 and len({(k.shape, k.stride(), k.dtype, k.device) for k in kinds}) == 1
+        )
+        since = latest.get(owner, inputs[-1]) if alike else owner
+        before = [user for user in owner.users if order[since] < order.get(user, -1) < order[node]]
+        learns = any(not _is_data(user) and _is_kept(user) for user in before)
+        tied = [n for n in inputs if n is not owner and _memory(n) == _memory(owner)]
+        if not alike or learns or tied:
             where = user_line(node.meta.get("stack_trace") or "")
             told = (
                 "a tensor is given other memory inside of the loss (.data = ...); write into it under torch.no_grad()"
             )
             raise CaptureRefused(told, where=where)
-        node.op, node.target = "call_method", "copy_"
+        if before:
+            with module.graph.inserting_after(since):
+                data = module.graph.call_method("detach", (owner,))
+            with module.graph.inserting_after(data):
+                old = module.graph.call_method("clone", (data,))
+            data.meta["example_value"] = kinds[0].detach()
+            old.meta["example_value"] = kinds[0].detach().clone()
+            for user in before:
+                user.replace_input_with(owner, old)
+            _part_memory(old, _memory(owner))
+        node.op, node.target, latest[owner] = "call_method", "copy_", node
+
+
+def _part_memory(node: fx.Node, memory: int | None) -> None:
+    """Views of a tensor are views of its copy now: for `live_views` they have other memory."""
+    for user in node.users:
+        if _memory(user) == memory and isinstance(user.meta["example_value"], torch.Tensor):
+            user.meta["example_value"] = user.meta["example_value"].clone()
+            _part_memory(user, memory)
 
 
 def _is_data(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", node.target) in ("_get_data_attr", "detach")
+
+
+def _is_kept(node: fx.Node) -> bool:
+    """Whether autograd may have kept what a node reads, or there is no telling."""
+    value = node.meta.get("example_value")
+    return not isinstance(value, torch.Tensor) or value.requires_grad
 
 
 def bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
