@@ -103,6 +103,20 @@ def test_it_is_the_message_function_edge_by_edge(name: str, message: Any, aggreg
         assert torch.allclose(*(torch.zeros(()) if g is None else g for g in (one, other)), atol=1e-10)
 
 
+def test_the_largest_message_gets_the_gradient_though_it_is_zero() -> None:
+    """Messages that tie share it; those of a node are as many as come in, whatever their value."""
+    graph = RelGraph([0, 1, 2, 0, 1], [3, 3, 4, 5, 5], [0] * 5, num_nodes=7)
+    x = torch.tensor([0.0, -1.0, 0.0, 9.0, 9.0, 9.0, 9.0], dtype=torch.float64).unsqueeze(1).requires_grad_()
+    shift = torch.zeros(7, 1, dtype=torch.float64, requires_grad=True)
+    layer = rel.layer(lambda e, p: e.src.x * (e.src.x + 1) - e.dst.shift, aggregate="max")
+    for run in (layer, layer.reference):
+        out = run(graph, {"x": x, "shift": shift})
+        assert out.flatten().tolist() == [0.0] * 7
+        of_x, of_shift = torch.autograd.grad(out.sum(), [x, shift])
+        assert of_x.flatten().tolist() == [1.0, -1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+        assert of_shift.flatten().tolist() == [0.0, 0.0, 0.0, -1.0, -1.0, -1.0, 0.0]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_per_relation_and_id(name: str) -> None:
     graph = made(name)

@@ -20,7 +20,7 @@ from wholestep.errors import BadOption, UnsupportedModel
 from wholestep.relational.explain import explain
 from wholestep.relational.follow import Asked, Guarded, Narrow, follow, run
 from wholestep.relational.graph import RelGraph
-from wholestep.relational.messages import Fields, arguments_of, pair_of, softmax_by_edges
+from wholestep.relational.messages import Fields, arguments_of, largest_of, pair_of, softmax_by_edges
 from wholestep.relational.program import Program
 from wholestep.relational.trace import Shapes
 
@@ -116,14 +116,12 @@ class Layer:
         etype = graph.etype.long()
         with softmax_by_edges(dst, etype):
             messages = self.message(*arguments_of(at_src, at_dst, given, params or {}, etype, *kinds))
-        place = dst.reshape(-1, *[1] * (messages.dim() - 1)).expand(messages.shape)
         if self.aggregate == "mean per relation":
             pair = pair_of(dst, etype)
             messages = messages / torch.bincount(pair)[pair].reshape(-1, *[1] * (messages.dim() - 1))
-        out = messages.new_zeros(graph.num_nodes, *messages.shape[1:])
         if self.aggregate == "max":
-            return out.scatter_reduce(0, place, messages, "amax", include_self=False)
-        total = out.index_add(0, dst, messages)
+            return largest_of(messages, dst, graph.degree)
+        total = messages.new_zeros(graph.num_nodes, *messages.shape[1:]).index_add(0, dst, messages)
         if self.aggregate != "mean":
             return total
         return total / graph.degree.clamp(min=1).reshape(-1, *[1] * (total.dim() - 1))

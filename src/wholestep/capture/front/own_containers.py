@@ -3,6 +3,8 @@
 - An OrderedDict of which only the order changes (`move_to_end`) would be left as it was: it is written anew.
 - Objects as keys are compared by who they are, or field by field, whatever `__eq__` their class has; a text of a number that varies
   is another key than it will be: refused.
+- `dict(x)` of what has keys and is no Mapping to Dynamo (a ParameterDict) would take the keys themselves for pairs, without a word
+  where these are texts of two letters: it is made of keys and values.
 """
 
 from __future__ import annotations
@@ -12,8 +14,15 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from torch._dynamo import variables
 from torch._dynamo.exc import unimplemented
-from torch._dynamo.variables import ConstDictVariable, UserDefinedObjectVariable, user_defined
+from torch._dynamo.variables import (
+    BuiltinVariable,
+    ConstDictVariable,
+    UserDefinedObjectVariable,
+    UserFunctionVariable,
+    user_defined,
+)
 from torch._dynamo.variables.misc import StringFormatVariable
 
 from wholestep.capture.front import mends
@@ -79,7 +88,25 @@ def _refuse_own_equality(key: Any) -> None:
         )
 
 
+def _entries(mapping: Any) -> list[tuple[Any, Any]]:
+    return [(key, mapping[key]) for key in mapping.keys()]  # noqa: SIM118
+
+
+def _made_of_entries(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def make(tx: Any, made: type, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and getattr(growing, "on", False):
+            given = args[0].realize()
+            held = getattr(given, "value", None) if isinstance(given, UserDefinedObjectVariable) else None
+            if hasattr(held, "keys") and not isinstance(held, dict):
+                args = (tx.inline_user_function_return(UserFunctionVariable(_entries), [given], {}),)
+        return plain(tx, made, *args, **kwargs)
+
+    return make
+
+
 if hasattr(ConstDictVariable, "has_new_items"):
     ConstDictVariable.has_new_items = _in_another_order(ConstDictVariable.has_new_items)
 mends.HashedVariable.__eq__ = _compared_as_keys(mends.HashedVariable.__eq__)
 mends.HashedVariable.__init__ = _hashed(mends.HashedVariable.__init__)
+_maker = getattr(variables, "DictBuiltinVariable", BuiltinVariable)  # torch 2.13 has a class of its own for it
+_maker.call_custom_dict = staticmethod(_made_of_entries(_maker.call_custom_dict))
