@@ -214,6 +214,14 @@ def test_bad_calls_are_told() -> None:
         rel.layer(rgcn)(graph, {"x": x}, {"W": params["W"][:3]})
     with pytest.raises(BadOption, match=r"the graph has no node types.*ntype="):
         rel.layer(lambda e, p: e.src.x * p.v[e.src.type])(graph, {"x": x}, {"v": params["u"]})
+    for nodes, given, told in (
+        (None, params, "nodes is a NoneType.*dictionary"), ({"x": x}, x, "params is a Tensor"), ({"x": x}, [x], "params is a list"),
+        ({"x": x}, {"W": None}, r"params\['W'\] is a NoneType"), ({"x": x.tolist()}, params, r"nodes\['x'\] is a list"),
+        ({1: x}, params, "nodes has 1"),
+    ):  # fmt: skip
+        for call in (rel.layer(rgcn), rel.layer(rgcn).reference):
+            with pytest.raises(BadOption, match=told):
+                call(graph, nodes, given)  # type: ignore[arg-type]
     with pytest.raises(BadOption, match="nodes has a 'type'"):
         rel.layer(rgcn)(graph, {"x": x, "type": x}, params)
     with pytest.raises(BadOption, match="edge_softmax outside of a message function"):
