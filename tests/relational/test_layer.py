@@ -245,6 +245,41 @@ def test_autocast_is_traced_apart() -> None:
     assert step.rung == "whole step" and losses[2] < losses[0]
 
 
+def without_autocast(e: Any, p: Any) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return e.src.x @ p.A + (e.src.x.unsqueeze(1) @ p.W[e.type]).squeeze(1)
+
+
+@pytest.mark.parametrize("message", [
+    lambda e, p: torch.einsum("nhi,nhio->nho", (e.src.x @ p.A).reshape(-1, 2, 2), p.HH[e.type, :, :2]),  # bf16 and float32
+    lambda e, p: torch.einsum("ni,no,n->nio", e.src.x, p.v[e.type], e.dst.x[:, 0]),  # nothing is summed over
+    lambda e, p: torch.einsum("ni,nio,n->no", e.src.x, p.W[e.type], e.dst.x[:, 0]),  # and then something is not
+    lambda e, p: F.linear(e.src.x.reshape(-1, 2, 3), p.H[0].t(), p.v[0]),
+    lambda e, p: F.bilinear(e.src.x, e.dst.x, p.W.permute(0, 2, 1)[:, :1].expand(-1, 6, -1).contiguous(), p.W[:, 0, 0]),
+    lambda e, p: (e.src.x.reshape(-1, 2, 3) @ p.H[0]) * e.dst.x[:, :1, None],
+    own_heads, rgat, without_autocast,
+])  # fmt: skip
+@pytest.mark.parametrize("captured", [False, True])
+def test_autocast_gives_the_dtypes_of_eager(message: Any, captured: bool) -> None:
+    """And its roundings, no others: what is in float32 stays there."""
+    graph = made("plain")
+    x, _, params = tensors(graph, torch.float32)
+    layer, leaves, seen = rel.layer(message), [x, *params.values()], []
+    pull: Any = None
+    for call in (layer.reference, layer):
+        with torch.autocast("cpu", torch.bfloat16):
+            run = torch.compile(call, backend="eager") if captured and call is layer else call
+            out = run(graph, {"x": x}, params)
+        pull = torch.randn(out.shape) if pull is None else pull
+        seen.append([out, *torch.autograd.grad((out * pull).sum(), leaves, allow_unused=True, materialize_grads=True)])
+    exact = layer.reference(graph, {"x": x}, params)
+    exact = [exact, *torch.autograd.grad((exact * pull).sum(), leaves, allow_unused=True, materialize_grads=True)]
+    assert seen[1][0].dtype == seen[0][0].dtype
+    for wanted, found, right in zip(*seen, exact, strict=True):
+        theirs, ours = ((t.float() - right).norm() for t in (wanted, found))
+        assert ours <= 3 * theirs + 1e-5 * right.norm() + 1e-5
+
+
 def test_autocast_of_a_gpu_has_its_own_rules() -> None:
     """Powers are in float32 there, and in what they are given on a CPU."""
     layer = rel.layer(lambda e, p: (e.src.x @ p.W).exp())

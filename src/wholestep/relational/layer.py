@@ -18,7 +18,7 @@ from torch import Tensor
 from wholestep.capture.front.replay import user_line
 from wholestep.errors import BadOption, UnsupportedModel
 from wholestep.relational.explain import explain
-from wholestep.relational.follow import Asked, Guarded, Narrow, follow, run
+from wholestep.relational.follow import Asked, Guarded, Narrow, carry_out, follow, run
 from wholestep.relational.graph import RelGraph
 from wholestep.relational.messages import Fields, arguments_of, largest_of, pair_of, softmax_by_edges
 from wholestep.relational.program import Program
@@ -64,7 +64,7 @@ class Layer:
         )
         if torch.compiler.is_dynamo_compiling():
             return run(self.message, self.aggregate, shapes, narrow, *given)  # type: ignore[no-any-return]
-        return self._found(shapes, narrow).module(*given)  # type: ignore[no-any-return]
+        return carry_out(self._found(shapes, narrow).module, narrow, *given)  # type: ignore[no-any-return]
 
     def program(
         self,
