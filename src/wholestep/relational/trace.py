@@ -224,8 +224,8 @@ class _Whole(TorchFunctionMode):
         product = self._known_product(equation.replace(" ", ""), operands)
         if product is not None:
             return product
-        _, *operands = _as_autocast_has_it(torch.einsum, equation, *operands)
-        return torch.ops.ws.row_einsum(equation, operands)  # type: ignore[no-any-return]
+        cast = _as_autocast_has_it(torch.einsum, equation, *operands)
+        return torch.ops.ws.row_einsum(equation, cast[1:])  # type: ignore[no-any-return]
 
     def _known_product(self, equation: str, operands: tuple[Tensor, ...]) -> Tensor | None:
         """A row, or one per head, times the matrix of its relation or type."""
