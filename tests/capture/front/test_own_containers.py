@@ -70,10 +70,27 @@ class Table(dict):
     pass
 
 
+class Half(Table):
+    """Walked over in its own way: dict asks for its keys too."""
+
+    def __iter__(self) -> Any:
+        return iter(["scale"])
+
+    def keys(self) -> Any:
+        return ["scale"]
+
+
+class Told(Table):
+    """Dictionaries are made of what it holds, whatever it says."""
+
+    def items(self) -> Any:
+        return [("ab", 7.0)]
+
+
 @pytest.mark.parametrize(
     "make_dict", [dict, OrderedDict, Table, lambda x: defaultdict(float, x), lambda x: {"z": 1} | dict(x, y=2)]
 )
-@pytest.mark.parametrize("what", ["parameters", "modules", "own"])
+@pytest.mark.parametrize("what", ["parameters", "modules", "own", "half", "told"])
 def test_a_dictionary_of_what_has_keys(make_dict: Callable[[Any], Any], what: str) -> None:
     """Keys of two letters, which would pass for pairs, and longer ones."""
 
@@ -84,12 +101,11 @@ def test_a_dictionary_of_what_has_keys(make_dict: Callable[[Any], Any], what: st
             {"ab": nn.Parameter(torch.full((), 0.5)), "scale": nn.Parameter(torch.ones(()))}
         )
         model.modules_by_name = nn.ModuleDict({"ab": nn.Linear(2, 2), "scale": nn.Linear(2, 2)})
-        own = Keyed(ab=0.5, scale=2.0)
+        own, half, told = (kind(ab=0.5, scale=2.0) for kind in (Keyed, Half, Told))
 
         def loss_fn(model: Any, batch: Any) -> torch.Tensor:
-            held = make_dict(
-                {"parameters": model.parameters_by_name, "modules": model.modules_by_name, "own": own}[what]
-            )
+            tables = {"parameters": model.parameters_by_name, "modules": model.modules_by_name}
+            held = make_dict(({**tables, "own": own, "half": half, "told": told})[what])
             first = held.get("ab")
             if what == "modules":
                 first = 0.0 if first is None else first.weight.sum()

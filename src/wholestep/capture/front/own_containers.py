@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -92,13 +93,26 @@ def _entries(mapping: Any) -> list[tuple[Any, Any]]:
     return [(key, mapping[key]) for key in mapping.keys()]  # noqa: SIM118
 
 
+def _held(mapping: Any) -> list[tuple[Any, Any]]:
+    return list(dict.items(mapping))
+
+
+def _way_of(given: Any) -> Callable[[Any], Any] | None:
+    """How Python makes a dictionary of an object, where Dynamo would not: of a dictionary by what it holds, whatever `items` its
+    class has, unless it is walked over in a way of its own; of what else has keys by these."""
+    kind = type(given)
+    own_walk, own_items = (isinstance(getattr(kind, n, None), types.FunctionType) for n in ("__iter__", "items"))
+    if issubclass(kind, dict) and not own_walk:
+        return _held if own_items else None
+    return None if inspect.getattr_static(given, "keys", None) is None else _entries  # no code of the user's runs
+
+
 def _made_of_entries(plain: Callable[..., Any]) -> Callable[..., Any]:
     def make(tx: Any, made: type, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and getattr(growing, "on", False):
-            given = args[0].realize()
-            held = getattr(given, "value", None) if isinstance(given, UserDefinedObjectVariable) else None
-            if hasattr(held, "keys") and not isinstance(held, dict):
-                args = (tx.inline_user_function_return(UserFunctionVariable(_entries), [given], {}),)
+        given = args[0].realize() if len(args) == 1 and getattr(growing, "on", False) else None
+        way = _way_of(given.value) if isinstance(given, UserDefinedObjectVariable) else None
+        if way is not None:
+            args = (tx.inline_user_function_return(UserFunctionVariable(way), [given], {}),)
         return plain(tx, made, *args, **kwargs)
 
     return make
