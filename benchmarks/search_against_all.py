@@ -4,8 +4,9 @@
     python benchmarks/search_against_all.py benchmarks/search_gpt2_medium.toml --measure 5
     python benchmarks/search_against_all.py benchmarks/search_gpt2_medium.toml --measure 5 --device h200 \\
         --rows benchmarks/results/search_h200.json --doubt 4:0.25,32:0.5,32:1
+    python benchmarks/search_against_all.py benchmarks/search_gpt_1m.toml --rows benchmarks/results/search_cpu.json
 
-The last one runs the search on rows that were measured before, on any machine. `--doubt` names points that were slow because
+The last two run the search on rows that were measured before, on any machine. `--doubt` names points that were slow because
 something else ran beside them: the search is run with every mixture of them taken to be 0, 5 and 10 % quicker, and the worst
 is told.
 
@@ -90,10 +91,15 @@ class Bench:
         return found
 
 
-def rows_of(path: Path, space: Space) -> dict[str, Row]:
-    """The rows of a file of results, for the points of this recipe."""
-    named = {json.dumps(row["point"]): row for row in json.loads(path.read_text("utf-8"))["rows"]}
-    return {point.key: named[json.dumps(dict(point.values))] for point in space.points}
+def rows_of(path: Path, space: Space, recipe: str) -> dict[str, Row]:
+    """The rows of a file of results, for the points of this recipe: a point is its values, or its name."""
+    rows = [row for row in json.loads(path.read_text("utf-8"))["rows"] if row.get("recipe", recipe) == recipe]
+    named = {json.dumps(row["point"]): {"status": "ok", **row} for row in rows}
+    found = {p.key: named.get(json.dumps(dict(p.values)), named.get(json.dumps(p.name))) for p in space.points}
+    missing = [point.name for point in space.points if found[point.key] is None]
+    if missing:
+        sys.exit(f"{path}: {len(missing)} of {len(found)} points have no row, the first is {missing[0]!r}")
+    return {key: row for key, row in found.items() if row is not None}
 
 
 def doubted(rows: dict[str, Row], names: str) -> list[dict[str, Row]]:
@@ -124,7 +130,7 @@ def main() -> int:
     parser.add_argument("--doubt", default="", help="points of these rows that something else made slow: 4:0.25,32:1")
     given = parser.parse_args()
     bench = Bench(given)
-    rows = rows_of(given.rows, bench.space) if given.rows else bench.measured()
+    rows = rows_of(given.rows, bench.space, given.recipe.name) if given.rows else bench.measured()
     if not any(row["status"] == "ok" for row in rows.values()):
         print("nothing could be measured")
         return 1

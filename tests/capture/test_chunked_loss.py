@@ -469,3 +469,28 @@ def test_a_large_vocabulary_needs_no_room_for_its_logits(cuda_graph: bool) -> No
     assert all(10.0 < loss < 14.0 for loss in losses)  # log(128256) is 11.8
     peak = torch.cuda.max_memory_allocated()
     assert peak < 4 * 4096 * 128256 // 2, f"{peak / 2**30:.2f} GiB"
+
+
+@pytest.mark.parametrize(
+    ("place", "dtype"), [("head.1", torch.float32), ("head", torch.float32), ("embed", torch.bfloat16)]
+)
+def test_the_product_has_the_precision_of_its_layer(place: str, dtype: torch.dtype) -> None:
+    """Of the module that is named, or of the step; as with whole logits, backward too."""
+    found = []
+    for chunked in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(9, 8)})
+        model["head"] = torch.nn.Sequential(torch.nn.GELU(), torch.nn.Linear(8, 9))
+        optimizer, ids = torch.optim.SGD(model.parameters(), lr=1.0), torch.arange(9)
+        sch = wholestep.schedule(model)
+        sch[place].precision("fp32")
+        step = wholestep.compile(
+            model, lambda m, ids: F.cross_entropy(m["head"](m["embed"](ids)), ids) / 3, optimizer, ids, recipe=sch,
+            precision="bf16", chunked_loss=chunked, backend="interpret", cache=False,
+        )  # fmt: skip
+        found.append([float(step(ids)), *(p.detach() for p in model.parameters())])
+        if chunked:
+            (node,) = [n for n in step.graph.operations() if "linear_cross_entropy" in str(n.target)]
+            assert {n.meta["val"].dtype for n in node.args[1:4]} == {dtype}
+    for ours, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-3, atol=1e-3 if dtype is torch.bfloat16 else 1e-5)

@@ -199,6 +199,11 @@ def test_few_captures_for_many_blocks_and_the_losses_of_eager() -> None:
     assert step.count == len(made_blocks) == 29 and step.rung == "whole step" and step.captures <= 4
 
 
+def test_no_seeds_are_no_blocks() -> None:
+    none = rel.blocks(made("plain"), torch.arange(0), fanout=(2,), batch_size=3)
+    assert len(none) == 0 and list(none) == []
+
+
 # ---- what is refused ----
 
 
@@ -210,6 +215,10 @@ def test_few_captures_for_many_blocks_and_the_losses_of_eager() -> None:
         (dict(seeds=torch.tensor([0.5])), "seeds are not a tensor of node ids"),
         (dict(seeds=torch.arange(3, device="meta")), "seeds on meta and a graph on cpu"),
         (dict(fanout=()), r"fanout=\(\)"),
+        (dict(fanout=3), r"fanout=3\. .*for every hop"),
+        (dict(batch_size=2.0), r"batch_size=2\.0"),
+        (dict(generator=3), "generator=3.*torch.Generator"),
+        (dict(buckets="4"), "buckets='4'"),
         (dict(fanout=(3, 0)), r"fanout=\(3, 0\)"),
         (dict(batch_size=0), "batch_size=0"),
         (dict(buckets=0), "buckets=0"),

@@ -104,6 +104,11 @@ def test_it_is_tensors_only_so_that_graphs_of_equal_sizes_are_one_batch() -> Non
     assert spec == flatten({"graph": graphs[1]})[1] and len(tensors) > 30
 
 
+def test_without_edges_and_with_counts_of_numpy() -> None:
+    graph = RelGraph([], [], [], num_nodes=torch.arange(3).numpy()[2], num_relations=torch.tensor(1))
+    assert (graph.num_nodes, graph.num_edges, graph.num_relations) == (2, 0, 1)
+
+
 def test_from_triples_and_without_counts() -> None:
     assert RelGraph([], [], [], num_nodes=3, num_relations=1).num_edges == 0
     graph = RelGraph.from_triples([(0, 1, 2), (3, 0, 2)])
@@ -129,6 +134,12 @@ def test_from_triples_and_without_counts() -> None:
         (dict(src=[0, 1], dst=[1, 1], etype=[0, 0], ntype=[0]), "ntype has 1 rows, and there are 2 nodes"),
         (dict(src=[0], dst=[0], etype=[0], ntype=[3], num_types=3), r"ntype\[0\] is 3, and num_types is 3"),
         (dict(src=[0], dst=[0], etype=[0], ntype=[0.5]), "ntype is torch.float32.*per node"),
+        (dict(src="0", dst=[0], etype=[0]), "src is no tensor"),
+        (dict(src=[0], dst=None, etype=[0]), "dst is no tensor"),
+        (dict(src=[0], dst=[0, [1]], etype=[0]), "dst is no tensor"),
+        (dict(src=[0], dst=[0], etype=torch.zeros(1, dtype=torch.int64, device="meta")), "several devices.*etype meta"),
+        (dict(src=[0], dst=[0], etype=[0], num_nodes=1.0), "num_nodes=1.0"),
+        (dict(src=[0], dst=[0], etype=[0], num_nodes=True), "num_nodes=True"),
     ],
 )
 def test_bad_ids_are_named_with_their_place(given: dict[str, Any], told: str) -> None:

@@ -100,6 +100,7 @@ def of_nobody() -> Plain:
         (with_edges(torch.tensor([0, 9])), r"edge_index is of shape \(2,\).*\(2, edges\)"),
         (with_edges(None), r"edge_index is a NoneType"),
         (of_nobody(), r"between nodes of type 'reader'"),
+        (None, "a NoneType has no node_types"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_one_line(data: Plain, told: str) -> None:

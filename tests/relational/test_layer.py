@@ -103,6 +103,20 @@ def test_it_is_the_message_function_edge_by_edge(name: str, message: Any, aggreg
         assert torch.allclose(*(torch.zeros(()) if g is None else g for g in (one, other)), atol=1e-10)
 
 
+def test_the_largest_message_gets_the_gradient_though_it_is_zero() -> None:
+    """Messages that tie share it; those of a node are as many as come in, whatever their value."""
+    graph = RelGraph([0, 1, 2, 0, 1], [3, 3, 4, 5, 5], [0] * 5, num_nodes=7)
+    x = torch.tensor([0.0, -1.0, 0.0, 9.0, 9.0, 9.0, 9.0], dtype=torch.float64).unsqueeze(1).requires_grad_()
+    shift = torch.zeros(7, 1, dtype=torch.float64, requires_grad=True)
+    layer = rel.layer(lambda e, p: e.src.x * (e.src.x + 1) - e.dst.shift, aggregate="max")
+    for run in (layer, layer.reference):
+        out = run(graph, {"x": x, "shift": shift})
+        assert out.flatten().tolist() == [0.0] * 7
+        of_x, of_shift = torch.autograd.grad(out.sum(), [x, shift])
+        assert of_x.flatten().tolist() == [1.0, -1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+        assert of_shift.flatten().tolist() == [0.0, 0.0, 0.0, -1.0, -1.0, -1.0, 0.0]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_per_relation_and_id(name: str) -> None:
     graph = made(name)
@@ -200,6 +214,14 @@ def test_bad_calls_are_told() -> None:
         rel.layer(rgcn)(graph, {"x": x}, {"W": params["W"][:3]})
     with pytest.raises(BadOption, match=r"the graph has no node types.*ntype="):
         rel.layer(lambda e, p: e.src.x * p.v[e.src.type])(graph, {"x": x}, {"v": params["u"]})
+    for nodes, given, told in (
+        (None, params, "nodes is a NoneType.*dictionary"), ({"x": x}, x, "params is a Tensor"), ({"x": x}, [x], "params is a list"),
+        ({"x": x}, {"W": None}, r"params\['W'\] is a NoneType"), ({"x": x.tolist()}, params, r"nodes\['x'\] is a list"),
+        ({1: x}, params, "nodes has 1"),
+    ):  # fmt: skip
+        for call in (rel.layer(rgcn), rel.layer(rgcn).reference):
+            with pytest.raises(BadOption, match=told):
+                call(graph, nodes, given)  # type: ignore[arg-type]
     with pytest.raises(BadOption, match="nodes has a 'type'"):
         rel.layer(rgcn)(graph, {"x": x, "type": x}, params)
     with pytest.raises(BadOption, match="edge_softmax outside of a message function"):
@@ -221,6 +243,41 @@ def test_autocast_is_traced_apart() -> None:
     )  # fmt: skip
     losses = [float(step(torch.zeros(1))) for _ in range(3)]
     assert step.rung == "whole step" and losses[2] < losses[0]
+
+
+def without_autocast(e: Any, p: Any) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return e.src.x @ p.A + (e.src.x.unsqueeze(1) @ p.W[e.type]).squeeze(1)
+
+
+@pytest.mark.parametrize("message", [
+    lambda e, p: torch.einsum("nhi,nhio->nho", (e.src.x @ p.A).reshape(-1, 2, 2), p.HH[e.type, :, :2]),  # bf16 and float32
+    lambda e, p: torch.einsum("ni,no,n->nio", e.src.x, p.v[e.type], e.dst.x[:, 0]),  # nothing is summed over
+    lambda e, p: torch.einsum("ni,nio,n->no", e.src.x, p.W[e.type], e.dst.x[:, 0]),  # and then something is not
+    lambda e, p: F.linear(e.src.x.reshape(-1, 2, 3), p.H[0].t(), p.v[0]),
+    lambda e, p: F.bilinear(e.src.x, e.dst.x, p.W.permute(0, 2, 1)[:, :1].expand(-1, 6, -1).contiguous(), p.W[:, 0, 0]),
+    lambda e, p: (e.src.x.reshape(-1, 2, 3) @ p.H[0]) * e.dst.x[:, :1, None],
+    own_heads, rgat, without_autocast,
+])  # fmt: skip
+@pytest.mark.parametrize("captured", [False, True])
+def test_autocast_gives_the_dtypes_of_eager(message: Any, captured: bool) -> None:
+    """And its roundings, no others: what is in float32 stays there."""
+    graph = made("plain")
+    x, _, params = tensors(graph, torch.float32)
+    layer, leaves, seen = rel.layer(message), [x, *params.values()], []
+    pull: Any = None
+    for call in (layer.reference, layer):
+        with torch.autocast("cpu", torch.bfloat16):
+            run = torch.compile(call, backend="eager") if captured and call is layer else call
+            out = run(graph, {"x": x}, params)
+        pull = torch.randn(out.shape) if pull is None else pull
+        seen.append([out, *torch.autograd.grad((out * pull).sum(), leaves, allow_unused=True, materialize_grads=True)])
+    exact = layer.reference(graph, {"x": x}, params)
+    exact = [exact, *torch.autograd.grad((exact * pull).sum(), leaves, allow_unused=True, materialize_grads=True)]
+    assert seen[1][0].dtype == seen[0][0].dtype
+    for wanted, found, right in zip(*seen, exact, strict=True):
+        theirs, ours = ((t.float() - right).norm() for t in (wanted, found))
+        assert ours <= 3 * theirs + 1e-5 * right.norm() + 1e-5
 
 
 def test_autocast_of_a_gpu_has_its_own_rules() -> None:

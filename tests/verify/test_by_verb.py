@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import wholestep
@@ -82,3 +83,44 @@ def test_a_model_that_differs_by_itself_blames_no_line() -> None:
 def test_by_verb_needs_a_recipe() -> None:
     with pytest.raises(BadOption, match="together with recipe="):
         wholestep.verify(MODEL, None, None, torch.zeros(1), by_verb="blame")
+
+
+class Lends(nn.Module):
+    """Four equal layers that share one, each by a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.ModuleDict({"own": nn.Linear(4, 4), "shared": shared}) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer["own"](x)) + layer["shared"](x)
+        return x
+
+
+def _without_gradient(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, module.weight.detach(), module.bias)
+
+
+def _off(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, module.weight, module.bias) * 1.01
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "name"),
+    [(_without_gradient, "gradient", "layers.2.own.weight"), (_off, "output", "layers.2.own")],
+)
+def test_calls_of_a_shared_module_are_compared_each_with_its_own(wrong: Any, kind: str, name: str) -> None:
+    torch.manual_seed(0)
+    model, batch = Lends(), torch.randn(3, 4)
+    sch = wholestep.schedule(model)
+    sch["layers.2.own"].replace(wrong)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = sch.verify(
+        lambda m, b: m(b).square().mean(), optimizer, batch, backend="interpret", steps=1, edge_batches=()
+    )
+    found = report.first_departure
+    assert (
+        found is not None and (found.kind, found.name) == (kind, name) and "replace layers.2.own" in found.guilty_verb
+    )

@@ -11,6 +11,7 @@ a gradient hook, logits cut from the graph by detach() or no_grad().
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -56,6 +57,8 @@ class Logits:
     """x, weight and bias with their versions: they must not have been written to since."""
     made: tuple[tuple[Tensor, int], ...] = ()
     """The same for the logits and what was made of them on the way here."""
+    module: str | None = None
+    """Path of the linear layer: what is said of it, such as its precision, is said of the product in the loss."""
 
     @property
     def is_whole(self) -> bool:
@@ -107,7 +110,9 @@ class ChunkedLoss:
             return
         read = tuple((t, t._version) for t in (input, weight, bias) if t is not None)
         made, rows = ((result, result._version),), Rows((), result.dim() - 1)
-        self._known[id(result)] = Logits(input, weight, bias, result.dtype, rows, read=read, made=made)
+        self._known[id(result)] = Logits(
+            input, weight, bias, result.dtype, rows, read=read, made=made, module=compat.noted("module")
+        )
 
     def _loss(self, func: Callable, source: Logits, plain: Tensor, args: tuple, kwargs: dict) -> Tensor | None:
         """The chunked loss, or None where it does not fit; `plain` is the ordinary one, which gives dtype and shape."""
@@ -121,10 +126,11 @@ class ChunkedLoss:
         rows = source.rows.apply(source.x).movedim(source.rows.class_dim, -1).reshape(-1, width).to(source.dtype)
         bias = None if source.bias is None else source.bias.to(source.dtype)
         chunk = chunk_rows(rows.shape[0], vocabulary)
-        loss, _ = torch.ops.ws.linear_cross_entropy(
-            rows, source.weight.to(source.dtype), bias, target.reshape(-1),
-            ignore_index, label_smoothing, 0.0, source.softcap, reduction, chunk,
-        )  # fmt: skip
+        with compat.annotate(module=source.module) if source.module else contextlib.nullcontext():
+            loss, _ = torch.ops.ws.linear_cross_entropy(
+                rows, source.weight.to(source.dtype), bias, target.reshape(-1),
+                ignore_index, label_smoothing, 0.0, source.softcap, reduction, chunk,
+            )  # fmt: skip
         self._used.update(id(tensor) for tensor, _ in source.made)
         self._note(rows.shape[0], vocabulary, chunk)
         return loss.to(plain.dtype)

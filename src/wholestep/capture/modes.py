@@ -38,7 +38,19 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # not `train/` or `nn/`: models live there, and their lines are what a reader wants to see
 _OURS = tuple(
     _PACKAGE + part
-    for part in ("api.py", "capture", "compat.py", "graph", "lower", "ops", "passes", "runtime", "schedule", "verify")
+    for part in (
+        "api.py",
+        "capture",
+        "compat.py",
+        "graph",
+        "lower",
+        "ops",
+        "passes",
+        "relational",
+        "runtime",
+        "schedule",
+        "verify",
+    )
 )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from wholestep.ops.amounts import Amount, stored_bytes
 from wholestep.ops.call import Call
-from wholestep.ops.record import record
+from wholestep.ops.record import Precision, record
 
 
 def _product(call: Call) -> Amount:
@@ -167,4 +167,5 @@ for _name, _flops, _reference, _tried in (
         passes_through=_through_memory,
         scratch=_scratch,
         spares=lambda call: call.shape("x")[0] * call.shape("weight")[0],
+        precision=Precision("matmul", "low", 4, first=1) if _name else Precision("matmul", "low", 3),
     )

@@ -40,9 +40,11 @@ class Precision:
     """For reports."""
     rule: Rule
     positions: int | None = None
-    """How many leading arguments the rule is about; None: all of them."""
+    """The argument before which the rule ends; None: it is about all of them."""
     saved: int = 1
     """Rule `saved`: which argument is the value of the forward."""
+    first: int = 0
+    """The argument with which it begins."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

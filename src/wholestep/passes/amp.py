@@ -137,7 +137,7 @@ class _Rewrite:
         if rule == "total":
             self._match_sum(node)
             return
-        concerned = node.args if entry.positions is None else node.args[: entry.positions]
+        concerned = node.args[entry.first : entry.positions]
         rest = () if entry.positions is None else node.args[entry.positions :]
         if rule == "keep":
             wanted = None
@@ -149,6 +149,7 @@ class _Rewrite:
             wanted = self._widest(concerned if entry.positions is not None else (node.args, node.kwargs))
         scalars = rule in ("low", "wide", "saved")
         node.args = (
+            *node.args[: entry.first],
             *fx.map_arg(concerned, lambda a: self._argument(a, wanted, node, scalars)),
             *(fx.map_arg(rest, lambda a: self._argument(a, None, node, True)) if rule == "keep" else rest),
         )

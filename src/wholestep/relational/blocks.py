@@ -75,6 +75,8 @@ def blocks(
     `generator`: of the graph's device, for the order of seeds and the neighbours; torch's own without. `buckets`: at most how
     many shapes there are, or the `buckets` of another such object.
     """
+    if not isinstance(fanout, Sequence):
+        raise BadOption(f"fanout={fanout!r}", hint=_PER_HOP)
     return Blocks(graph, seeds, tuple(fanout), batch_size, shuffle, generator, buckets)
 
 
@@ -103,6 +105,8 @@ class Blocks:
             if buckets < 1:
                 raise BadOption(f"buckets={buckets}", hint="at least one shape is needed")
             self.buckets: tuple[Sizes, ...] = self._found_buckets(buckets)
+        elif not isinstance(buckets, Sequence) or not all(isinstance(one, tuple) for one in buckets):
+            raise BadOption(f"buckets={buckets!r}", hint="a number, or the buckets of other blocks")
         else:
             self.buckets = tuple(Sizes(*sizes) for sizes in buckets)
         self.used = [[0, 0, 0] for _ in self.buckets]
@@ -237,7 +241,7 @@ class Blocks:
         """The largest of a few blocks and some more, several times, and what no block exceeds."""
         generator = torch.Generator(self.seeds.device).manual_seed(0)
         most = self._most()
-        if count == 1:
+        if count == 1 or not len(self):
             return (most,)
         seen: list[Sizes] = []
 
@@ -309,6 +313,9 @@ def _handed_over(block: Block, stream: torch.cuda.Stream) -> None:
         tensor.record_stream(reader)
 
 
+_PER_HOP = "how many edges are drawn per node, for every hop: (10, 10)"
+
+
 def _refuse(
     graph: RelGraph, seeds: Any, fanout: tuple[int, ...], batch_size: int, generator: torch.Generator | None
 ) -> None:
@@ -325,14 +332,16 @@ def _refuse(
             f"seeds on {seeds.device} and a graph on {device}",
             hint=f"blocks are drawn on one device: seeds.to({str(device)!r})",
         )
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise BadOption(f"generator={generator!r}", hint="torch.Generator().manual_seed(...)")
     if generator is not None and generator.device.type != device.type:
         raise BadOption(
             f"a generator of {generator.device} and a graph on {device}", hint=f"torch.Generator({str(device)!r})"
         )
     if not fanout or any(not isinstance(most, int) or most < 1 for most in fanout):
-        raise BadOption(f"fanout={fanout}", hint="how many edges are drawn per node, for every hop: (10, 10)")
-    if batch_size < 1:
-        raise BadOption(f"batch_size={batch_size}", hint="at least one seed per block")
+        raise BadOption(f"fanout={fanout}", hint=_PER_HOP)
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise BadOption(f"batch_size={batch_size!r}", hint="at least one seed per block")
     if graph.num_relations < 1:
         raise BadOption("a graph without relations", hint="count them: num_relations=1")
     bad = (seeds < 0) | (seeds >= graph.num_nodes)

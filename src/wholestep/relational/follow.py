@@ -174,6 +174,14 @@ def _as_followed() -> Iterator[None]:
             _push_mode(mode)
 
 
+def carry_out(forward: Any, narrow: Narrow, *given: Any) -> Any:
+    """A program holds the casts of autocast, and what the message function kept out of it is not to be cast now."""
+    if narrow is None:
+        return forward(*given)
+    with torch.autocast(narrow[1], enabled=False):
+        return forward(*given)
+
+
 # ---- inside of Dynamo ----
 
 
@@ -188,12 +196,14 @@ def _handle_program_of(function: Any, tx: Any, message: Any) -> Any:
 
 
 def _handle_run(function: Any, tx: Any, message: Any, aggregate: Any, shapes: Any, narrow: Any, *given: Any) -> Any:
-    aggregate, shapes, narrow = (constant.as_python_constant() for constant in (aggregate, shapes, narrow))
+    aggregate, shapes, around = (constant.as_python_constant() for constant in (aggregate, shapes, narrow))
+    narrow = around
     if on_gpu() and narrow is not None:
         narrow = narrow[0], "cuda"
     asked = Asked(aggregate, shapes, narrow, on_gpu())
     forward = UserFunctionVariable(type(_made(tx, message, asked).module).forward)
-    return tx.inline_user_function_return(forward, [ConstantVariable.create(None), *given], {})
+    arguments = [forward, ConstantVariable.create(around), ConstantVariable.create(None), *given]
+    return tx.inline_user_function_return(UserFunctionVariable(carry_out), arguments, {})
 
 
 TorchInGraphFunctionVariable._get_handlers()[_program_of] = _handle_program_of

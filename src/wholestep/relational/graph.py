@@ -14,8 +14,9 @@ round, for derivatives. Ids are int32 where they fit.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -161,15 +162,21 @@ class RelGraph:
 
 
 def _ids(name: str, ids: Any, of: str = "edge") -> Tensor:
-    told = torch.as_tensor(ids)
-    if not isinstance(ids, Tensor) and told.numel() == 0:
-        told = told.long()  # an empty list is one of floats to torch
+    try:
+        told = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError):
+        raise BadOption(f"{name} is no tensor, and none can be made of it", hint=f"one whole number per {of}") from None
+    if told.shape == (0,):
+        return told.long()
     if told.dim() != 1 or told.is_floating_point() or told.dtype == torch.bool:
         raise BadOption(f"{name} is {told.dtype} of shape {tuple(told.shape)}", hint=f"one whole number per {of}")
     return told.long()
 
 
 def _refuse_unequal(*ids: Tensor) -> None:
+    if len({t.device for t in ids}) > 1:
+        told = ", ".join(f"{name} {t.device}" for name, t in zip(("src", "dst", "etype"), ids, strict=True))
+        raise BadOption(f"edges on several devices: {told}", hint="bring them to one")
     if len({t.shape[0] for t in ids}) > 1:
         told = ", ".join(f"{name} {t.shape[0]}" for name, t in zip(("src", "dst", "etype"), ids, strict=True))
         raise BadOption(
@@ -180,9 +187,9 @@ def _refuse_unequal(*ids: Tensor) -> None:
 def _count(name: str, given: int | None, *ids: Tensor) -> int:
     if given is None:
         return max((int(t.max()) + 1 for t in ids if t.numel()), default=0)
-    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
+    if not isinstance(given, SupportsIndex) or isinstance(given, bool) or operator.index(given) < 0:
         raise BadOption(f"{name}={given!r}", hint="it is a count")
-    return given
+    return operator.index(given)
 
 
 def _refuse_beyond(name: str, ids: Tensor, most: int, count: str) -> None:

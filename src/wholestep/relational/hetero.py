@@ -58,6 +58,8 @@ class Layout:
 
 
 def from_hetero(data: Any) -> tuple[RelGraph, Layout]:
+    if not hasattr(data, "node_types") or not hasattr(data, "edge_types"):
+        raise BadOption(f"a {type(data).__name__} has no node_types and edge_types", hint="give a HeteroData")
     counts = {name: _count_of(data, name) for name in data.node_types}
     starts = dict(zip(counts, itertools.accumulate(counts.values(), initial=0), strict=False))
     indices = {tuple(edge): _index_of(data, edge, counts) for edge in data.edge_types}

@@ -18,9 +18,9 @@ from torch import Tensor
 from wholestep.capture.front.replay import user_line
 from wholestep.errors import BadOption, UnsupportedModel
 from wholestep.relational.explain import explain
-from wholestep.relational.follow import Asked, Guarded, Narrow, follow, run
+from wholestep.relational.follow import Asked, Guarded, Narrow, carry_out, follow, run
 from wholestep.relational.graph import RelGraph
-from wholestep.relational.messages import Fields, arguments_of, pair_of, softmax_by_edges
+from wholestep.relational.messages import Fields, arguments_of, largest_of, pair_of, softmax_by_edges
 from wholestep.relational.program import Program
 from wholestep.relational.trace import Shapes
 
@@ -54,7 +54,7 @@ class Layer:
         edges: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """One row per node. `edges`: features of the edges, in the order in which the graph was given them."""
-        params, edges = params or {}, edges or {}
+        params, edges = {} if params is None else params, {} if edges is None else edges
         shapes, narrow = self._shapes(graph, {"nodes": nodes, "edges": edges, "params": params}), _narrow(graph)
         given = (
             graph,
@@ -64,7 +64,7 @@ class Layer:
         )
         if torch.compiler.is_dynamo_compiling():
             return run(self.message, self.aggregate, shapes, narrow, *given)  # type: ignore[no-any-return]
-        return self._found(shapes, narrow).module(*given)  # type: ignore[no-any-return]
+        return carry_out(self._found(shapes, narrow).module, narrow, *given)  # type: ignore[no-any-return]
 
     def program(
         self,
@@ -109,21 +109,21 @@ class Layer:
         edges: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """The same edge by edge, as it is written."""
+        params, edges = {} if params is None else params, {} if edges is None else edges
+        self._refuse_wrong(graph, {"nodes": nodes, "edges": edges, "params": params})
         src, dst = graph.src.long(), graph.dst.long()
         at_src, at_dst = ({n: x[ids] for n, x in nodes.items()} for ids in (src, dst))
-        given = {n: x[graph.order] for n, x in (edges or {}).items()}
+        given = {n: x[graph.order] for n, x in edges.items()}
         kinds = () if graph.types is None else [graph.types.to_node.index.long()[ids] for ids in (src, dst)]
         etype = graph.etype.long()
         with softmax_by_edges(dst, etype):
-            messages = self.message(*arguments_of(at_src, at_dst, given, params or {}, etype, *kinds))
-        place = dst.reshape(-1, *[1] * (messages.dim() - 1)).expand(messages.shape)
+            messages = self.message(*arguments_of(at_src, at_dst, given, params, etype, *kinds))
         if self.aggregate == "mean per relation":
             pair = pair_of(dst, etype)
             messages = messages / torch.bincount(pair)[pair].reshape(-1, *[1] * (messages.dim() - 1))
-        out = messages.new_zeros(graph.num_nodes, *messages.shape[1:])
         if self.aggregate == "max":
-            return out.scatter_reduce(0, place, messages, "amax", include_self=False)
-        total = out.index_add(0, dst, messages)
+            return largest_of(messages, dst, graph.degree)
+        total = messages.new_zeros(graph.num_nodes, *messages.shape[1:]).index_add(0, dst, messages)
         if self.aggregate != "mean":
             return total
         return total / graph.degree.clamp(min=1).reshape(-1, *[1] * (total.dim() - 1))
@@ -140,6 +140,8 @@ class Layer:
         return explain(program, graph, [*nodes.values(), *(edges or {}).values(), *(params or {}).values()])
 
     def _refuse_wrong(self, graph: RelGraph, like: Mapping[str, Mapping[str, Tensor]]) -> None:
+        for kind, given in like.items():
+            _refuse_unnamed(kind, given)
         if not isinstance(graph, RelGraph):
             raise BadOption(f"the graph is a {type(graph).__name__}", hint="give a RelGraph(src, dst, etype)")
         for kind, taken in (("nodes", {"type"}), ("edges", {"src", "dst", "type"})):
@@ -152,6 +154,18 @@ class Layer:
                         f"{kind}[{name!r}] has shape {tuple(tensor.shape)}",
                         hint=f"it needs {rows} rows, one for each of the {kind}",
                     )
+
+
+def _refuse_unnamed(kind: str, given: Mapping[str, Tensor]) -> None:
+    if not hasattr(given, "items"):
+        raise BadOption(f"{kind} is a {type(given).__name__}", hint="give a dictionary: name -> tensor")
+    for name, tensor in given.items():
+        if not isinstance(name, str):
+            raise BadOption(
+                f"{kind} has {name!r}", hint="names are texts: the message function reads them as attributes"
+            )
+        if not isinstance(tensor, Tensor):
+            raise BadOption(f"{kind}[{name!r}] is a {type(tensor).__name__}", hint="give a tensor")
 
 
 def _narrow(graph: RelGraph) -> Narrow:

@@ -121,6 +121,20 @@ def _plain_softmax(logits: Tensor, dst: Tensor) -> Tensor:
     return risen / risen.new_zeros(nodes, *logits.shape[1:]).index_add(0, dst, risen)[dst]
 
 
+def largest_of(messages: Tensor, dst: Tensor, degree: Tensor) -> Tensor:
+    """The largest message at every node, 0 where none comes in; messages that tie share the gradient.
+
+    torch's own reduction counts the value that it starts from among those that tie, though it is told to leave it out: it is to be
+    one that no message has.
+    """
+    tail = [1] * (messages.dim() - 1)
+    start = float("-inf") if messages.is_floating_point() else 0
+    place = dst.reshape(-1, *tail).expand(messages.shape)
+    found = messages.new_full((degree.shape[0], *messages.shape[1:]), start)
+    found = found.scatter_reduce(0, place, messages, "amax", include_self=False)
+    return found.masked_fill((degree == 0).reshape(-1, *tail), 0)
+
+
 def pair_of(dst: Tensor, etype: Tensor) -> Tensor:
     """A number for every destination and relation of which there are edges."""
     relations = int(etype.max()) + 1 if etype.numel() else 1

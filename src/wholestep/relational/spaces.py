@@ -18,6 +18,7 @@ from wholestep.errors import BadOption
 from wholestep.ops.relational import cells
 from wholestep.ops.relational.linear_sum import pays
 from wholestep.relational.graph import NodeTypes, Pairs, RelGraph, Taking
+from wholestep.relational.messages import largest_of
 from wholestep.relational.tables import side_of
 
 
@@ -326,8 +327,7 @@ def edge_sum(graph: RelGraph, x: Tensor) -> Tensor:
 
 def edge_max(graph: RelGraph, x: Tensor) -> Tensor:
     """0 for nodes without edges."""
-    place = graph.dst.long().reshape(-1, *[1] * (x.dim() - 1)).expand(x.shape)
-    return x.new_zeros(graph.num_nodes, *x.shape[1:]).scatter_reduce(0, place, x, "amax", include_self=False)
+    return largest_of(x, graph.dst.long(), graph.degree)
 
 
 def mean_of(graph: RelGraph, total: Tensor) -> Tensor:

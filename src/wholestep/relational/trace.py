@@ -192,8 +192,10 @@ class _Whole(TorchFunctionMode):
         if func is torch.einsum:
             return self._einsum(*args)
         if func is F.bilinear and len(args) in (3, 4) and not kwargs and all(t.dim() == 2 for t in args[:2]):
-            out = self._einsum("ai,oij,aj->ao", args[0], args[2], args[1])
-            return out if len(args) == 3 or args[3] is None else out + args[3]
+            one, other, weight, *bias = _as_autocast_has_it(func, *args)
+            with torch.autocast("cpu", enabled=False):
+                out = self._einsum("ai,oij,aj->ao", one, weight, other)
+            return out if not bias or bias[0] is None else out + bias[0]
         if func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and len(args) == 2 and not kwargs:
             return self._matmul(*args)
         return func(*args, **kwargs)
@@ -205,13 +207,14 @@ class _Whole(TorchFunctionMode):
         three = left.dim() == right.dim() == 3 and self._rowed(left) and self._rowed(right)
         if max(left.dim(), right.dim()) < 3 or three or not (self._rowed(left) or self._rowed(right)):
             return torch.matmul(left, right)
+        left, right = _as_autocast_has_it(torch.matmul, left, right)
         return torch.ops.ws.row_matmul(left, right)  # type: ignore[no-any-return]
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.dim() < 3 or not self._rowed(x) or weight.dim() != 2:
             return F.linear(x, weight, bias)
         out = self._matmul(x, weight.t())
-        return out if bias is None else out + bias
+        return out if bias is None else out + bias.to(out.dtype)
 
     def _einsum(self, equation: Any, *operands: Any) -> Tensor:
         if len(operands) == 1 and isinstance(operands[0], list | tuple):
@@ -219,7 +222,10 @@ class _Whole(TorchFunctionMode):
         if not isinstance(equation, str) or not any(map(self._rowed, operands)):
             return torch.einsum(equation, *operands)
         product = self._known_product(equation.replace(" ", ""), operands)
-        return torch.ops.ws.row_einsum(equation, list(operands)) if product is None else product
+        if product is not None:
+            return product
+        cast = _as_autocast_has_it(torch.einsum, equation, *operands)
+        return torch.ops.ws.row_einsum(equation, cast[1:])  # type: ignore[no-any-return]
 
     def _known_product(self, equation: str, operands: tuple[Tensor, ...]) -> Tensor | None:
         """A row, or one per head, times the matrix of its relation or type."""
@@ -236,6 +242,15 @@ class _Whole(TorchFunctionMode):
         if inplace or not training or not 0 < p <= 1:
             return F.dropout(x, p, training, inplace)
         return torch.native_dropout(x, p, True)[0]
+
+
+def _as_autocast_has_it(function: Any, *args: Any) -> list[Any]:
+    """Arguments in the dtype in which autocast gives the result. It does not know operators of ours; what is computed here to see
+    its dtype is read by nobody."""
+    if not torch.is_autocast_enabled("cpu"):
+        return list(args)
+    wanted = function(*args).dtype
+    return [t.to(wanted) if isinstance(t, Tensor) and t.is_floating_point() else t for t in args]
 
 
 _NUMBERS = (torch.int64, torch.int32)

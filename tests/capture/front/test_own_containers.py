@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tests.runtime.twins import Side, Twins, class_batches, classify, small_mlp
+from torch import nn
 
 import wholestep
 from wholestep.errors import WholestepWarning
@@ -47,6 +48,74 @@ class Named:
 
     def __hash__(self) -> int:
         return hash(self.name)
+
+
+class Keyed:
+    """No Mapping, and dict takes it."""
+
+    def __init__(self, **held: Any) -> None:
+        self.held = held
+
+    def keys(self) -> Any:
+        return self.held.keys()
+
+    def __iter__(self) -> Any:
+        return iter(self.held)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.held[key]
+
+
+class Table(dict):
+    pass
+
+
+class Half(Table):
+    """Walked over in its own way: dict asks for its keys too."""
+
+    def __iter__(self) -> Any:
+        return iter(["scale"])
+
+    def keys(self) -> Any:
+        return ["scale"]
+
+
+class Told(Table):
+    """Dictionaries are made of what it holds, whatever it says."""
+
+    def items(self) -> Any:
+        return [("ab", 7.0)]
+
+
+@pytest.mark.parametrize(
+    "make_dict", [dict, OrderedDict, Table, lambda x: defaultdict(float, x), lambda x: {"z": 1} | dict(x, y=2)]
+)
+@pytest.mark.parametrize("what", ["parameters", "modules", "own", "half", "told"])
+def test_a_dictionary_of_what_has_keys(make_dict: Callable[[Any], Any], what: str) -> None:
+    """Keys of two letters, which would pass for pairs, and longer ones."""
+
+    def make() -> Side:
+        model = nn.Module()
+        model.net = small_mlp()
+        model.parameters_by_name = nn.ParameterDict(
+            {"ab": nn.Parameter(torch.full((), 0.5)), "scale": nn.Parameter(torch.ones(()))}
+        )
+        model.modules_by_name = nn.ModuleDict({"ab": nn.Linear(2, 2), "scale": nn.Linear(2, 2)})
+        own, half, told = (kind(ab=0.5, scale=2.0) for kind in (Keyed, Half, Told))
+
+        def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+            tables = {"parameters": model.parameters_by_name, "modules": model.modules_by_name}
+            held = make_dict(({**tables, "own": own, "half": half, "told": told})[what])
+            first = held.get("ab")
+            if what == "modules":
+                first = 0.0 if first is None else first.weight.sum()
+            return classify(model.net, batch) * (1.0 if first is None else first) + ("scale" in held)
+
+        return Side(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn)
+
+    twins = Twins(make, BATCHES[0], check="off")
+    twins.train(BATCHES)
+    assert twins.step.rung == "whole step", twins.step.explain()
 
 
 SEEN, NAMED = Seen(), {Named("a"): 2.0}

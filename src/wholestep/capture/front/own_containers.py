@@ -3,17 +3,27 @@
 - An OrderedDict of which only the order changes (`move_to_end`) would be left as it was: it is written anew.
 - Objects as keys are compared by who they are, or field by field, whatever `__eq__` their class has; a text of a number that varies
   is another key than it will be: refused.
+- `dict(x)` of what has keys and is no Mapping to Dynamo (a ParameterDict) would take the keys themselves for pairs, without a word
+  where these are texts of two letters: it is made of keys and values.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
 
+from torch._dynamo import variables
 from torch._dynamo.exc import unimplemented
-from torch._dynamo.variables import ConstDictVariable, UserDefinedObjectVariable, user_defined
+from torch._dynamo.variables import (
+    BuiltinVariable,
+    ConstDictVariable,
+    UserDefinedObjectVariable,
+    UserFunctionVariable,
+    user_defined,
+)
 from torch._dynamo.variables.misc import StringFormatVariable
 
 from wholestep.capture.front import mends
@@ -79,7 +89,38 @@ def _refuse_own_equality(key: Any) -> None:
         )
 
 
+def _entries(mapping: Any) -> list[tuple[Any, Any]]:
+    return [(key, mapping[key]) for key in mapping.keys()]  # noqa: SIM118
+
+
+def _held(mapping: Any) -> list[tuple[Any, Any]]:
+    return list(dict.items(mapping))
+
+
+def _way_of(given: Any) -> Callable[[Any], Any] | None:
+    """How Python makes a dictionary of an object, where Dynamo would not: of a dictionary by what it holds, whatever `items` its
+    class has, unless it is walked over in a way of its own; of what else has keys by these."""
+    kind = type(given)
+    own_walk, own_items = (isinstance(getattr(kind, n, None), types.FunctionType) for n in ("__iter__", "items"))
+    if issubclass(kind, dict) and not own_walk:
+        return _held if own_items else None
+    return None if inspect.getattr_static(given, "keys", None) is None else _entries  # no code of the user's runs
+
+
+def _made_of_entries(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def make(tx: Any, made: type, *args: Any, **kwargs: Any) -> Any:
+        given = args[0].realize() if len(args) == 1 and getattr(growing, "on", False) else None
+        way = _way_of(given.value) if isinstance(given, UserDefinedObjectVariable) else None
+        if way is not None:
+            args = (tx.inline_user_function_return(UserFunctionVariable(way), [given], {}),)
+        return plain(tx, made, *args, **kwargs)
+
+    return make
+
+
 if hasattr(ConstDictVariable, "has_new_items"):
     ConstDictVariable.has_new_items = _in_another_order(ConstDictVariable.has_new_items)
 mends.HashedVariable.__eq__ = _compared_as_keys(mends.HashedVariable.__eq__)
 mends.HashedVariable.__init__ = _hashed(mends.HashedVariable.__init__)
+_maker = getattr(variables, "DictBuiltinVariable", BuiltinVariable)  # torch 2.13 has a class of its own for it
+_maker.call_custom_dict = staticmethod(_made_of_entries(_maker.call_custom_dict))

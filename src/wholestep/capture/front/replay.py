@@ -81,6 +81,8 @@ class Replay(fx.Interpreter):
         self.checkpointed = Checkpointed()
         self.sources: dict[str, str | None] = {}
         self.calls: dict[str, fx.Node] = {}
+        self.ways: dict[str, list[Any]] = {}
+        """Module path -> its calls: Dynamo numbers those of a shared module apart for each of its names."""
         self.numbers: dict[int, torch.Tensor] = {}
         """Values that stand for Python numbers, by id."""
 
@@ -137,10 +139,14 @@ class Replay(fx.Interpreter):
         return value.to(known.dtype, copy=True)
 
     def _note_calls(self, n: fx.Node, stack: Mapping[str, Any]) -> None:
-        for key in stack:
+        for key, way in stack.items():
             inner = self.paths.get(_module_id(key))
             if inner:
-                self.calls[inner + _call_suffix(key)] = n
+                ways = self.ways.setdefault(inner, [])
+                if (key, way) not in ways:
+                    ways.append((key, way))
+                number = ways.index((key, way)) + 1
+                self.calls[inner if number == 1 else f"{inner}#{number}"] = n
 
     def _path(self, stack: Mapping[str, Any]) -> str:
         return path_of(stack, self.paths)
@@ -403,11 +409,6 @@ def path_of(stack: Mapping[str, Any], paths: Mapping[int, str]) -> str:
 def _module_id(key: str) -> int:
     head = key.split("@")[0]
     return int(head) if head.isdigit() else -1
-
-
-def _call_suffix(key: str) -> str:
-    call = key.partition("@")[2]
-    return f"#{int(call) + 1}" if call.isdigit() else ""
 
 
 def target_name(target: Any) -> str:
