@@ -233,3 +233,61 @@ def empty_containers_that_fill() -> Made:
         4: lambda: more.update(b=2.0),
     }
     return train(loss, lambda i: changes.get(i, lambda: None)())
+
+
+@more
+def annotations_of_a_function_read() -> Made:
+    def field(x: float = 1.0) -> None: ...
+
+    field.__annotations__["gain"] = 1.0
+    return train(
+        lambda m, b: mse(m, b) * field.__annotations__["gain"], at(3, field.__annotations__.__setitem__, "gain", 0.25)
+    )
+
+
+@case
+def property_of_a_metaclass() -> Made:
+    class Meta(type):
+        held = 1.0
+
+        @property
+        def gain(cls) -> float:
+            return cls.held
+
+    class Config(metaclass=Meta): ...
+
+    return train(lambda m, b: mse(m, b) * Config.gain, at(3, setattr, Meta, "held", 0.25))
+
+
+@more
+def property_of_a_metaclass_that_counts() -> Made:
+    asked: list[int] = []
+
+    class Meta(type):
+        @property
+        def gain(cls) -> float:
+            asked.append(1)
+            return 1.0 / len(asked)
+
+    class Config(metaclass=Meta): ...
+
+    return train(lambda m, b: mse(m, b) * Config.gain, state=lambda: len(asked))
+
+
+@more
+def descriptor_of_a_metaclass() -> Made:
+    class Field:
+        held = 1.0
+
+        def __get__(self, owner: Any, kind: Any = None) -> float:
+            return self.held
+
+        def __set__(self, owner: Any, value: float) -> None:
+            self.held = value
+
+    class Meta(type):
+        gain = Field()
+
+    class Config(metaclass=Meta): ...
+
+    return train(lambda m, b: mse(m, b) * Config.gain, at(3, setattr, Config, "gain", 0.25))

@@ -326,11 +326,27 @@ def _reading_tensors(argument: Any) -> Any:
     """A graph that an operation is given, such as a torch.autograd.Function's: where it reads a number, it has a tensor too."""
     if not isinstance(argument, fx.GraphModule) or not argument.graph.find_nodes(op="call_method", target="item"):
         return argument
+    for node in argument.graph.nodes:
+        if (
+            isinstance(node.meta.get("example_value"), torch.SymFloat | torch.SymInt)
+            and node.target not in _NEVER_RAISE
+        ):
+            raise CaptureRefused(
+                "arithmetic that may raise, on a number that varies, inside of an autograd.Function or a function like it",
+                where=user_line(node.meta.get("stack_trace") or ""),
+            )
     inner = fx.GraphModule(argument, copy.deepcopy(argument.graph))
     for node in inner.graph.find_nodes(op="call_method", target="item"):
         node.op, node.target = "call_function", as_number
     inner.recompile()
     return inner
+
+
+_NEVER_RAISE = {
+    "item", operator.add, operator.sub, operator.mul, operator.neg, operator.pos, operator.abs, abs, torch.sym_min, torch.sym_max,
+    torch.sym_float, torch.sym_not, torch.sym_ite, torch._sym_sin, torch._sym_cos, torch._sym_tanh, torch._sym_atan, as_number,
+}  # fmt: skip
+"""Arithmetic on numbers that is the same on tensors; `1 / n` would be infinite where Python raises."""
 
 
 def _pair(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
