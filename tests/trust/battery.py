@@ -137,8 +137,8 @@ LOUD: dict[str, str] = {
     "chance_that_goes_beyond_one": "bernoulli_ expects",
     "dropped_attention_beyond_one": "between 0 and 1",
     "attribute_of_the_optimizer_written": "not replayed",
+    "key_as_an_attribute_written_by_the_loss": "__setattr__",
     "descriptor_of_a_metaclass": "descriptor of a metaclass",
-    "quotient_by_nothing_in_the_backward_of_a_function": "may raise",
     **dict.fromkeys(  # whatever the reason is called, it is told
         (
             "list_that_grows", "batch_norm_with_cumulative_average",

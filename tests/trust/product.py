@@ -281,8 +281,8 @@ class Combination:
             state=holder.read if self.by_the_loss and "at." not in holder.read else "None",
         )  # fmt: skip
 
-    def build(self) -> Made:
-        module = types.ModuleType("made_by_product")
+    def build(self, module_name: str = "made_by_product") -> Made:
+        module = types.ModuleType(module_name)
         module.__file__ = __file__
         sys.modules[module.__name__] = module
         exec(compile(self.source(), __file__, "exec"), module.__dict__)
@@ -296,7 +296,32 @@ class Combination:
         return Made(model, loss_fn, optimizer, batches, lambda i: change(i, batches[i]), state=state, raises=None)
 
     def case(self) -> Case:
-        return Case(self.name, "product", self.build, False)
+        return Case(self.name, "product", lambda: self.build(), False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pair:
+    """Two at once: their losses are added up."""
+
+    parts: tuple[Combination, Combination]
+
+    def build(self) -> Made:
+        a, b = (part.build(f"made_by_product_{i}") for i, part in enumerate(self.parts))
+        batches: list[Any] = [[*both] for both in zip(a.batches, b.batches)]
+        optimizer = torch.optim.SGD([*a.model.parameters(), *b.model.parameters()], lr=0.1)
+        return Made(
+            {"a": a.model, "b": b.model}, lambda m, batch: a.loss_fn(m["a"], batch[0]) + b.loss_fn(m["b"], batch[1]), optimizer,
+            batches, lambda i: (a.change(i), b.change(i)), state=lambda: [a.state(), b.state()], raises=None,
+        )  # fmt: skip
+
+    def case(self) -> Case:
+        return Case(" + ".join(part.name for part in self.parts), "product", self.build, False)
+
+
+def pairs_of(count: int, seed: int) -> Iterator[Pair]:
+    """Of those that hold nothing in an optimizer, of which a pair has another one."""
+    usable = [one for one in combinations(3 * count, seed) if "optimizer" not in one.holder]
+    yield from map(Pair, zip(usable[:count], usable[count : 2 * count]))
 
 
 def _optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> torch.optim.Optimizer:
@@ -330,6 +355,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", action="append", default=[], help="a holder, use, place or change by its name")
     parser.add_argument("--name", action="append", default=[], help="one combination by its whole name")
+    parser.add_argument("--pairs", action="store_true", help="two programs at once")
     parser.add_argument("--backend", choices=("interpret", "inductor"), default="interpret")
     parser.add_argument("--check", choices=("off", "first"), default="off")
     parser.add_argument("--source", action="store_true", help="print the programs only")
@@ -341,6 +367,8 @@ def main() -> None:
     chosen = [Combination(*name.split(" / ")) for name in asked.name] or combinations(
         asked.count, asked.seed, asked.only
     )
+    if asked.pairs:
+        chosen = pairs_of(asked.count, asked.seed)
     counts: collections.Counter[str] = collections.Counter()
     began = time.perf_counter()
     for one in chosen:
@@ -352,7 +380,7 @@ def main() -> None:
         found: Outcome = judge(one.case(), backend=asked.backend, check=asked.check)
         counts[found.verdict] += 1
         if found.verdict != "whole" or asked.all or asked.name:
-            print(f"{found.verdict:<8}{one.name:<70}{found.seconds:6.2f} s  {found.detail[:300]}", flush=True)
+            print(f"{found.verdict:<8}{found.case.name:<70}{found.seconds:6.2f} s  {found.detail[:300]}", flush=True)
     print(dict(counts), f"{time.perf_counter() - began:.0f} s")
 
 

@@ -3,6 +3,7 @@
 - An OrderedDict of which only the order changes (`move_to_end`) would be left as it was: it is written anew.
 - Objects as keys are compared by who they are, or field by field, whatever `__eq__` their class has; a text of a number that varies
   is another key than it will be: refused.
+- `__getattr__ = dict.__getitem__` (configs whose keys are attributes), which Dynamo does not call: followed as Python's own.
 """
 
 from __future__ import annotations
@@ -83,3 +84,26 @@ if hasattr(ConstDictVariable, "has_new_items"):
     ConstDictVariable.has_new_items = _in_another_order(ConstDictVariable.has_new_items)
 mends.HashedVariable.__eq__ = _compared_as_keys(mends.HashedVariable.__eq__)
 mends.HashedVariable.__init__ = _hashed(mends.HashedVariable.__init__)
+
+
+def _item(self: dict, name: str) -> Any:
+    return dict.__getitem__(self, name)
+
+
+def _get(self: dict, name: str) -> Any:
+    return dict.get(self, name)
+
+
+KEYS_AS_ATTRIBUTES: dict[Any, Callable[..., Any]] = {dict.__getitem__: _item, dict.get: _get}
+"""What a class may have for its `__getattr__` -> the same in Python."""
+
+
+def _answering(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def look(self: Any) -> Any:
+        found = plain(self)
+        return KEYS_AS_ATTRIBUTES.get(found, found) if getattr(growing, "on", False) else found
+
+    return look
+
+
+UserDefinedObjectVariable._check_for_getattr = _answering(UserDefinedObjectVariable._check_for_getattr)
