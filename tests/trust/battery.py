@@ -130,6 +130,15 @@ LOUD: dict[str, str] = {
     "checkpointed_average_of_activations": "activation checkpoint",
     "filters_of_warnings_counted": "warnings.filters",
     "hessian_of_every_sample": "torch.func.hessian",
+    "number_of_numpy_as_a_key": "a number of numpy is a key",
+    "number_of_numpy_kept_by_the_loss": "kept or returned",
+    "large_whole_numbers_in_numpy": "again and again",
+    "noise_whose_bounds_cross": "uniform_ expects",
+    "chance_that_goes_beyond_one": "bernoulli_ expects",
+    "dropped_attention_beyond_one": "between 0 and 1",
+    "attribute_of_the_optimizer_written": "not replayed",
+    "key_as_an_attribute_written_by_the_loss": "__setattr__",
+    "descriptor_of_a_metaclass": "descriptor of a metaclass",
     **dict.fromkeys(  # whatever the reason is called, it is told
         (
             "list_that_grows", "batch_norm_with_cumulative_average",

@@ -50,8 +50,8 @@ class Made:
     """A second step, trained in turns with this one on the same batches (its `batches`, `change`, ... are not used)."""
     together: bool = False
     """The two steps run at the same time, each in a thread of its own."""
-    raises: dict[int, type[BaseException]] = dataclasses.field(default_factory=dict)
-    """What the plain loop raises, at which steps; the loop catches it and goes on."""
+    raises: dict[int, type[BaseException]] | None = dataclasses.field(default_factory=dict)
+    """What the plain loop raises, at which steps; the loop catches it and goes on. None: whatever it raises."""
     cleanup: Callable[[], Any] = nothing
     """Puts back what a case changed for the whole process."""
 

@@ -250,3 +250,18 @@ def loss_given_as_text() -> Made:
         "        return mse(m, b)"
     )
     return train(typed(text, "<string>"), at(3, setattr, model, "weight", 0.3), model=model, state=nothing)
+
+
+@more
+def tuple_that_is_equal_to_another() -> Made:
+    """(1, 2), (1.0, 2) and (True, 2) are equal, and written otherwise."""
+    held: dict[str, Any] = {"shape": (1, 2)}
+    values = [(1, 2), (1.0, 2), (1, 2), (True, 2), (1.0, 2), (1, 2)]
+    return train(lambda m, b: mse(m, b) * len(str(held["shape"])), lambda i: held.update(shape=values[i]))
+
+
+@more
+def zero_that_changes_its_sign() -> Made:
+    held = {"offset": 0.0}
+    loss = lambda m, b: mse(m, b) * (2.0 if str(held["offset"]) == "0.0" else 3.0)  # noqa: E731
+    return train(loss, lambda i: held.update(offset=-0.0 if i in (2, 3) else 0.0))

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from tests.trust.case import Made, Net, at, cases_of, mse, train
 from tests.trust.objects import by
 
@@ -280,3 +281,151 @@ class Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
+
+
+# ---- what numbers of numpy are asked ----
+
+
+@case
+def kind_of_a_number_of_numpy_asked() -> Made:
+    """np.float64 is a float, np.float32 is none; neither is a tensor or an array."""
+    held = types.SimpleNamespace(gain=np.float64(0.5))
+
+    def loss(m: Any, b: Any) -> torch.Tensor:
+        out = mse(m, b) * (2.0 if isinstance(held.gain, int | float) else 3.0)
+        out = out * (0.5 if torch.is_tensor(held.gain) or isinstance(held.gain, np.ndarray) else 1.0)
+        return (
+            out * (1.5 if hasattr(held.gain, "is_integer") else 1.0) * (2.0 if type(held.gain) is np.float32 else 1.0)
+        )
+
+    values = [np.float64(0.5), 0.5, np.float32(0.5), np.array(0.5), np.int64(1), 1]
+    return train(loss, lambda i: setattr(held, "gain", values[i]))
+
+
+@more
+def names_of_an_array_asked() -> Made:
+    table = np.ones(3, dtype=np.float32)
+
+    def loss(m: Any, b: Any) -> torch.Tensor:
+        asked = torch.is_tensor(table) or hasattr(table, "requires_grad") or getattr(table, "cuda", None) is not None
+        return mse(m, b) * (0.5 if asked else 2.0) * torch.as_tensor(table).mean()
+
+    return train(loss, lambda i: table.fill(1 + i))
+
+
+@more
+def number_of_numpy_as_a_key() -> Made:
+    held = types.SimpleNamespace(gain=np.float64(0.5))
+    table = {0.5: 2.0, 0.25: 4.0}
+    values = [np.float64(0.5), np.float64(0.25), 0.25, np.float64(0.75), np.float64(0.5), 0.5]
+    return train(lambda m, b: mse(m, b) * table.get(held.gain, 1.0), lambda i: setattr(held, "gain", values[i]))
+
+
+@more
+def number_of_numpy_kept_by_the_loss() -> Made:
+    held = types.SimpleNamespace(gain=np.float64(1.0))
+
+    def loss(m: Any, b: Any) -> torch.Tensor:
+        held.gain = held.gain * 0.5
+        return mse(m, b) * held.gain
+
+    return train(loss, state=lambda: type(held.gain).__name__)
+
+
+@more
+def large_whole_numbers_in_numpy() -> Made:
+    """More than 32 bits."""
+    held = {"n": 4}
+    values = [4, 9, 2**31, 2**33, 7, 2**40]
+    return train(lambda m, b: mse(m, b) * math.log(float(np.sqrt(held["n"]))), lambda i: held.update(n=values[i]))
+
+
+# ---- numbers that leave their range, of which eager PyTorch tells ----
+
+
+def _leaving(name: str, values: list[float], loss: Any, raises: dict[int, type[BaseException]]) -> Made:
+    held = {name: values[0]}
+    return train(lambda m, b: loss(m(b[0]), b[1], held[name]), lambda i: held.update({name: values[i]}), raises=raises)
+
+
+@case
+def smoothing_that_goes_beyond_one() -> Made:
+    return _leaving(
+        "smoothing", [0.2, 0.5, 0.9, 1.3, 0.4, -0.1],
+        lambda out, y, v: F.cross_entropy(out, y.argmax(1), label_smoothing=v), {3: RuntimeError},
+    )  # fmt: skip
+
+
+@more
+def beta_that_falls_below_nothing() -> Made:
+    return _leaving(
+        "beta", [0.9, 0.5, 0.1, -0.3, 0.2, 0.0], lambda out, y, v: F.smooth_l1_loss(out, y, beta=v), {3: RuntimeError}
+    )
+
+
+@more
+def delta_that_falls_to_nothing() -> Made:
+    return _leaving(
+        "delta", [0.9, 0.5, 0.1, 0.0, 0.2, 0.7], lambda out, y, v: F.huber_loss(out, y, delta=v), {3: RuntimeError}
+    )
+
+
+@more
+def margin_that_falls_to_nothing() -> Made:
+    return _leaving(
+        "margin", [0.9, 0.5, 0.1, 0.0, 0.2, 0.7],
+        lambda out, y, v: F.triplet_margin_loss(out, y, y.flip(0), margin=v), {3: ValueError},
+    )  # fmt: skip
+
+
+@more
+def noise_whose_bounds_cross() -> Made:
+    return _leaving(
+        "high", [0.9, 0.5, 0.1, -0.5, 0.2, 0.7],
+        lambda out, y, v: F.mse_loss(out, y) + 0 * torch.zeros_like(out).uniform_(0.0, v).sum(), {3: RuntimeError},
+    )  # fmt: skip
+
+
+@more
+def chance_that_goes_beyond_one() -> Made:
+    return _leaving(
+        "chance", [0.9, 0.5, 0.1, 1.5, 0.2, 0.7],
+        lambda out, y, v: F.mse_loss(out, y) + 0 * torch.zeros_like(out).bernoulli_(v).sum(), {3: RuntimeError},
+    )  # fmt: skip
+
+
+@more
+def chances_and_deviations_out_of_range() -> Made:
+    def loss(out: torch.Tensor, y: torch.Tensor, v: float) -> torch.Tensor:
+        chances, deviations = torch.full_like(out, 0.5) * v, torch.full_like(out, v)
+        return F.mse_loss(out, y) + 0 * (torch.bernoulli(chances) + torch.normal(y, deviations)).sum()
+
+    return _leaving("v", [0.9, 0.5, 2.5, -0.5, 0.2, 0.7], loss, {2: RuntimeError, 3: RuntimeError})
+
+
+@more
+def dropped_attention_beyond_one() -> Made:
+    def loss(out: torch.Tensor, y: torch.Tensor, v: float) -> torch.Tensor:
+        return F.mse_loss(out, y) + 0 * F.scaled_dot_product_attention(y[None], y[None], y[None], dropout_p=v).sum()
+
+    return _leaving("v", [0.9, 0.5, 0.5, 1.5, 0.9, 0.5], loss, {3: RuntimeError})
+
+
+@more
+def quotient_by_nothing_in_the_backward_of_a_function() -> Made:
+    held = {"n": 1.0}
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+            try:
+                return g * (1 / held["n"])
+            except ZeroDivisionError:
+                return g * 3
+
+    values = [1.0, 2.0, 4.0, 0.0, 0.5, 0.0]
+    return train(lambda m, b: F.mse_loss(Scaled.apply(m(b[0])), b[1]), lambda i: held.update(n=values[i]))

@@ -233,3 +233,118 @@ def empty_containers_that_fill() -> Made:
         4: lambda: more.update(b=2.0),
     }
     return train(loss, lambda i: changes.get(i, lambda: None)())
+
+
+@more
+def annotations_of_a_function_read() -> Made:
+    def field(x: float = 1.0) -> None: ...
+
+    field.__annotations__["gain"] = 1.0
+    return train(
+        lambda m, b: mse(m, b) * field.__annotations__["gain"], at(3, field.__annotations__.__setitem__, "gain", 0.25)
+    )
+
+
+@case
+def property_of_a_metaclass() -> Made:
+    class Meta(type):
+        held = 1.0
+
+        @property
+        def gain(cls) -> float:
+            return cls.held
+
+    class Config(metaclass=Meta): ...
+
+    return train(lambda m, b: mse(m, b) * Config.gain, at(3, setattr, Meta, "held", 0.25))
+
+
+@more
+def property_of_a_metaclass_that_counts() -> Made:
+    asked: list[int] = []
+
+    class Meta(type):
+        @property
+        def gain(cls) -> float:
+            asked.append(1)
+            return 1.0 / len(asked)
+
+    class Config(metaclass=Meta): ...
+
+    return train(lambda m, b: mse(m, b) * Config.gain, state=lambda: len(asked))
+
+
+@more
+def descriptor_of_a_metaclass() -> Made:
+    class Field:
+        held = 1.0
+
+        def __get__(self, owner: Any, kind: Any = None) -> float:
+            return self.held
+
+        def __set__(self, owner: Any, value: float) -> None:
+            self.held = value
+
+    class Meta(type):
+        gain = Field()
+
+    class Config(metaclass=Meta): ...
+
+    return train(lambda m, b: mse(m, b) * Config.gain, at(3, setattr, Config, "gain", 0.25))
+
+
+class ByKey(dict):
+    """A config of `easydict`'s kind."""
+
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__  # type: ignore[assignment]
+
+
+@case
+def keys_as_attributes_by_methods_of_dict() -> Made:
+    config = ByKey(loss=ByKey(weight=1.0), name="l2")
+
+    def loss(m: Any, b: Any) -> torch.Tensor:
+        out = mse(m, b) * config.loss.weight
+        return out * 0.5 if config.name == "half" else out
+
+    def change(i: int) -> None:
+        config.loss.weight = 1.0 / (1 + i)
+        if i == 4:
+            config.name = "half"
+
+    return train(loss, change)
+
+
+class ByGet(dict):
+    """None for what is missing."""
+
+    __getattr__ = dict.get
+
+
+@more
+def key_as_an_attribute_that_is_missing_at_first() -> Made:
+    config = ByGet(weight=1.0)
+
+    def loss(m: Any, b: Any) -> torch.Tensor:
+        out = mse(m, b) * config.weight
+        return out if config.scale is None else out * config.scale
+
+    return train(loss, at(3, config.update, scale=0.25))
+
+
+@more
+def key_as_an_attribute_that_is_shadowed() -> Made:
+    config = ByGet(weight=1.0)
+    return train(lambda m, b: mse(m, b) * config.weight, at(3, setattr, config, "weight", 0.25))
+
+
+@more
+def key_as_an_attribute_written_by_the_loss() -> Made:
+    config = ByKey(weight=1.0)
+
+    def loss(m: Any, b: Any) -> torch.Tensor:
+        config.weight = config.weight * 0.5
+        return mse(m, b) * config.weight
+
+    return train(loss, state=lambda: config["weight"])

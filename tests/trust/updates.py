@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tests.trust.case import Made, Net, adamw, at, cases_of, labelled, momentum, mse, pairs, train
+from tests.trust.case import Made, Net, adamw, at, cases_of, labelled, momentum, mse, pairs, sgd, train
 from torch import nn
 
 case, more = cases_of("updates")
@@ -301,3 +301,16 @@ def gradient_given_by_the_loss() -> Made:
         return mse(m, b)
 
     return train(loss)
+
+
+@more
+def attribute_of_the_optimizer_written() -> Made:
+    model = Net()
+    optimizer = sgd(model.parameters())
+    optimizer.gain = 1.0
+
+    def loss(m: Any, b: Any) -> torch.Tensor:
+        optimizer.gain = optimizer.gain * 0.5
+        return mse(m, b) * optimizer.gain
+
+    return train(loss, model=model, optimizer=optimizer, state=lambda: optimizer.gain)

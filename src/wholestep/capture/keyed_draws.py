@@ -35,12 +35,39 @@ def _chance(sites: Sites, like: torch.Tensor, probability: Any) -> torch.Tensor:
     return _uniform(sites, like.shape, like.device, wide_dtype(like.dtype)) < probability
 
 
+def _chance_by_tensor(sites: Sites, x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    if p.device.type == "cpu":  # a GPU's kernel stops the process, and does so without a wait
+        sites.assume(((p >= 0) & (p <= 1)).all(), "Expected p_in >= 0 && p_in <= 1 to be true")
+    return _chance(sites, x, p)
+
+
+def _chance_by_number(sites: Sites, x: torch.Tensor, p: Any = 0.5) -> torch.Tensor:
+    _require(sites, p >= 0, "bernoulli_ expects p to be in [0, 1]")
+    _require(sites, p <= 1, "bernoulli_ expects p to be in [0, 1]")
+    return _chance(sites, x, p)
+
+
+def _uniform_between(sites: Sites, x: torch.Tensor, low: Any = 0.0, high: Any = 1.0) -> torch.Tensor:
+    _require(sites, low <= high, "uniform_ expects to return a [from, to) range, but found from > to")
+    return _uniform(sites, x.shape, x.device, x.dtype) * (high - low) + low
+
+
+def _require(sites: Sites, holds: Any, otherwise: str) -> None:
+    """Of numbers, some of which vary and are tensors here."""
+    if isinstance(holds, torch.Tensor):
+        sites.assume(holds, otherwise)
+    elif not holds:
+        raise RuntimeError(otherwise)
+
+
 def _randint(sites: Sites, low: int, high: int, size: Any, **kwargs: Any) -> torch.Tensor:
     drawn = _uniform(sites, size, _device(kwargs), torch.float64) * (high - low)
     return (drawn.floor() + low).to(kwargs.get("dtype") or torch.int64)
 
 
 def _normal_around(sites: Sites, mean: Any, std: Any) -> torch.Tensor:
+    if isinstance(std, torch.Tensor):
+        sites.assume((std >= 0).all(), "normal expects all elements of std >= 0.0")
     like = mean if isinstance(mean, torch.Tensor) else std
     shape = torch.broadcast_shapes(*(t.shape for t in (mean, std) if isinstance(t, torch.Tensor)))
     return _normal(sites, shape, like.device, like.dtype) * std + mean
@@ -95,13 +122,11 @@ KEYED: dict[Any, Callable[..., Any]] = {
         s, low, high, x.shape, device=x.device, dtype=k.get("dtype") or x.dtype
     ),
     aten.randperm.default: lambda s, n, **k: _uniform(s, [n], _device(k), torch.float64).argsort(),
-    aten.bernoulli.default: lambda s, x, **k: _chance(s, x, x).to(x.dtype),
-    aten.bernoulli.p: lambda s, x, p, **k: _chance(s, x, p).to(x.dtype),
-    aten.bernoulli_.float: lambda s, x, p=0.5, **k: x.copy_(_chance(s, x, p)),
-    aten.bernoulli_.Tensor: lambda s, x, p, **k: x.copy_(_chance(s, x, p)),
-    aten.uniform_.default: lambda s, x, low=0.0, high=1.0, **k: x.copy_(
-        _uniform(s, x.shape, x.device, x.dtype) * (high - low) + low
-    ),
+    aten.bernoulli.default: lambda s, x, **k: _chance_by_tensor(s, x, x).to(x.dtype),
+    aten.bernoulli.p: lambda s, x, p, **k: _chance_by_number(s, x, p).to(x.dtype),
+    aten.bernoulli_.float: lambda s, x, p=0.5, **k: x.copy_(_chance_by_number(s, x, p)),
+    aten.bernoulli_.Tensor: lambda s, x, p, **k: x.copy_(_chance_by_tensor(s, x, p)),
+    aten.uniform_.default: lambda s, x, low=0.0, high=1.0, **k: x.copy_(_uniform_between(s, x, low, high)),
     aten.normal_.default: lambda s, x, mean=0.0, std=1.0, **k: x.copy_(
         _normal(s, x.shape, x.device, x.dtype) * std + mean
     ),

@@ -210,6 +210,8 @@ class FunctionLevel(TorchFunctionMode):
             if attn_mask is not None and attn_mask.dtype == torch.float32:
                 attn_mask = attn_mask.to(dtype)
         drawn = (*query.shape[:-1], key.shape[-2])
+        if not 0.0 <= dropout_p <= 1.0:
+            raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
         site = self.sites.next_key(query.device, drawn) if dropout_p > 0.0 else None
         return scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key=site, on_gpu=self.on_gpu

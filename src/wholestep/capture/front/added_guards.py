@@ -9,17 +9,20 @@
 - Attributes of numbers, texts, tuples and dictionaries (members of an enum, configs whose keys are attributes) that a module
   holds: Dynamo takes these for immutable, or looks at their keys alone, and skips the guards below while the module's own
   tables are untouched. Where there are such guards none is skipped.
+- Tuples of plain values, and 0.0: compared by `==` alone, for which 1, 1.0 and True are one, and so are 0.0 and -0.0.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch._C._dynamo import guards as tree
-from torch._dynamo.guards import GuardBuilder, GuardManagerWrapper
+from torch._dynamo.guards import GuardBuilder, GuardManagerWrapper, get_verbose_code_parts
 from torch._dynamo.source import DictGetItemSource, GlobalSource
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.variables import ConstDictVariable, builder
@@ -81,6 +84,34 @@ def _managers(node: Any) -> Iterator[Any]:
         yield from _managers(child)
 
 
+_TORCH = os.path.dirname(torch.__file__)
+
+
+def _strictly(plain: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(plain)
+    def guard_equal(self: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, guard, *args, **kwargs)
+        value = self.get(guard) if getattr(assuming, "on", False) else None
+        told = (type(value) is tuple and value) or (type(value) is float and value == 0)
+        if told and not (
+            guard.user_stack and guard.user_stack[-1].filename.startswith(_TORCH)
+        ):  # strides of its layers
+            known = _written(value)
+            code = f"{guard.name() if callable(guard.name) else guard.name} == {value!r}"
+            self.get_guard_manager(guard).add_lambda_guard(
+                lambda found: _written(found) == known, get_verbose_code_parts(code, guard), guard.user_stack
+            )
+
+    return guard_equal
+
+
+def _written(value: Any) -> Any:
+    """Numbers with their kind and sign, tuples entry by entry; all else was compared already."""
+    if type(value) is tuple:
+        return [*map(_written, value)]
+    return repr(value) if type(value) in (int, float, bool, complex) else None
+
+
 _OF_OBJECTS = (tree.GetAttrGuardAccessor, tree.GetGenericDictGuardAccessor, tree.TypeGuardAccessor)
 
 
@@ -98,6 +129,7 @@ def _find_skippable(plain: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 GuardManagerWrapper.find_tag_safe_roots = _find_skippable(GuardManagerWrapper.find_tag_safe_roots)
+GuardBuilder.EQUALS_MATCH = _strictly(GuardBuilder.EQUALS_MATCH)
 builder.make_dupe_guard = _one_object(builder.make_dupe_guard)
 ConstDictVariable.getitem_const_raise_exception_if_absent = _looked_up(
     ConstDictVariable.getitem_const_raise_exception_if_absent

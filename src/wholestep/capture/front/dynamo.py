@@ -39,6 +39,7 @@ from wholestep.capture.front import (  # noqa: F401 - tell Dynamo what to do oth
     decomposed,
     equal_layers,
     mends,
+    numpy_values,
     own_code,
     own_containers,
     quick_guards,

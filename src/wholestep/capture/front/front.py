@@ -341,6 +341,8 @@ def refusal(error: Exception) -> CaptureRefused:
     if "Could not guard on data-dependent expression" in str(error):
         return CaptureRefused(compat.about_picked_places(error), where=where, curable=True, compiled=True)
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith("raised:"):  # "backend='backend' raised:", and below it what
+        lines = lines[1:]
     what = lines[0] if lines else type(error).__name__
     told = about_derivatives(str(error))
     if told is not None:

@@ -22,7 +22,7 @@ from wholestep import compat
 from wholestep.capture.front import traced as marks
 from wholestep.capture.front.checkpoints import RANDOM, is_checkpoint
 from wholestep.capture.front.empty_parts import copy_in_place_of_cat
-from wholestep.capture.front.numbers import Argument, HostPart, split_numbers, write_powers
+from wholestep.capture.front.numbers import OF_ONES_OWN, Argument, HostPart, split_numbers, write_powers
 from wholestep.capture.front.opaque import derivatives, refuse_opaque, replaced, written
 from wholestep.capture.front.replay import MARKS, Assumed, Replay, Watcher, target_name, user_line
 from wholestep.capture.front.shared import copy_in_place_of_set, live_views
@@ -226,7 +226,8 @@ def _arguments(placeholders: Sequence[fx.Node]) -> list[Argument]:
             continue
         wrapped = bool(node.meta["grapharg"].pass_arg_as_tensor)
         number = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
-        if number or (wrapped and all(user.target == "item" for user in node.users)):
+        read = {user.target for user in node.users} - (set() if kind == "NumpyTensorSource" else {OF_ONES_OWN})
+        if number or (wrapped and read <= {"item"}):
             found.append(Argument("number", name, as_tensor=wrapped))
             continue
         if not isinstance(value, torch.Tensor):

@@ -2,7 +2,7 @@
 
 In: a call that Dynamo meets in which such a number (an annealed `delta`, `label_smoothing`, `margin`, `scale`) is an input of its
 graph. Out: a function of ours that it follows, so that one graph serves every number. What is given in another way than here stays
-as it is, and is then captured anew for every number.
+as it is, and is then captured anew for every number. What eager refuses (`delta=0`) raises here too.
 """
 
 from __future__ import annotations
@@ -21,12 +21,19 @@ def _reduced(loss: Tensor, reduction: str) -> Tensor:
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
+def _require(holds: bool, message: str, kind: type[Exception] = RuntimeError) -> None:
+    if not holds:
+        raise kind(message)
+
+
 def _huber_loss(input: Tensor, target: Tensor, reduction: str = "mean", delta: Any = 1.0) -> Tensor:
+    _require(delta > 0, "huber_loss does not support non-positive values for delta.")
     away = (input - target).abs()
     return _reduced(torch.where(away < delta, 0.5 * away * away, delta * (away - 0.5 * delta)), reduction)
 
 
 def _smooth_l1_loss(input: Tensor, target: Tensor, *, reduction: str = "mean", beta: Any = 1.0) -> Tensor:
+    _require(beta >= 0, "smooth_l1_loss does not support negative values for beta.")
     away = (input - target).abs()
     divisor = max(beta, 1e-30)  # of what is not selected where beta is 0, and would have a gradient that is NaN
     return _reduced(torch.where(away < beta, 0.5 * away * away / divisor, away - 0.5 * beta), reduction)
@@ -36,6 +43,8 @@ def _cross_entropy(
     input: Tensor, target: Tensor, weight: Tensor | None = None, *, ignore_index: int = -100, reduction: str = "mean",
     label_smoothing: Any = 0.0,
 ) -> Tensor:  # fmt: skip
+    _require(label_smoothing <= 1, "label_smoothing must be between 0.0 and 1.0.")
+    label_smoothing = max(label_smoothing, 0.0)  # eager looks only at one that is positive
     dim = 0 if input.dim() == 1 else 1
     if target.is_floating_point():
         smoothed = target * (1 - label_smoothing) + label_smoothing / input.shape[dim]
@@ -92,6 +101,7 @@ def _triplet_margin_loss(
     anchor: Tensor, positive: Tensor, negative: Tensor, margin: Any = 1.0, p: float = 2, eps: float = 1e-6, swap: bool = False, *,
     reduction: str = "mean",
 ) -> Tensor:  # fmt: skip
+    _require(margin > 0, "margin must be greater than 0.", ValueError)
     near, far = (F.pairwise_distance(anchor, other, p, eps) for other in (positive, negative))
     if swap:
         far = torch.minimum(far, F.pairwise_distance(positive, negative, p, eps))
@@ -113,6 +123,7 @@ def _hinge_embedding_loss(input: Tensor, target: Tensor, margin: Any = 1.0, *, r
 
 
 def _hardtanh(input: Tensor, min_val: Any = -1.0, max_val: Any = 1.0, inplace: bool = False) -> Tensor:
+    _require(min_val <= max_val, "min_val cannot be greater than max_val", ValueError)
     return input.clamp_(min_val, max_val) if inplace else input.clamp(min_val, max_val)
 
 

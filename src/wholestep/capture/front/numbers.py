@@ -126,8 +126,36 @@ def _host_function(
     for node in module.graph.nodes:
         if node.op == "placeholder" or node in host:
             copies[node] = graph.node_copy(node, copies.__getitem__)
+    for node in module.graph.find_nodes(op="call_function", target=OF_ONES_OWN):
+        _copy_inner(module, node, copies, graph)
     graph.output(([copies[n] for n in crossing], [copies[n] for n in results]))
     return fx.GraphModule(module, graph)
+
+
+OF_ONES_OWN = torch.ops.higher_order.autograd_function_apply
+ON_HOST = "on the host too"
+"""Marks arithmetic of inner graphs (`Node.meta`) that the host does as well: where Python raises, eager takes the step."""
+
+
+def _copy_inner(module: fx.GraphModule, call: fx.Node, copies: dict[fx.Node, fx.Node], graph: fx.Graph) -> None:
+    """Arithmetic on numbers in the two graphs of an autograd.Function: done on tensors there, and here for what it raises."""
+    bodies = [getattr(module, str(arg.target)) for arg in call.args[:2] if isinstance(arg, fx.Node)]
+    if len(bodies) != 2:
+        return
+    given: list[Any] = list(call.args[2:])
+    for body in bodies:
+        inputs = body.graph.find_nodes(op="placeholder")
+        known = {a: copies[b] for a, b in zip(inputs[-len(given) :], given) if b in copies} if given else {}
+        for node in body.graph.nodes:
+            read = node.all_input_nodes
+            number = isinstance(node.meta.get("example_value"), torch.SymFloat | torch.SymInt)
+            if number and read and all(other in known for other in read):
+                known[node] = graph.node_copy(node, known.__getitem__)
+                node.meta[ON_HOST] = True
+        results = next(iter(body.graph.find_nodes(op="output"))).args[0]
+        saved = results[1] if len(results) == 2 and isinstance(results[1], tuple | list) else ()
+        given = list(saved)
+        copies.update(known)
 
 
 def _is_integer(node: fx.Node) -> bool:

@@ -4,6 +4,8 @@
   by the code that the class, its metaclass or the enum has for them.
 - Numbers, texts, tuples, sets and members of enums are true as Python's own are, whatever `__bool__` their class has.
 - `Config(...)` runs `__call__` of a metaclass of one's own, which Dynamo passes over, and `Mode("x")` runs `_missing_`, once.
+- A property of a metaclass is computed by Dynamo, and again by every guard: it is traced; other descriptors there are refused.
+- Annotations of functions, which Dynamo reads without a guard, are guarded.
 - A function that is marked as constant for torch.compile (`assume_constant_result`) is none in eager: it is traced.
 - An object that the loss makes is never made by a captured step, and made more than once by Dynamo: `__del__` would be counted.
 """
@@ -17,7 +19,15 @@ from typing import Any
 
 from torch._dynamo import symbolic_convert
 from torch._dynamo.exc import unimplemented
-from torch._dynamo.variables import BuiltinVariable, LazyVariableTracker, UserDefinedClassVariable, UserFunctionVariable
+from torch._dynamo.source import AttrSource, DictGetItemSource, GetItemSource, TypeSource
+from torch._dynamo.variables import (
+    BuiltinVariable,
+    LazyVariableTracker,
+    UserDefinedClassVariable,
+    UserFunctionVariable,
+    functions,
+)
+from torch._dynamo.variables.base import VariableTracker
 
 from wholestep.capture.front.assumed import follow_instruction
 from wholestep.capture.front.growing import growing
@@ -129,12 +139,58 @@ def _following(plain: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
+def _of_a_metaclass(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def resolve(self: Any, tx: Any, name: str, found: Any, source: Any) -> Any:
+        method: Any = found.fget if isinstance(found, property) else users_method(type(found), "__get__")
+        code = getattr(method, "__code__", None)
+        if not getattr(growing, "on", False) or code is None or not is_users(code):
+            return plain(self, tx, name, found, source)
+        if not isinstance(found, property):  # told later: Dynamo catches what is raised while it looks into a class
+            growing.stale = (
+                f"{method.__qualname__} ({where_is(method)}) is a descriptor of a metaclass, and is not traced"
+            )
+            return plain(self, tx, name, found, source)
+        place = None
+        if self.source is not None:
+            kinds = type(self.value).__mro__
+            owner = next(i for i, kind in enumerate(kinds) if name in vars(kind))
+            of_kind = GetItemSource(TypeMROSource(TypeSource(self.source)), owner)
+            place = AttrSource(DictGetItemSource(TypeDictSource(of_kind), name), "fget")
+        return VariableTracker.build(tx, method, place).call_function(tx, [self], {})
+
+    return resolve
+
+
+def _annotated(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def read(tx: Any, fn: Any, source: Any, name: str) -> Any:
+        code = getattr(fn, "__code__", None)
+        if (
+            name == "__annotations__"
+            and source
+            and getattr(growing, "on", False)
+            and code is not None
+            and is_users(code)
+        ):
+            return VariableTracker.build(tx, fn.__annotations__, AttrSource(source, name))
+        return plain(tx, fn, source, name)
+
+    return read
+
+
 UserFunctionVariable.__init__ = _following(UserFunctionVariable.__init__)
 BuiltinVariable.call_function = _folding(BuiltinVariable.call_function)
 for _table in (symbolic_convert.compare_op_handlers, vars(symbolic_convert)):  # bound before the line above
     for _name, _bound in list(_table.items()):
         if isinstance(_bound, types.MethodType) and isinstance(_bound.__self__, BuiltinVariable):
             _table[_name] = types.MethodType(BuiltinVariable.call_function, _bound.__self__)
+if hasattr(UserDefinedClassVariable, "resolve_meta_data_descriptor"):
+    from torch._dynamo.source import TypeDictSource, TypeMROSource
+
+    UserDefinedClassVariable.resolve_meta_data_descriptor = _of_a_metaclass(
+        UserDefinedClassVariable.resolve_meta_data_descriptor
+    )
+if hasattr(functions, "fn_var_getattr"):
+    functions.fn_var_getattr = _annotated(functions.fn_var_getattr)
 UserDefinedClassVariable.call_function = _making(UserDefinedClassVariable.call_function)
 for _instruction in _TRUTHS:
     follow_instruction(_instruction, _judging)

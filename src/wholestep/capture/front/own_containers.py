@@ -5,6 +5,7 @@
   is another key than it will be: refused.
 - `dict(x)` of what has keys and is no Mapping to Dynamo (a ParameterDict) would take the keys themselves for pairs, without a word
   where these are texts of two letters: it is made of keys and values.
+- `__getattr__ = dict.__getitem__` (configs whose keys are attributes), which Dynamo does not call: followed as Python's own.
 """
 
 from __future__ import annotations
@@ -124,3 +125,26 @@ mends.HashedVariable.__eq__ = _compared_as_keys(mends.HashedVariable.__eq__)
 mends.HashedVariable.__init__ = _hashed(mends.HashedVariable.__init__)
 _maker = getattr(variables, "DictBuiltinVariable", BuiltinVariable)  # torch 2.13 has a class of its own for it
 _maker.call_custom_dict = staticmethod(_made_of_entries(_maker.call_custom_dict))
+
+
+def _item(self: dict, name: str) -> Any:
+    return dict.__getitem__(self, name)
+
+
+def _get(self: dict, name: str) -> Any:
+    return dict.get(self, name)
+
+
+KEYS_AS_ATTRIBUTES: dict[Any, Callable[..., Any]] = {dict.__getitem__: _item, dict.get: _get}
+"""What a class may have for its `__getattr__` -> the same in Python."""
+
+
+def _answering(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def look(self: Any) -> Any:
+        found = plain(self)
+        return KEYS_AS_ATTRIBUTES.get(found, found) if getattr(growing, "on", False) else found
+
+    return look
+
+
+UserDefinedObjectVariable._check_for_getattr = _answering(UserDefinedObjectVariable._check_for_getattr)

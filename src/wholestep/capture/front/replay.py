@@ -28,6 +28,7 @@ from wholestep import compat
 from wholestep.capture.front import traced as marks
 from wholestep.capture.front.checkpoints import Checkpointed
 from wholestep.capture.front.modes_left import about_derivatives, default_dtype_put_back, modes_put_back
+from wholestep.capture.front.numbers import ON_HOST
 from wholestep.capture.front.quiet import quiet
 from wholestep.capture.modes import is_user_file
 from wholestep.capture.sites import TooFewKeys
@@ -332,11 +333,37 @@ def _reading_tensors(argument: Any) -> Any:
     """A graph that an operation is given, such as a torch.autograd.Function's: where it reads a number, it has a tensor too."""
     if not isinstance(argument, fx.GraphModule) or not argument.graph.find_nodes(op="call_method", target="item"):
         return argument
+    for node in argument.graph.nodes:
+        number = isinstance(node.meta.get("example_value"), torch.SymFloat | torch.SymInt)
+        if number and node.target not in _NEVER_RAISE and ON_HOST not in node.meta:
+            raise CaptureRefused(
+                "arithmetic that may raise, on a number that varies, inside of a function of one's own",
+                where=user_line(node.meta.get("stack_trace") or ""),
+            )
     inner = fx.GraphModule(argument, copy.deepcopy(argument.graph))
     for node in inner.graph.find_nodes(op="call_method", target="item"):
         node.op, node.target = "call_function", as_number
+    for node in inner.graph.nodes:
+        if node.op == "call_function" and isinstance(node.meta.get("example_value"), torch.SymFloat | torch.SymInt):
+            node.target = _NUMBERS.get(node.target, _OF_TENSORS.get(getattr(node.target, "__name__", ""), node.target))
     inner.recompile()
     return inner
+
+
+def _wide(function: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda number: function(number.to(torch.float64))
+
+
+_OF_TENSORS = {
+    f"_sym_{name}": _wide(getattr(torch, name))
+    for name in ("sqrt", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan", "exp", "log2")
+}
+"""Functions of `math`, as Dynamo writes them of numbers that vary."""
+_NEVER_RAISE = {
+    "item", operator.add, operator.sub, operator.mul, operator.neg, operator.pos, operator.abs, abs, torch.sym_min, torch.sym_max,
+    torch.sym_float, torch.sym_not, torch.sym_ite, torch._sym_sin, torch._sym_cos, torch._sym_tanh, torch._sym_atan, as_number,
+}  # fmt: skip
+"""Arithmetic on numbers that is the same on tensors; `1 / n` would be infinite where Python raises."""
 
 
 def _pair(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -249,8 +249,10 @@ _WITH_ATTRIBUTES = (nn.Parameter, types.FunctionType)
 
 def _answers_for_missing(value: Any) -> bool:
     """Whether a `__getattr__` of the user's own is asked for what an object lacks: Dynamo does not guard that it is missing."""
-    code = getattr(getattr(type(value), "__getattr__", None), "__code__", None)
-    return code is not None and is_users(code) and isinstance(getattr(value, "__dict__", None), dict)
+    found = getattr(type(value), "__getattr__", None)
+    code = getattr(found, "__code__", None)
+    own = is_users(code) if code is not None else found in (dict.__getitem__, dict.get)
+    return own and isinstance(getattr(value, "__dict__", None), dict)
 
 
 def _absent_from_modules(objects: Iterable[Any], codes: Iterable[types.CodeType]) -> Iterator[tuple[dict, set[str]]]:

@@ -3,6 +3,7 @@
 The replay follows the graph, and the update is part of the graph: `optimizer.param_groups[0]["lr"] = ...` and `p.grad = ...`
 inside of the loss would miss it. An attribute that was written to a class is not seen through its objects until then; an object
 that is given the `__dict__` of another one shares it only while it is traced; a set of a class of one's own is not written to.
+Nor are attributes of an object that Dynamo only reads: the optimizer's.
 What is written through the `__dict__` of a module of Python, or read of an object through a slot's descriptor, goes past what
 Dynamo has noted.
 """
@@ -16,7 +17,7 @@ from typing import Any
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import TensorVariable, UnspecializedNNModuleVariable, user_defined
-from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.base import AttributeMutationExisting, VariableTracker
 
 from wholestep.capture.front.assumed import follow_instruction
 from wholestep.capture.front.growing import growing
@@ -41,6 +42,11 @@ def _replaying(plain: Callable[..., Any]) -> Callable[..., Any]:
                 _refuse(growing.stale)
             of_the_update = {id(held) for held in getattr(growing, "update", ())}
             tables = {id(held) for held in self.keepalive if isinstance(held, dict) and "__builtins__" in held}
+            replayed = {id(kept) for kept in self.id_to_variable.values()}
+            for kept in self.store_attr_mutations:
+                if isinstance(kept.mutation_type, AttributeMutationExisting) and id(kept) not in replayed:
+                    kind = kept.python_type().__qualname__
+                    _refuse(f"attributes of an object of class {kind} are written by the loss, and not replayed")
             for place, kept in self.id_to_variable.items():
                 if place in tables and self.is_modified(kept):
                     _refuse("a module's __dict__ is written to by the loss; write its attributes (setattr)")
