@@ -154,7 +154,13 @@ class Compiler:
             )  # fmt: skip
 
     def finish(self, made: Capture) -> None:
-        """Prepared, planned, applied."""
+        """Prepared, planned, applied; refused where a pass cannot do without a size that only data tells."""
+        try:
+            self._finish(made)
+        except compat.SizeFromData as error:
+            raise CaptureRefused(compat.about_picked_places(error)) from error
+
+    def _finish(self, made: Capture) -> None:
         self.prepare(made)
         plan = self.plan(made)
         layout = {**plan.layout, **layouts_of(made.graph)}

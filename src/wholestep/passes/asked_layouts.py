@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from wholestep.errors import BadOption, did_you_mean
 from wholestep.graph.layers import holds_module, without_calls
@@ -44,5 +45,7 @@ def layouts_of(graph: TrainingGraph) -> dict[str, str]:
 def _is_laid_out(value: object) -> bool:
     """Whether it lies in channels-last, where that is not both."""
     tensor = tensor_of(value)
-    several = tensor is not None and tensor.dim() == 4 and tensor.shape[1] > 1 and tensor.shape[2] * tensor.shape[3] > 1
-    return several and tensor is not None and tensor.is_contiguous(memory_format=torch.channels_last)
+    if tensor is None or tensor.dim() != 4:
+        return False
+    several = tensor.shape[1] > 1, tensor.shape[2] * tensor.shape[3] > 1
+    return all(map(statically_known_true, (*several, tensor.is_contiguous(memory_format=torch.channels_last))))
