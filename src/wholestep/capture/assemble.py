@@ -11,10 +11,12 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from wholestep import compat
+from wholestep.capture.facts import about_places
 from wholestep.capture.provenance import complete
 from wholestep.capture.subject import Subject
 from wholestep.errors import CaptureRefused
@@ -99,8 +101,41 @@ def functional(
     remove_unread(recorded.graph)
     if not any(_mutates(node) for node in recorded.graph.nodes):
         return _assemble(recorded, inputs, meanings, num_sites)  # already functional: half of the tracing time saved
-    module = compat.trace(lambda *flat: fx.Interpreter(recorded).run(*flat), fakes(), mode=mode, functional=True)
+    known, again = compat.facts_of_data(mode), _Again(recorded)
+    with compat.counts_are_large(mode):
+        module = compat.trace(lambda *flat: again.run(*flat), fakes(), mode=mode, functional=True)
+    found = compat.facts_of_data(mode) - known
+    again.refuse_more_than(known, found - about_places(module, found))
     return _assemble(module, inputs, meanings, num_sites)
+
+
+class _Again(fx.Interpreter):
+    """Runs a trace for the second time, in which counts that only data tells have new names."""
+
+    def __init__(self, recorded: fx.GraphModule) -> None:
+        super().__init__(recorded)
+        self.names: dict[Any, Any] = {}
+        """Symbol -> that of the first time."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        for before, now in zip(_sizes(n.meta.get("val")), _sizes(value)):
+            if isinstance(before, torch.SymInt) and isinstance(now, torch.SymInt) and now.node.expr.is_symbol:
+                self.names.setdefault(now.node.expr, before.node.expr)
+        return value
+
+    def refuse_more_than(self, known: set[Any], found: set[Any]) -> None:
+        """Only at facts of the first time does the graph look."""
+        more = {fact.xreplace(self.names) for fact in found} - known - {sympy.true}
+        if more:
+            asked = " and ".join(sorted(compat.in_python(str(fact)) for fact in more))
+            raise CaptureRefused(
+                f"a number that only data tells has to be such that {asked}, and nothing looks whether it is"
+            )
+
+
+def _sizes(value: Any) -> Sequence[Any]:
+    return value.shape if isinstance(value, torch.Tensor) else [value]
 
 
 def _mutates(node: fx.Node) -> bool:

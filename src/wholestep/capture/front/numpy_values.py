@@ -97,12 +97,12 @@ def _having(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _hashing(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def hash_impl(self: Any, tx: Any) -> Any:
+    def hashed(self: Any, *args: Any) -> Any:
         if getattr(growing, "on", False) and _has_no_dimensions(self):
             _refuse("a number of numpy is a key")
-        return plain(self, tx)
+        return plain(self, *args)
 
-    return hash_impl
+    return hashed
 
 
 def _has_hash(plain: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -153,8 +153,8 @@ BuiltinVariable.call_function = _asking(BuiltinVariable.call_function)
 NumpyNdarrayVariable.call_obj_hasattr = _having(NumpyNdarrayVariable.call_obj_hasattr)
 NumpyVariable.call_function = _calling(NumpyVariable.call_function)
 PyCodegen.add_graph_output = _leaving(PyCodegen.add_graph_output)
-if hasattr(NumpyNdarrayVariable, "hash_impl"):
-    NumpyNdarrayVariable.hash_impl = _hashing(NumpyNdarrayVariable.hash_impl)
-NumpyNdarrayVariable.is_hashable = _has_hash(NumpyNdarrayVariable.is_hashable)
+for _name, _around in (("hash_impl", _hashing), ("get_python_hash", _hashing), ("is_hashable", _has_hash)):
+    if hasattr(NumpyNdarrayVariable, _name):  # names differ between versions of torch
+        setattr(NumpyNdarrayVariable, _name, _around(getattr(NumpyNdarrayVariable, _name)))
 _handlers = TorchInGraphFunctionVariable._get_handlers()
 _handlers[torch.is_tensor] = _of_tensors(_handlers[torch.is_tensor])
