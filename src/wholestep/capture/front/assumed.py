@@ -95,7 +95,7 @@ _LARGE = 10007
 
 def _tensor_is_likely(node: fx.Node, *, in_validation: bool) -> bool | None:
     """`mask.any()`, `mask.sum() == 0` and the like ask whether a mask has any or a few places: it has more. Numbers are finite."""
-    name = _name(node)
+    name = _name(node).strip("_")  # `__eq__` in torch 2.11
     if name in _FINITE:
         return _FINITE[name]
     if name in ("any", "all"):
