@@ -100,7 +100,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "MOST_WARM_UP", 3)
     monkeypatch.setattr(profiling, "measure_device", lambda kind, fresh: this_device(kind))
     monkeypatch.setattr(texts, "STDLIB_BYTES", 200_000)
-    monkeypatch.setitem(sampling.write_text.__kwdefaults__, "characters", 20)
+    monkeypatch.setattr(sampling, "CHARACTERS", 20)
     # a peer's code generation is not ours to test, and takes half a minute
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     for module in (smoke, measure):

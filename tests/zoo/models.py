@@ -20,7 +20,7 @@ CASES = (
     Case("vit", hf.vit, "hf", notes="images"),
     Case("mlp", plain.mlp, "plain"),
     Case("bn_cnn", plain.bn_cnn, "plain", notes="running statistics, in-place relu"),
-    Case("bn_cumulative", plain.bn_cumulative, "plain", "eager", "momentum=None: torch divides by a count it reads"),
+    Case("bn_cumulative", plain.bn_cumulative, "plain", notes="momentum=None: torch divides by a count it reads"),
     Case("transformer", plain.transformer, "plain", notes="nn.Transformer, causal target mask"),
     Case("lstm", plain.lstm, "plain", notes="two layers, dropout between them inside the operator"),
     Case("lora", plain.lora, "plain", notes="frozen base, low-rank trained matrices"),
