@@ -39,12 +39,14 @@ TESTED_TORCH = ("2.11", "2.13")
 """The oldest and the newest version the tests ran on."""
 
 
+def torch_version() -> tuple[int, ...]:
+    return tuple(map(int, torch.__version__.split(".")[:2]))
+
+
 @functools.cache
 def untested_version() -> str | None:
     """What to say about a torch newer than any tested one; None when there is nothing to say."""
-    here = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    newest = tuple(int(part) for part in TESTED_TORCH[-1].split("."))
-    if here <= newest:
+    if torch_version() <= tuple(map(int, TESTED_TORCH[-1].split("."))):
         return None
     return f"torch {torch.__version__} is newer than the tested {TESTED_TORCH[-1]}; wholestep.verify tells whether all is well"
 

@@ -17,9 +17,10 @@ from torch._dynamo.variables.misc import DebuggingVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable
 
+from wholestep import compat
 from wholestep.capture.front.assumed import assuming, follow_instruction
 
-TRACED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+TRACED = compat.torch_version() >= (2, 13)
 """Whether Dynamo traces `requires_grad_` of values that the loss made."""
 
 

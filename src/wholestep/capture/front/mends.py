@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from wholestep import compat
+
 
 def _hashed_variable() -> Any:
     """Dynamo's class for keys of dictionaries and members of sets."""
@@ -38,7 +40,7 @@ def mend_lstm() -> None:
         out, states = broken(*args, **kwargs)
         return out, tuple(state.squeeze(0) if state.dim() == 3 else state for state in states)
 
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+    if compat.torch_version() < (2, 13):
         decompositions.one_layer_lstm = one_layer_lstm
 
 

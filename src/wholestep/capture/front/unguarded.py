@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from wholestep import compat
 from wholestep.capture import optimizers
 from wholestep.capture.front.unguardable import is_users, is_users_class, refuse_unguardable
 from wholestep.capture.subject import Subject
@@ -216,7 +217,7 @@ def _class_containers(classes: Iterable[type], mentioned: set[str]) -> Iterator[
         yield from (v for name, v in vars(cls).items() if name in mentioned and isinstance(v, list | dict | set))
 
 
-_OLDER_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+_OLDER_TORCH = compat.torch_version() < (2, 13)
 """Whose guards leave out classes, and tensors that are written over where a module holds them."""
 _kind = attrgetter("dtype", "ndim", "requires_grad")
 _TITLES = {"__name__", "__qualname__", "__doc__"}
