@@ -375,6 +375,7 @@ VariableBuilder.mark_static_input = _not_for_us(VariableBuilder.mark_static_inpu
 decorators.mark_static_address = _not_for_us(decorators.mark_static_address)
 TorchInGraphFunctionVariable._get_handlers()[torch.rand] = _scalar_draw
 mends.guard_classes()
+mends.name_classes()
 mends.mend_lstm()
 mends.keep_validation()
 compat.note_picked_sizes()

@@ -44,6 +44,26 @@ def mend_lstm() -> None:
         decompositions.one_layer_lstm = one_layer_lstm
 
 
+def name_classes() -> None:
+    """`type(weight).__module__`: Dynamo makes no text of it where the class is one of torch's own that it puts into graphs."""
+    from torch._dynamo.variables import BuiltinVariable, ConstantVariable, builtin
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    reading = getattr(builtin, "GetAttrBuiltinVariable", BuiltinVariable)  # torch 2.13 has a class of its own for it
+    plain = reading.call_function
+
+    @functools.wraps(plain)
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        owner = args[0] if len(args) == 2 and getattr(self, "fn", getattr) is getattr else None
+        if isinstance(owner, TorchInGraphFunctionVariable) and isinstance(owner.value, type):
+            text = getattr(owner.value, args[1].as_python_constant(), None) if args[1].is_python_constant() else None
+            if isinstance(text, str):
+                return ConstantVariable.create(text)
+        return plain(self, tx, args, kwargs)
+
+    reading.call_function = call_function
+
+
 def guard_classes() -> None:
     """Dynamo guards no class that it reaches through a closure, since `super()` reads a cell: that cell alone is left out."""
     from torch._dynamo.source import CellContentsSource
