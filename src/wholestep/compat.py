@@ -205,13 +205,22 @@ _MANY = 10007
 @contextlib.contextmanager
 def counts_are_large(mode: FakeTensorMode) -> Iterator[None]:
     """Where an operator asks whether a count that only data tells is zero, or one, a trace goes on as for many; that it does is a
-    fact (`facts_of_data`)."""
+    fact (`facts_of_data`). What the count is stays unknown."""
     env: Any = mode.shape_env
     if env not in _counts:
         _counts[env], env.create_unbacked_symint = {}, functools.partial(_new_count, env)
-    env.real_tensor_prop_unbacked_vals = _counts[env]
+    env.evaluate_expr = functools.partial(_evaluated, env)
     try:
         yield
+    finally:
+        env.evaluate_expr = functools.partial(ShapeEnv.evaluate_expr, env)
+
+
+def _evaluated(env: Any, asked: Any, *args: Any, **options: Any) -> Any:
+    truth = isinstance(asked, sympy.Rel | sympy.logic.boolalg.BooleanFunction)
+    env.real_tensor_prop_unbacked_vals = _counts[env] if truth else {}
+    try:
+        return ShapeEnv.evaluate_expr(env, asked, *args, **options)
     finally:
         env.real_tensor_prop_unbacked_vals = {}
 
@@ -229,7 +238,8 @@ _counts: weakref.WeakKeyDictionary[ShapeEnv, dict[Any, sympy.Integer]] = weakref
 def about_picked_places(error: Exception) -> str:
     """Such an error in words that a user can do something about."""
     condition = re.search(r"expression (.+?) \(unhinted", str(error))
-    asked = f" (whether {in_python(condition[1])})" if condition else ""
+    asked = in_python(condition[1]) if condition else ""
+    asked = asked and (f" (whether {asked})" if re.search("[=<>]", asked) else f" (the number {asked})")
     if "Size-like symbols: none" in str(error):
         return (
             f"what is computed depends on a value that is known only when the step runs{asked}; select by torch.where or a "

@@ -293,6 +293,19 @@ def test_operators_over_what_is_picked(name: str) -> None:
     assert_whole(twins)
 
 
+def test_a_count_that_is_the_width_of_heads_is_never_guessed() -> None:
+    """The scale of an attention is computed from it."""
+
+    def loss(m: Any, b: Batch) -> torch.Tensor:
+        turned = m(b["words"])[b["mask"]].t()[None]
+        return F.scaled_dot_product_attention(turned, turned, turned).square().mean()
+
+    with pytest.warns(WholestepWarning, match=r"how many places a mask picks \(the number n\)"):
+        twins = Twins(lambda: side(loss), BATCHES[0], check="off")
+        twins.train(BATCHES, tolerance=1e-5)
+    assert twins.step.rung == "eager"
+
+
 @pytest.mark.slow
 def test_an_empty_mask_goes_the_other_way_when_compiled() -> None:
     twins = Twins(lambda: side(nothing_picked), BATCHES[0], backend="inductor")
