@@ -240,7 +240,7 @@ def about_picked_places(error: Exception) -> str:
     condition = re.search(r"expression (.+?) \(unhinted", str(error))
     asked = in_python(condition[1]) if condition else ""
     asked = asked and (f" (whether {asked})" if re.search("[=<>]", asked) else f" (the number {asked})")
-    if "Size-like symbols: none" in str(error):
+    if "Size-like symbols: none" in str(error) or "PendingUnbackedSymbolNotFound" in str(error):
         return (
             f"what is computed depends on a value that is known only when the step runs{asked}; select by torch.where or a "
             "mask instead"

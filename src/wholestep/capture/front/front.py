@@ -338,7 +338,7 @@ def refusal(error: Exception) -> CaptureRefused:
     """What Dynamo met, where in the user's code, and what would help."""
     stack = getattr(error, "real_stack", None)
     where = user_line("".join(stack.format())) if stack else user_line(str(error))
-    if "data-dependent expression" in str(error):
+    if "data-dependent expression" in str(error) or "PendingUnbackedSymbolNotFound" in str(error):
         return CaptureRefused(compat.about_picked_places(error), where=where, curable=True, compiled=True)
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].endswith("raised:"):  # "backend='backend' raised:", and below it what
