@@ -29,7 +29,7 @@ NOT_WHOLE: dict[str, str] = {
     **dict.fromkeys(("big_bird", "bigbird_pegasus"), "non-Tensor"),
     "reformer": "Data-dependent branching",
     **dict.fromkeys(("longformer", "led", "vilt"), "a value that is known only when the step runs"),
-    **dict.fromkeys(("switch_transformers", "autoformer"), "data-dependent expression"),
+    **dict.fromkeys(("switch_transformers", "autoformer"), "is known only when the step runs"),
     "ctrl": "python_type",
     "yoso": "duplicate tensor input",
     "paligemma": "FirstStepDiffers",
