@@ -28,8 +28,8 @@ QUICK = ("mixtral", "detr")
 NOT_WHOLE: dict[str, str] = {
     **dict.fromkeys(("big_bird", "bigbird_pegasus"), "non-Tensor"),
     "reformer": "Data-dependent branching",
-    **dict.fromkeys(("longformer", "led", "vilt"), "a value that is known only when the step runs"),
-    **dict.fromkeys(("switch_transformers", "autoformer"), "is known only when the step runs"),
+    **dict.fromkeys(("longformer", "led", "vilt", "autoformer"), "a value that is known only when the step runs"),
+    "switch_transformers": "how many places a mask picks",
     "ctrl": "python_type",
     "yoso": "duplicate tensor input",
     "paligemma": "FirstStepDiffers",
