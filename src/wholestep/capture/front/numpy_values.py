@@ -29,6 +29,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
+from wholestep import compat
 from wholestep.capture.front.growing import growing
 
 
@@ -71,7 +72,8 @@ def _asking(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _type(tx: Any, value: Any, *_: Any) -> Any:
-    return VariableTracker.build(tx, _kind(value))
+    kind = _kind(value)
+    return NumpyVariable(kind) if compat.torch_version() < (2, 13) else VariableTracker.build(tx, kind)
 
 
 def _isinstance(tx: Any, value: Any, classes: Any) -> Any:
