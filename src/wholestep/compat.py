@@ -199,7 +199,8 @@ def shape_guards(mode: FakeTensorMode) -> list[Any]:
 
 SizeFromData = GuardOnDataDependentSymNode
 """What is computed depends on a size that only data tells."""
-_MANY = 10007
+MANY = 10007
+"""What a count that only data tells is compared as."""
 
 
 @contextlib.contextmanager
@@ -209,11 +210,11 @@ def counts_are_large(mode: FakeTensorMode) -> Iterator[None]:
     env: Any = mode.shape_env
     if env not in _counts:
         _counts[env], env.create_unbacked_symint = {}, functools.partial(_new_count, env)
-    env.evaluate_expr = functools.partial(_evaluated, env)
+    before, env.evaluate_expr = env.evaluate_expr, functools.partial(_evaluated, env)
     try:
         yield
     finally:
-        env.evaluate_expr = functools.partial(ShapeEnv.evaluate_expr, env)
+        env.evaluate_expr = before
 
 
 def _evaluated(env: Any, asked: Any, *args: Any, **options: Any) -> Any:
@@ -227,7 +228,7 @@ def _evaluated(env: Any, asked: Any, *args: Any, **options: Any) -> Any:
 
 def _new_count(env: ShapeEnv, *args: Any, **options: Any) -> torch.SymInt:
     number = ShapeEnv.create_unbacked_symint(env, *args, **options)
-    _counts[env][number.node.expr] = sympy.Integer(_MANY)
+    _counts[env][number.node.expr] = sympy.Integer(MANY)
     return number
 
 

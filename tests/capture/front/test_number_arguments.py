@@ -54,6 +54,19 @@ def test_one_graph_for_all_numbers(name: str) -> None:
     assert twins.step.rung == "whole step" and twins.step.captures <= 3, twins.step.explain()
 
 
+def test_a_threshold_below_zero_raises_as_in_eager() -> None:
+    def side() -> Side:
+        model = nn.Linear(4, 4)
+        return Side(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: F.softshrink(m(b[0]), b[1]).square().mean()
+        )
+
+    twins = Twins(side, (X, 0.3), check="off")
+    twins.train([(X, number) for number in (0.3, 0.2, 0.1, 0.0)], tolerance=1e-5)
+    with pytest.raises(RuntimeError, match="lambda must be"):
+        twins.step((X, -0.1))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_momentum_that_is_annealed(precision: str) -> None:
     """As point clouds are trained; between two steps the layer is in eval mode for one."""

@@ -77,7 +77,7 @@ def _number_is_likely(number: Any, node: fx.Node) -> bool | None:
     counts = all(number.node.shape_env.var_to_range[symbol].upper > 1 and symbol.is_integer for symbol in symbols)
     if not counts or not _asks_for_few(expression) or expression.free_symbols - symbols:
         return None
-    found = expression.xreplace(dict.fromkeys(symbols, sympy.Integer(_LARGE)))
+    found = expression.xreplace(dict.fromkeys(symbols, sympy.Integer(compat.MANY)))
     return found not in (sympy.false, sympy.Integer(0))
 
 
@@ -90,7 +90,6 @@ def _asks_for_few(expression: Any) -> bool:
 
 
 _FEW = 2
-_LARGE = 10007
 
 
 def _tensor_is_likely(node: fx.Node, *, in_validation: bool) -> bool | None:
@@ -105,7 +104,7 @@ def _tensor_is_likely(node: fx.Node, *, in_validation: bool) -> bool | None:
         # `if not symmetric.all(): return symmetric`: what is not valid is told, and raised about by the caller
         return True if in_validation else None
     if name in _COMPARES and len(node.args) == 2 and node.args[1] in range(_FEW + 1):
-        return getattr(operator, name)(_LARGE, node.args[1]) if _is_count(node.args[0]) else None
+        return getattr(operator, name)(compat.MANY, node.args[1]) if _is_count(node.args[0]) else None
     return True if _is_count(node) else None
 
 

@@ -128,6 +128,7 @@ def _hardtanh(input: Tensor, min_val: Any = -1.0, max_val: Any = 1.0, inplace: b
 
 
 def _softshrink(input: Tensor, lambd: Any = 0.5) -> Tensor:
+    _require(lambd >= 0, "lambda must be greater or equal to 0")
     return input - input.clamp(-lambd, lambd)
 
 
