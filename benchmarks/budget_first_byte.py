@@ -38,7 +38,7 @@ MODELS = {
     "mixture-gpt": "mixture of experts",
     "unet": "diffusion",
 }
-MORE = ("transformer", "vit-base", "inception-v3", "gpt2-medium", "tiny")
+MORE = ("transformer", "vit-base", "inception-v3", "gpt2-medium", "r-gcn", "tiny")
 """By name only."""
 LLAMA = {"llama": (5, (4, 2048)), "tiny": (2, (2, 16))}
 """Layers and shape of the batch of Llamas; `tiny` is to try this script out."""
