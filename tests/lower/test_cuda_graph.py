@@ -170,6 +170,14 @@ def test_cpu_inputs_run_directly_with_the_reason(traced):
         CudaGraphRunner(runner, inputs, [0])
 
 
+def test_pinned_state_that_is_only_copied_stands_in_no_recordings_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = [torch.ones(3), torch.ones(3)]
+    runner = Runner(lambda given: (), 2, {"host_inputs": (1,)})
+    assert cuda_graph.why_not(runner, inputs) == "2 of 2 inputs are not on a CUDA device", "pageable memory"
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    assert cuda_graph.why_not(runner, inputs) == "1 of 1 inputs are not on a CUDA device"
+
+
 def by_shape(monkeypatch, direct, replay):
     """A CudaGraphsByShape over a fake step, and the sizes recorded so far."""
     monkeypatch.setattr(cuda_graph, "why_not", lambda runner, inputs: None)

@@ -209,3 +209,25 @@ def _streamed(update: Any) -> bool:
 def _sources(value: Any) -> set[Any]:
     """The update that made a new state."""
     return {value, *value.all_input_nodes}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_a_recorded_step_streams_state_too(clip_norm: float | None) -> None:
+    """Copies from and to pinned memory are part of a CUDA graph: the bits of direct steps, and the state stays where it is."""
+    outcomes = []
+    for recorded in (False, True):
+        torch.manual_seed(0)
+        model = Stack(width=256).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        given = [ids.cuda() for ids in id_batches(12)]
+        step = wholestep.compile(
+            model, next_token, optimizer, given[0], plan=Plan(state={"*": "host"}), clip_norm=clip_norm, cache=False,
+            check="off", cuda_graph=recorded,
+        )  # fmt: skip
+        losses = [float(step(b)) for b in given]
+        state = optimizer.state_dict()["state"]
+        assert all(s["exp_avg"].is_pinned() for s in state.values())
+        assert (step.regions["cuda_graph"]["mode"] == "replayed") == recorded, step.explain()
+        outcomes.append((losses, tree_leaves((model.state_dict(), state))))
+    assert outcomes[0][0] == outcomes[1][0] and equal(outcomes[0][1], outcomes[1][1])

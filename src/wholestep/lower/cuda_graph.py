@@ -45,10 +45,12 @@ class NotRecordable(Exception):
 
 
 def why_not(runner: Runner, inputs: Sequence[Any]) -> str | None:
-    """The reason that can be known before trying, or None."""
+    """The reason that can be known before trying, or None. State that waits in pinned memory is only copied, which is recorded."""
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     if not tensors or len(tensors) != len(inputs):
         return "an input is not a tensor"
+    copied = set(runner.describe().get("host_inputs", ()))
+    tensors = [t for i, t in enumerate(tensors) if not (i in copied and t.device.type == "cpu" and t.is_pinned())]
     devices = {str(tensor.device) for tensor in tensors}
     on_host = sum(tensor.device.type != "cuda" for tensor in tensors)
     if on_host:

@@ -20,6 +20,7 @@ from wholestep.lower.races import refuse_races
 from wholestep.lower.runner import Runner
 from wholestep.lower.streams import streams_for
 from wholestep.lower.transfers import Transfers, device_of
+from wholestep.ops.offload import lies_on_host
 from wholestep.tiers.files import FileStore
 
 
@@ -59,8 +60,9 @@ def facts_of(imperative: ImperativeGraph, started: float) -> dict[str, Any]:
     """What `Runner.describe` says under every backend; here of one that compiles no regions."""
     return {
         "regions": 0, "unique_regions": 0, "seconds_per_region": {}, "cache_hits": 0, "notes": [],
-        "symbolic": imperative.symbolic, "in_place_updates": imperative.num_in_place,
-        "copied_updates": imperative.num_copies, "seconds": time.perf_counter() - started,
+        "symbolic": imperative.symbolic, "host_inputs": tuple(i for i, n in enumerate(imperative.placeholders) if lies_on_host(n)),
+        "in_place_updates": imperative.num_in_place, "copied_updates": imperative.num_copies,
+        "seconds": time.perf_counter() - started,
     }  # fmt: skip
 
 
