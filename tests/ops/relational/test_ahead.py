@@ -51,8 +51,9 @@ def compiled(
         linear_sum_triton.summed_mm_weights(side, (out, *side[1:3], None), factors, ends)
         monkeypatch.setattr(cells_triton, "narrow_precision", lambda precision=precision: precision)
         cell = ids(96 * 500 + 1), ids(700), ids(700), ids(700)
-        out = cells_triton.cell_mm(rows, factors, *cell, matrices)
+        out = cells_triton.cell_mm(rows, factors, matrices, *cell)
         cells_triton.cell_mm_weights(rows, factors, out, *cell)
+        cells_triton.cell_mm_both(rows, None, matrices, out, *cell[:3], None)
     return len(launches.done)
 
 

@@ -86,7 +86,7 @@ def test_a_capture_without_a_gpu_takes_what_a_gpu_would() -> None:
     for device in ("cuda", "cpu"):
         captured = dry_capture(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), graph, device=device)
         names[device] = [str(node.target) for node in captured.graph.operations()]
-    assert {name for name in names["cuda"] if "cell" in name} == {"ws.cell_mm.default", "ws.cell_mm_weights.default"}
+    assert {name for name in names["cuda"] if "cell" in name} == {"ws.cell_mm.default", "ws.cell_mm_both.default"}
     assert not any("cell" in name for name in names["cpu"])
 
 
@@ -112,16 +112,30 @@ def try_one(groups, nodes, most, hub, inner, columns, dtype, device="cpu"):
     limit = 1e-5 if dtype == torch.float32 else 1e-2
     for given, edge in ((None, None), (weight, table[3])):
         wide = [None if t is None else t.double() for t in (x, given, w, grad)]
-        for run, wanted in (
-            (lambda: kernels.cell_mm(x, given, *table[:3], edge, w), cells.reference(*wide[:3], *table[:3], edge)),
-            (
-                lambda: kernels.cell_mm_weights(x, given, grad, *table[:3], edge),
-                cells.weights_reference(*wide[:2], wide[3], *table[:3], edge),
+        wanted = cells.both_reference(*wide, *table[:3], edge)
+        for run in (
+            lambda: kernels.cell_mm_both(x, given, w, grad, *table[:3], edge),
+            lambda: (
+                kernels.cell_mm(x, given, w, *table[:3], edge), kernels.cell_mm_weights(x, given, grad, *table[:3], edge)
             ),
         ):
-            found = run()
-            assert found.dtype == dtype and torch.equal(found, run())
-            torch.testing.assert_close(found.double(), wanted, rtol=limit, atol=limit * max(1.0, float(wanted.abs().max())))
+            for found, again, other in zip(run(), run(), wanted):
+                assert found.dtype == dtype and torch.equal(found, again)
+                torch.testing.assert_close(found.double(), other, rtol=limit, atol=limit * max(1.0, float(other.abs().max())))
+
+
+def try_not_finite(what, device="cpu"):
+    # A number that is not finite shows where an entry multiplies by it, and nowhere else.
+    table = [torch.tensor(ids).int().to(device) for ids in ([0, 2, 2, 3, 4, 4, 5], [0, 2, 1, 1, 2], [0, 0, 2, 0, 2])]
+    x, w, grad = (torch.randn(*shape).to(device) for shape in ((4, 5), (2, 5, 3), (3, 3)))
+    {"x": x[3], "w": w[1, 2], "grad": grad[1]}[what].fill_(float("inf"))
+    out, of_w = kernels.cell_mm_both(x, None, w, grad, *table, None)
+    rows, group = x[table[1].long()], torch.tensor([0, 0, 0, 1, 1])
+    wanted = torch.zeros(3, 3).index_add(0, table[2].cpu().long(), (rows.unsqueeze(1) @ w[group]).squeeze(1).cpu())
+    of_matrices = torch.zeros(2, 5, 3).index_add(0, group, (rows[:, :, None] * grad[table[2].long()][:, None]).cpu())
+    for found, other in ((out, wanted), (kernels.cell_mm(x, None, w, *table, None), wanted), (of_w, of_matrices)):
+        torch.testing.assert_close(found.cpu(), other, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert out.isfinite().all() == (what != "w") and of_w.isfinite().all()
 
 
 torch.manual_seed(0)
@@ -130,14 +144,18 @@ INTERPRETED = (
     TRIED
     + """
 segments_triton.CHUNK, gather_triton.TILE, gather_triton.COLUMNS = 8, 256, 32
-kernels.ROWS, kernels.WEIGHTS_ROWS, kernels.split_of = 16, 16, lambda *_: 32
+kernels.ROWS, kernels.AGAIN_ROWS, cells.ROOM = 16, 16, 4096
+assert cells.product_first(100, 100, 5, 3) and not cells.product_first(100, 100, 3, 5)
 kernels.narrow_precision = lambda: "ieee"
 for table in TABLES:
     try_one(*table, 5, 3, torch.float32)
+    try_one(*table, 3, 5, torch.float32)
 try_one(*TABLES[0], 16, 20, torch.float16)
+for what in ("x", "w", "grad"):
+    try_not_finite(what)
 nothing = torch.zeros(0).int()
-assert not kernels.cell_mm(torch.randn(5, 3), None, torch.zeros(9).int(), nothing, nothing, None, torch.randn(2, 3, 4)).any()
 none = torch.zeros(9).int(), nothing, nothing, None
+assert not kernels.cell_mm(torch.randn(5, 3), None, torch.randn(2, 3, 4), *none).any()
 assert not kernels.cell_mm_weights(torch.randn(5, 3), None, torch.randn(4, 4), *none).any()
 print("equal")
 """
@@ -156,3 +174,5 @@ def test_cuda() -> None:
         for table in [*names["TABLES"], (16, 5000, 3, 70_000)]:
             for inner, columns in ((64, 64), (64, 32), (5, 3), (128, 128)):
                 names["try_one"](*table, inner, columns, dtype, "cuda")
+    for what in ("x", "w", "grad"):
+        names["try_not_finite"](what, "cuda")

@@ -6,12 +6,13 @@ row of `weight` that it is multiplied by, or -1 for one. x (M, I), weight (E,), 
 
     cell_mm          out[n] = sum over groups g of (sum over the entries of cell (g, n) of weight[edge] * x[index]) @ w[g]
     cell_mm_weights  out[g] = the sums of all cells of g, transposed, @ grad (N, O)
+    cell_mm_both     both of these: what a derivative asks for, of one pass over the sums
 
-A program goes through all groups of its nodes, so that nothing is in memory between edges and nodes: in `linear_sum.py` there is
-a row for every pair. A cell without edges costs a product all the same. The table comes with itself turned round (back_), so that
-what x gets is a cell_mm too.
+One product has all groups side by side; in `linear_sum.py` there is a row for every pair, and a product for every relation. A
+cell without edges costs a product all the same. The table comes with itself turned round (back_), so that what x gets is a
+cell_mm too.
 
-On a GPU Triton kernels (`cells_triton.py`); elsewhere sums of all cells, and one product.
+On a GPU some of it at a time (`cells_triton.py`); elsewhere sums of all cells, and one product.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from wholestep.ops import grouped_mm
-from wholestep.ops.amounts import numel
+from wholestep.ops.amounts import Amount, numel
 from wholestep.ops.call import Call
 from wholestep.ops.multi_tensor import in_triton
 from wholestep.ops.record import record
@@ -34,8 +35,31 @@ _TABLE = "Tensor ptr, Tensor index, Tensor target, Tensor? edge"
 _BACK = "Tensor back_ptr, Tensor back_index, Tensor back_target, Tensor? back_edge"
 LIBRARY.define(f"cell_mm(Tensor x, Tensor? weight, Tensor w, {_TABLE}, {_BACK}) -> Tensor")
 LIBRARY.define(f"cell_mm_weights(Tensor x, Tensor? weight, Tensor grad, {_TABLE}) -> Tensor")
+LIBRARY.define(f"cell_mm_both(Tensor x, Tensor? weight, Tensor w, Tensor grad, {_TABLE}) -> (Tensor, Tensor)")
 MOST_CELLS = 2
 """Per pair: where most are empty, their products cost more than what stands in memory between."""
+ROOM = 1 << 28
+"""Bytes of products, or sums, that a GPU has at a time."""
+
+
+def product_first(cells: Amount, entries: Amount, inner: int, columns: int) -> bool:
+    """Whether less moves so than sums first (`cells_triton.py`)."""
+    return columns * (entries + cells) <= inner * (entries + 2 * cells)  # type: ignore[no-any-return]
+
+
+def nodes_at_once(nodes: Amount, groups: int, width: int, size: int) -> Amount:
+    """Whose sums have room, in parts of about equal size; of a number that is a symbol how many at most."""
+    return _at_once(nodes, groups * width * size)
+
+
+def groups_at_once(rows: Amount, groups: int, width: int, size: int) -> int:
+    """Whose products with `rows` rows have room; of a number that is a symbol all."""
+    return _at_once(groups, rows * width * size) if isinstance(rows, int) else groups  # type: ignore[return-value]
+
+
+def _at_once(count: Amount, bytes_each: int) -> Amount:
+    most = max(ROOM // max(bytes_each, 1), 1)
+    return most if not isinstance(count, int) else -(-count // max(-(-count // most), 1))
 
 
 def pays(x: Tensor, weight: Tensor | None, w: Tensor, on_gpu: bool = False) -> bool:
@@ -65,7 +89,7 @@ def cell_mm(
     if in_triton(x, weight, w) and grouped_mm.is_narrow(*w.shape[1:]):
         from wholestep.ops.relational import cells_triton
 
-        return cells_triton.cell_mm(x, None if edge is None else weight, ptr, index, target, edge, w)
+        return cells_triton.cell_mm(x, None if edge is None else weight, w, ptr, index, target, edge)
     return reference(x, weight, w, ptr, index, target, edge)
 
 
@@ -86,9 +110,26 @@ def cell_mm_weights(
     return weights_reference(x, weight, grad, ptr, index, target, edge)
 
 
+def both_reference(
+    x: Tensor, weight: Tensor | None, w: Tensor, grad: Tensor, *table: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return reference(x, weight, w, *table), weights_reference(x, weight, grad, *table)  # type: ignore[arg-type]
+
+
+def cell_mm_both(
+    x: Tensor, weight: Tensor | None, w: Tensor, grad: Tensor, ptr: Tensor, index: Tensor, target: Tensor, edge: Tensor | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if in_triton(x, weight, w, grad) and grouped_mm.is_narrow(*w.shape[1:]):
+        from wholestep.ops.relational import cells_triton
+
+        return cells_triton.cell_mm_both(x, None if edge is None else weight, w, grad, ptr, index, target, edge)
+    return both_reference(x, weight, w, grad, ptr, index, target, edge)
+
+
 for _device in ("CPU", "CUDA"):
     LIBRARY.impl("cell_mm", cell_mm, _device)
     LIBRARY.impl("cell_mm_weights", cell_mm_weights, _device)
+    LIBRARY.impl("cell_mm_both", cell_mm_both, _device)
 
 
 @torch.library.register_fake("ws::cell_mm", lib=LIBRARY)
@@ -101,6 +142,11 @@ def _weights_fake(x: Tensor, weight: Any, grad: Tensor, ptr: Tensor, *_: Any) ->
     return x.new_empty((ptr.shape[0] - 1) // grad.shape[0], x.shape[1], grad.shape[1])
 
 
+@torch.library.register_fake("ws::cell_mm_both", lib=LIBRARY)
+def _both_fake(x: Tensor, weight: Any, w: Tensor, grad: Tensor, ptr: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty((ptr.shape[0] - 1) // w.shape[0], w.shape[2]), x.new_empty(w.shape[0], x.shape[1], grad.shape[1])
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
@@ -109,15 +155,16 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, weight, w, *tables = ctx.saved_tensors
     table, turned = tables[:4], tables[4:]
     of_x = of_weight = of_w = None
-    if ctx.needs_input_grad[
-        2
-    ]:  # entries of one table have their nodes in order: of the wider rows, which are read once then
-        if x.shape[1] <= grad.shape[1]:
-            of_w = torch.ops.ws.cell_mm_weights(x, weight, grad, *table)
-        else:
-            of_w = torch.ops.ws.cell_mm_weights(grad, weight, x, *turned).transpose(1, 2)
-    if ctx.needs_input_grad[0]:
+    to_x, _, to_w = ctx.needs_input_grad[:3]
+    if to_x and to_w:
+        of_x, of_w = torch.ops.ws.cell_mm_both(grad, weight, w.transpose(1, 2), x, *turned)
+        of_w = of_w.transpose(1, 2)
+    elif to_x:
         of_x = torch.ops.ws.cell_mm(grad, weight, w.transpose(1, 2), *turned, *table)
+    elif to_w and x.shape[1] <= grad.shape[1]:  # sums of the narrower rows
+        of_w = torch.ops.ws.cell_mm_weights(x, weight, grad, *table)
+    elif to_w:
+        of_w = torch.ops.ws.cell_mm_weights(grad, weight, x, *turned).transpose(1, 2)
     if weight is not None and ctx.needs_input_grad[1]:
         of_weight = _of_weight(x, weight, w, grad, *table)
     return of_x, of_weight, of_w, *[None] * 8
@@ -161,34 +208,42 @@ def _weights_cases() -> Iterator[tuple[Any, ...]]:
         yield x, weight, torch.randn(3, w.shape[2], dtype=x.dtype), *tables[:4]
 
 
-def _parts_bytes(call: Call) -> int:
-    (nodes, columns), inner = call.shape("grad"), call.shape("x")[1]
-    groups, entries = (call.shape("ptr")[0] - 1) // nodes, call.shape("index")[0]
-    return 4 * (grouped_mm.splits_of(entries) + groups) * inner * columns
+def _both_cases() -> Iterator[tuple[Any, ...]]:
+    for x, weight, w, *tables in _cases():
+        yield x, weight, w, torch.randn(3, 7, dtype=x.dtype), *tables[:4]
+
+
+def _between_bytes(call: Call) -> Amount:
+    """Of products or sums on their way, and of float32 that results are added up in."""
+    x, cells, w, grad = call.tensor("x"), call.shape("ptr")[0] - 1, call.get("w"), call.get("grad")
+    groups = w.shape[0] if w is not None else cells // grad.shape[0]  # type: ignore[union-attr]
+    if grad is None and w is not None and product_first(cells, call.shape("index")[0], *w.shape[1:]):
+        wide = w.shape[2] * x.element_size()
+        made = groups_at_once(x.shape[0], groups, w.shape[2], x.element_size()) * x.shape[0] * wide
+        return made if x.dtype == torch.float32 else made + 4 * (cells // groups) * w.shape[2]
+    sums = nodes_at_once(cells // groups, groups, x.shape[1], x.element_size()) * groups * x.shape[1] * x.element_size()
+    return sums if grad is None else sums + 4 * groups * x.shape[1] * grad.shape[1]
 
 
 def _flops(call: Call) -> int:
     """Of products, and of the sums before them."""
-    _, inner, columns = call.shape("w")
+    inner = call.shape("x")[1]
+    columns = sum(t.shape[-1] for t in (call.get("w"), call.get("grad")) if t is not None)
     return 2 * (call.shape("ptr")[0] - 1) * inner * columns + 2 * numel(call.tensor("index")) * inner
 
 
-record(
-    "ws::cell_mm",
-    reference=reference,
-    cases=_cases,
-    tolerance=1e-5,
-    kind="matmul",
-    flops=_flops,
-    compiled=False,
-)
-record(
-    "ws::cell_mm_weights",
-    reference=weights_reference,
-    cases=_weights_cases,
-    tolerance=1e-5,
-    kind="matmul",
-    flops=lambda call: 2 * numel(call.tensor("index")) * call.shape("x")[1] * call.shape("grad")[1],
-    scratch=_parts_bytes,
-    compiled=False,
-)
+for _name, _reference, _examples in (
+    ("cell_mm", reference, _cases),
+    ("cell_mm_weights", weights_reference, _weights_cases),
+    ("cell_mm_both", both_reference, _both_cases),
+):
+    record(
+        f"ws::{_name}",
+        reference=_reference,
+        cases=_examples,
+        tolerance=1e-5,
+        kind="matmul",
+        flops=_flops,
+        scratch=_between_bytes,
+        compiled=False,
+    )
