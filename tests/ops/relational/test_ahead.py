@@ -52,6 +52,7 @@ def compiled(
         monkeypatch.setattr(cells_triton, "narrow_precision", lambda precision=precision: precision)
         cell = ids(96 * 500 + 1), ids(700), ids(700), ids(700)
         out = cells_triton.cell_mm(rows, factors, matrices, *cell)
+        cells_triton.cell_mm(rows, None, matrices[:, :, :16], *cell[:3], None)
         cells_triton.cell_mm_weights(rows, factors, out, *cell)
         cells_triton.cell_mm_both(rows, None, matrices, out, *cell[:3], None)
     return len(launches.done)

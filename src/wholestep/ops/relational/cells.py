@@ -43,8 +43,8 @@ ROOM = 1 << 28
 
 
 def product_first(cells: Amount, entries: Amount, inner: int, columns: int) -> bool:
-    """Whether less moves so than sums first (`cells_triton.py`)."""
-    return columns * (entries + cells) <= inner * (entries + 2 * cells)  # type: ignore[no-any-return]
+    """Whether that is quicker on a GPU than sums first (`cells_triton.py`)."""
+    return 2 * columns * (entries + cells) <= inner * (entries + 2 * cells)  # type: ignore[no-any-return]
 
 
 def nodes_at_once(nodes: Amount, groups: int, width: int, size: int) -> Amount:

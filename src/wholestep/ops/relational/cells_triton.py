@@ -6,9 +6,9 @@ Legend: as in `cells.py`; N nodes, G groups, E entries.
     sums first     of some nodes at a time: the sums of all of their cells, beside each other, then one product. A gradient of the
                    matrices is a product of the same sums, so cell_mm_both makes them once
 
-Both move what the rows are wide, product first (E + G N) O numbers and sums first (E + 2 G N) I, and `cell_mm` takes what moves
-less. So many groups or nodes are taken at a time as have ROOM. Sums are in float32 and in a fixed order; sums, or products, that
-stand in between are rounded to x's dtype.
+Product first moves (E + G N) O numbers and sums first (E + 2 G N) I, but rows of x are mostly in the cache and rows of products
+are not: on an H200 a number of these takes about twice as long, and `cell_mm` goes by that. So many groups or nodes are taken
+at a time as have ROOM. Sums are in float32 and in a fixed order; sums, or products, that stand in between are rounded to x's dtype.
 
 A product of sums multiplies cells without entries too, as zeros. What is not finite and multiplied by those must not show: results
 that are not finite are made again entry by entry. Import only where Triton exists.
@@ -32,10 +32,11 @@ from wholestep.ops.relational.gather_triton import NUM_WARPS as CHUNK_WARPS
 from wholestep.ops.relational.gather_triton import TILE, _terms, flat_rows, sums_of_chunks
 from wholestep.ops.relational.linear_sum_triton import row_sums, taken
 
-ROWS, NUM_WARPS, AHEAD = 16, 4, 4
+ROWS, NUM_WARPS, AHEAD = 8, 2, 4
 """Cells of a program, and entries of each that are read at a time: with four most cells are short. On an H200 the sums of r-gcn's
-cells take 0.63 ms so, 0.83 with 32 rows, 0.78 with two warps and 0.95 with eight entries."""
-BESIDE = 4
+cells take 0.63 ms with 16 cells and 4 warps, 0.83 with 32, 0.78 with 16 and 2 warps, 0.95 with 16 and eight entries; whole calls
+are a little quicker with 8 cells and 2 warps."""
+BESIDE = 2
 """Groups of a program, product first."""
 AGAIN_ROWS = 32
 
@@ -302,7 +303,7 @@ def _results(
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Of one pass over the sums: their product with w, and that with grad, where these are given."""
     nodes, inner, empty = (ptr.shape[0] - 1) // max(groups, 1), x.shape[1], x.numel() == 0 or index.shape[0] == 0
-    out = None if w is None else x.new_zeros(nodes, w.shape[2])
+    out = None if w is None else (x.new_zeros if empty else x.new_empty)(nodes, w.shape[2])
     total = None if grad is None else x.new_zeros(groups * inner, grad.shape[1], dtype=torch.float32)
     x, matrices = flat_rows(x), None if w is None else w.reshape(groups * inner, w.shape[2])
     for block, sums in () if empty or nodes == 0 else _blocks_of_sums(x, weight, ptr, index, edge, groups):
