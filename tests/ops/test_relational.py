@@ -91,6 +91,13 @@ INTERPRETED = (
 segments_triton.CHUNK, gather_triton.TILE, gather_triton.COLUMNS = 8, 256, 32
 softmax_triton.TILE, softmax_triton.HEADS = 32, 4
 try_all()
+for targets in (1, 2, 7, 8, 9, 15, 16, 70, 300):  # every chunk finds who has all of it
+    counts = torch.randint(0, 40, (targets,)) * (torch.rand(targets) < 0.5)
+    ptr = torch.tensor([0, *counts]).cumsum(0)
+    first = torch.arange(int(ptr[-1]) // 8) * 8
+    found = torch.searchsorted(ptr, first, right=True) - 1
+    wanted = torch.where(ptr[found + 1] >= first + 8, found, -1)
+    assert torch.equal(segments_triton.owners(ptr.int(), int(ptr[-1])).long(), wanted), targets
 print("equal")
 """
 )

@@ -19,22 +19,35 @@ from torch import Tensor
 from wholestep.ops.relational.gather import GPU_CHUNK as CHUNK
 
 BLOCK = 128
+PARTS = 8
+"""Into which a search cuts what is left at a time: the places between are read at once, and every reading is waited for."""
 
 
 @triton.jit
-def _owners_kernel(ptr, owner, chunks, targets, steps, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """By bisection, ptr[low] <= entry < ptr[high] throughout."""
+def _owners_kernel(ptr, owner, chunks, targets, rounds, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    """By search, ptr[low] <= entry < ptr[high] throughout."""
     chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     entry = chunk.to(tl.int64) * CHUNK
     low = chunk * 0
     high = low + targets
-    for _ in range(steps):
-        middle = low + (high - low) // 2
-        begun = tl.load(ptr + middle).to(tl.int64) <= entry
-        low = tl.where(begun, middle, low)
-        high = tl.where(begun, high, middle)
+    for _ in range(rounds):
+        step = (high - low + PARTS - 1) // PARTS
+        begin, end = low, high
+        for part in tl.static_range(1, PARTS):
+            middle = tl.minimum(begin + part * step, end - 1)
+            begun = tl.load(ptr + middle).to(tl.int64) <= entry
+            low = tl.where(begun, middle, low)
+            high = tl.where(begun, high, tl.minimum(high, middle))
     whole = tl.load(ptr + low + 1).to(tl.int64) >= entry + CHUNK
     tl.store(owner + chunk, tl.where(whole, low, -1), mask=chunk < chunks)
+
+
+def rounds_of(targets: int) -> int:
+    """Until one is left, whatever is found."""
+    rounds = 0
+    while targets > 1:
+        targets, rounds = -(-targets // PARTS), rounds + 1
+    return rounds
 
 
 def owners(ptr: Tensor, entries: int) -> Tensor:
@@ -43,7 +56,7 @@ def owners(ptr: Tensor, entries: int) -> Tensor:
     owner = torch.empty(chunks, dtype=torch.int32, device=ptr.device)
     if chunks:
         _owners_kernel[(triton.cdiv(chunks, BLOCK),)](
-            ptr, owner, chunks, targets, targets.bit_length(), CHUNK=CHUNK, BLOCK=BLOCK, num_warps=4
+            ptr, owner, chunks, targets, rounds_of(targets), CHUNK=CHUNK, BLOCK=BLOCK, PARTS=PARTS, num_warps=4
         )
     return owner
 
