@@ -15,7 +15,8 @@ import wholestep
 from wholestep import relational as rel
 from wholestep.capture.batch import flatten
 from wholestep.errors import BadOption
-from wholestep.relational.blocks import Block, Blocks, _distinct, _tensors
+from wholestep.relational.blocks import Block, Blocks
+from wholestep.relational.drawing import _distinct
 from wholestep.relational.graph import RelGraph
 
 KINDS, WIDE = 3, 8
@@ -228,11 +229,6 @@ def test_no_seeds_are_no_blocks() -> None:
 def test_what_cannot_be_drawn_is_refused_by_name(options: dict[str, Any], told: str) -> None:
     with pytest.raises(BadOption, match=told):
         rel.blocks(made("plain"), **({"seeds": torch.arange(9), "fanout": (2,), "batch_size": 3} | options))
-
-
-def test_all_tensors_of_a_block_are_handed_to_the_stream_that_trains() -> None:
-    block = next(iter(some_blocks(skewed())))
-    assert {id(tensor) for tensor in bits(block)} == {id(tensor) for tensor in _tensors(block)}
 
 
 @pytest.mark.gpu

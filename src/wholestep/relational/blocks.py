@@ -17,25 +17,29 @@ once, from blocks drawn to try, and the last is the most that a block can have, 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from wholestep.capture.batch import flatten
 from wholestep.errors import BadOption
+from wholestep.relational.building import make_types, rows_apart, sides_of, tables_of
+from wholestep.relational.drawing import Drawn, draw, filled
 from wholestep.relational.graph import RelGraph
-from wholestep.relational.tables import NodeTypes, Sizes, make_tables, make_types
+from wholestep.relational.tables import NodeTypes, Sizes
 
-TRIED = 8
+TRIED = 32
 """Blocks that are drawn to find out how large they are."""
 SLACK = 0.05
 """Of the first bucket above the largest block that was tried; every further bucket has four times as much."""
 UNEVEN = 64
 """Sizes of buckets are multiples of it."""
+MOST_TOGETHER, MOST_EDGES = 32, 2**19
+"""Blocks, and their edges, that are made together on a GPU: an edge takes some 250 bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,9 +101,6 @@ class Blocks:
         self.graph, self.seeds, self.fanout, self.batch_size = graph, seeds.long(), fanout, batch_size
         self.shuffle, self.generator = shuffle, generator
         device = graph.src.device
-        self.place = torch.full((graph.num_nodes + 1,), -1, device=device)
-        """Node -> its number in the block that is being made, or -1; the last is written to by what is left out."""
-        self.first = torch.full_like(self.place, 2**62)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if isinstance(buckets, int):
             if buckets < 1:
@@ -109,6 +110,7 @@ class Blocks:
             raise BadOption(f"buckets={buckets!r}", hint="a number, or the buckets of other blocks")
         else:
             self.buckets = tuple(Sizes(*sizes) for sizes in buckets)
+        self.together = self._together(self.buckets[0])
         self.used = [[0, 0, 0] for _ in self.buckets]
         """Per bucket: blocks, and their real nodes and edges."""
 
@@ -116,46 +118,36 @@ class Blocks:
         return math.ceil(self.seeds.shape[0] / self.batch_size)
 
     def __iter__(self) -> Iterator[Block]:
+        if not len(self):
+            return
         if self.stream is not None:  # graph and seeds are there
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        with self._beside():
-            seeds = self._in_order() if self.shuffle else self.seeds
-        for start in range(0, seeds.shape[0], self.batch_size):
-            with self._beside():
-                block = self.block(seeds[start : start + self.batch_size], self.generator)
-            if self.stream is not None:
-                _handed_over(block, self.stream)
-            yield block
+        # its own from here on: when other groups are drawn, and how many are, changes no number of anyone's
+        first = torch.randint(2**62, (), generator=self.generator, device=self.seeds.device)
+        generator = torch.Generator(self.seeds.device).manual_seed(int(first))
+        seeds = self.seeds
+        if self.shuffle:
+            seeds = seeds.index_select(0, torch.randperm(len(seeds), generator=generator, device=seeds.device))
+        groups = [_Ahead(self._group(part, generator), self.stream) for part in seeds.split(self.together * self.batch_size)]
+        groups.reverse()
+        while groups:
+            group = groups.pop()
+            for made in group.finished():
+                block = self._counted(made)
+                group.hand_over(block)
+                yield block
+                if groups:
+                    groups[-1].go_on()
 
     def block(self, seeds: Tensor, generator: torch.Generator | None = None) -> Block:
         """The block around up to `batch_size` seeds."""
-        graph, ids, edge, src, dst = self.graph, *self._drawn(seeds, generator)
-        etype = graph.etype.index_select(0, edge).long()
-        used: dict[str, int] = {}
+        (made,) = _Ahead(self._group(seeds.long(), generator), None).finished()
+        return self._counted(made)
 
-        def room(there: Sizes) -> Sizes:
-            used["bucket"] = next((n for n, sizes in enumerate(self.buckets) if sizes.hold(there)), -1)
-            if used["bucket"] < 0:
-                raise BadOption(f"a block of {there} fits into no bucket", hint="let `buckets` be found: give a number")
-            return self.buckets[used["bucket"]]
-
-        tables = make_tables(src, dst, etype, ids.shape[0], graph.num_relations, room)
-        sizes = self.buckets[used["bucket"]]
-        real = ids.shape[0] - self.batch_size + seeds.shape[0], edge.shape[0]
-        for n, more in enumerate((1, *real)):
-            self.used[used["bucket"]][n] += more
-        order = torch.arange(sizes.edges, device=edge.device)
-        given = graph.order.index_select(0, edge).long()
-        any_edge = given[:1] if edge.shape[0] else given.new_zeros(1)
-        nodes = torch.cat([ids, seeds[:1].expand(sizes.nodes - ids.shape[0])])
-        return Block(
-            graph=RelGraph._of({"order": order, "types": self._types(nodes)} | tables),
-            nodes=nodes,
-            edges=torch.cat([given, any_edge.expand(sizes.edges - given.shape[0])]),
-            seeds=self._full(seeds),
-            is_seed=torch.arange(self.batch_size, device=edge.device) < seeds.shape[0],
-            num_real=torch.stack([torch.full((), count, device=edge.device) for count in real]),
-        )
+    def _counted(self, made: _Made) -> Block:
+        for n, more in enumerate((1, made.nodes, made.edges)):
+            self.used[made.bucket][n] += more
+        return made.block()
 
     def report(self) -> str:
         """Every bucket, how many blocks it got so far, and how much of them is padding."""
@@ -167,96 +159,72 @@ class Blocks:
             lines.append(told)
         return "\n".join(lines)
 
-    # ---- drawing ----
+    # ---- groups ----
 
-    def _drawn(self, seeds: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Nodes; and for every edge its place in the whole graph, its source and destination as nodes of the block, in the order of
-        (destination, relation)."""
-        graph, nobody, device = self.graph, self.graph.num_nodes, seeds.device
-        asked = self._full(seeds)
-        active = torch.arange(self.batch_size, device=device) < seeds.shape[0]
-        count = torch.full((), self.batch_size, device=device)
-        local = torch.arange(self.batch_size, device=device)
-        self.place[torch.where(active, asked, nobody)] = local
-        found, edges, sources, targets, kept = [asked], [], [], [], []
-        counts = [count]
-        for most in self.fanout if graph.num_edges else ():
-            begin, end = (graph.ptr.index_select(0, at).long() for at in (asked, asked + 1))
-            degree = torch.where(active, end - begin, 0)
-            picked = _distinct(degree, most, generator)
-            real = torch.arange(most, device=device) < degree[:, None]
-            edge = torch.where(real, begin[:, None] + picked, 0).reshape(-1)
-            real = real.reshape(-1)
-            other = torch.where(real, graph.src.index_select(0, edge).long(), nobody)
-            new = self._is_new(other) & real
-            rank = new.cumsum(0) - 1
-            self.place[torch.where(new, other, nobody)] = count + rank
-            room = min(other.shape[0], nobody)
-            edges.append(edge)
-            sources.append(self.place.index_select(0, other))
-            targets.append(local.repeat_interleave(most))
-            kept.append(real)
-            asked = torch.zeros(room + 1, dtype=torch.int64, device=device)
-            asked = asked.scatter_(0, torch.where(new, rank, room), other)[:room]
-            more = new.sum()
-            active = torch.arange(room, device=device) < more
-            asked = torch.where(active, asked, 0)
-            local = count + torch.arange(room, device=device)
-            count = count + more
-            found.append(asked)
-            counts.append(more)
-        kept_all = torch.cat(kept) if kept else active.new_zeros(0)
-        *sizes, num_edges = torch.stack([*counts, kept_all.sum()]).tolist()  # the host waits
-        ids = torch.cat([part[:size] for part, size in zip(found, sizes, strict=True)])
-        self.place[ids] = -1
-        at = torch.nonzero_static(kept_all, size=num_edges).reshape(-1)
-        edge, src, dst = (torch.cat([at[:0], *parts]).index_select(0, at) for parts in (edges, sources, targets))
-        return ids, edge, src, dst
+    def _group(self, seeds: Tensor, generator: torch.Generator | None) -> Generator[Tensor, list[int], list[_Made]]:
+        """The blocks around a number of batches, made together: a few hundred kernels, however many they are."""
+        rows = -(-len(seeds) // self.batch_size)
+        missing = rows * self.batch_size - len(seeds)
+        full = torch.cat([seeds, seeds[(rows - 1) * self.batch_size :][:1].expand(missing)]).view(rows, -1)
+        drawn = yield from draw(self.graph, full, len(seeds), self.fanout, generator)
+        buckets = [self._bucket(sizes) for sizes in drawn.sizes]
+        made: dict[int, _Made] = {}
+        for bucket in sorted(set(buckets)):
+            which = [row for row in range(rows) if buckets[row] == bucket]
+            chosen = torch.arange(rows, device=seeds.device) if len(which) == rows else seeds.new_tensor(which)
+            blocks = rows_apart(self._filled(drawn, chosen, self.buckets[bucket], len(seeds)))
+            for row, block in zip(which, blocks, strict=True):
+                fewer = missing if row == rows - 1 else 0
+                made[row] = _Made(block, bucket, drawn.sizes[row].nodes - fewer, drawn.sizes[row].edges)
+        return [made[row] for row in range(rows)]
+
+    def _filled(self, drawn: Drawn, chosen: Tensor, sizes: Sizes, count: int) -> Block:
+        """Of tensors that have a row for each of these batches."""
+        edges, nodes, given = filled(drawn, self.graph, chosen, sizes)
+        tables = tables_of(edges, sides_of(edges), drawn.by_source.index_select(0, chosen), sizes)
+        order = torch.arange(sizes.edges, device=nodes.device)[None]
+        place = torch.arange(self.batch_size, device=nodes.device)
+        is_seed = chosen[:, None] * self.batch_size + place < count
+        real = drawn.counts.index_select(0, chosen)
+        real[:, 0] -= (~is_seed).sum(1)
+        return Block(
+            graph=RelGraph._of({"order": order, "types": self._types(nodes)} | tables),
+            nodes=nodes, edges=given, seeds=drawn.seeds.index_select(0, chosen), is_seed=is_seed, num_real=real,
+        )  # fmt: skip
 
     def _types(self, nodes: Tensor) -> NodeTypes | None:
         if self.graph.types is None:
             return None
-        types = self.graph.types.to_node.index.index_select(0, nodes).long()
-        return make_types(types, self.graph.types.count, sorted_or_not=False)
+        types = self.graph.types.to_node.index.index_select(0, nodes.view(-1)).view(nodes.shape)
+        return make_types(types.long(), self.graph.types.count, sorted_or_not=False)
 
-    def _is_new(self, nodes: Tensor) -> Tensor:
-        """Which of them is the first of its kind that the block has not got."""
-        position = torch.arange(nodes.shape[0], device=nodes.device)
-        self.first.scatter_reduce_(0, nodes, position, "amin")
-        new = (self.first.index_select(0, nodes) == position) & (self.place.index_select(0, nodes) < 0)
-        self.first[nodes] = 2**62
-        return new
-
-    def _full(self, seeds: Tensor) -> Tensor:
-        """As many as a batch has."""
-        return torch.cat([seeds, seeds[:1].expand(self.batch_size - seeds.shape[0])])
-
-    def _in_order(self) -> Tensor:
-        order = torch.randperm(self.seeds.shape[0], generator=self.generator, device=self.seeds.device)
-        return self.seeds.index_select(0, order)
+    def _bucket(self, there: Sizes) -> int:
+        for n, sizes in enumerate(self.buckets):
+            if sizes.hold(there):
+                return n
+        raise BadOption(f"a block of {there} fits into no bucket", hint="let `buckets` be found: give a number")
 
     # ---- sizes ----
 
     def _found_buckets(self, count: int) -> tuple[Sizes, ...]:
         """The largest of a few blocks and some more, several times, and what no block exceeds."""
-        generator = torch.Generator(self.seeds.device).manual_seed(0)
         most = self._most()
         if count == 1 or not len(self):
             return (most,)
+        generator = torch.Generator(self.seeds.device).manual_seed(0)
+        tried = max(min(TRIED, len(self.seeds) // self.batch_size), 1) * self.batch_size
+        order = torch.randperm(len(self.seeds), generator=generator, device=self.seeds.device)[:tried]
         seen: list[Sizes] = []
-
-        def look(there: Sizes) -> Sizes:
-            seen.append(there)
-            return Sizes(*(size + 1 for size in there))
-
-        for _ in range(min(TRIED, len(self))):
-            order = torch.randperm(self.seeds.shape[0], generator=generator, device=self.seeds.device)
-            ids, edge, src, dst = self._drawn(self.seeds[order[: self.batch_size]], generator)
-            etype = self.graph.etype.index_select(0, edge).long()
-            make_tables(src, dst, etype, ids.shape[0], self.graph.num_relations, look)
+        for part in self.seeds.index_select(0, order).split(self._together(most) * self.batch_size):
+            drawing = draw(self.graph, part.view(-1, min(self.batch_size, len(part))), len(part), self.fanout, generator)
+            seen.extend(_Ahead(drawing, None).finished().sizes)
         largest = Sizes(*(max(sizes) for sizes in zip(*seen, strict=True)))
         grown = [_even(largest, 1 + SLACK * 4**n, most) for n in range(count - 1)]
         return tuple(dict.fromkeys([*grown, most]))
+
+    def _together(self, sizes: Sizes) -> int:
+        """How many blocks are made at once; on a CPU, where a kernel costs nothing to begin, one."""
+        return 1 if self.stream is None else max(min(MOST_EDGES // sizes.edges, MOST_TOGETHER), 1)
 
     def _most(self) -> Sizes:
         """What follows from fanout and batch size alone."""
@@ -268,24 +236,66 @@ class Blocks:
         nodes, edges = min(nodes, self.graph.num_nodes + self.batch_size), min(edges, self.graph.num_edges)
         return Sizes(*(size + 1 for size in (nodes, *[edges] * 6)))
 
-    def _beside(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Made:
+    """A block whose tensors are there."""
+
+    block: Callable[[], Block]
+    bucket: int
+    nodes: int
+    edges: int
+    """How many are real."""
 
 
-def _distinct(degree: Tensor, most: int, generator: torch.Generator | None) -> Tensor:
-    """Up to `most` different numbers below each degree, (nodes, most), in ascending order; all of them where there are fewer.
+class _Ahead:
+    """Work that needs counts from the device now and then, done stretch by stretch: on a GPU on a stream of its own, and in
+    between the training steps are launched, so that the host waits for neither."""
 
-    Floyd's way: the i-th of them is drawn below degree - most + i + 1, and is that bound itself if it was drawn before.
-    """
-    drawn = torch.rand(most, degree.shape[0], generator=generator, dtype=torch.float64, device=degree.device)
-    picked = torch.empty(most, degree.shape[0], dtype=torch.int64, device=degree.device)
-    for n in range(most):
-        last = degree - most + n
-        pick = (drawn[n] * (last + 1)).long().clamp(max=last)
-        again = (picked[:n] == pick).any(0)
-        picked[n] = torch.where(again, last, pick)
-    everyone = torch.arange(most, device=degree.device)
-    return torch.where((degree > most)[:, None], picked.T.sort(1).values, everyone)
+    def __init__(self, work: Generator[Tensor, list[int], Any], stream: torch.cuda.Stream | None) -> None:
+        self.work, self.stream = work, stream
+        self.counts: Tensor | None = None
+        """What the next stretch needs, on its way to the host."""
+        self.arrived = None if stream is None else torch.cuda.Event()
+        """Of the counts, or of all that was made."""
+        self.made: Any = None
+        self.readers: list[torch.cuda.Stream] = []
+
+    def go_on(self) -> None:
+        """One more stretch, if the counts for it are there."""
+        if self.stream is not None and self.made is None and (self.counts is None or self.arrived.query()):
+            self._stretch()
+
+    def finished(self) -> Any:
+        while self.made is None:
+            self._stretch()
+        return self.made
+
+    def _stretch(self) -> None:
+        if self.counts is not None and self.arrived is not None:
+            self.arrived.synchronize()
+        with torch.cuda.stream(self.stream):
+            try:
+                counts = self.work.send(None if self.counts is None else self.counts.tolist())
+                if self.stream is not None:
+                    counts = torch.empty_like(counts, device="cpu", pin_memory=True).copy_(counts, non_blocking=True)
+                self.counts = counts
+            except StopIteration as done:
+                self.made = done.value
+            if self.arrived is not None:
+                self.arrived.record()
+
+    def hand_over(self, block: Block) -> None:
+        """The stream that trains waits for the blocks, once; their memory, which all of them share, is not given away while it is
+        read there."""
+        if self.stream is None:
+            return
+        reader = torch.cuda.current_stream(self.stream.device)
+        if reader not in self.readers:
+            reader.wait_event(self.arrived)
+            self.readers.append(reader)
+            for tensor in {id(tensor): tensor for tensor in flatten(block)[0]}.values():
+                tensor.record_stream(reader)
 
 
 def _even(sizes: Sizes, factor: float, most: Sizes) -> Sizes:
@@ -295,22 +305,6 @@ def _even(sizes: Sizes, factor: float, most: Sizes) -> Sizes:
 
 def _padding(size: int, real: int, what: str) -> str:
     return f"{100 * (size - real) / max(size, 1):.1f} % of the {what} are padding"
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))
-
-
-def _handed_over(block: Block, stream: torch.cuda.Stream) -> None:
-    """The stream that trains waits for this block, and the memory is not given away while it is read there."""
-    reader = torch.cuda.current_stream(stream.device)
-    reader.wait_stream(stream)
-    for tensor in _tensors(block):
-        tensor.record_stream(reader)
 
 
 _PER_HOP = "how many edges are drawn per node, for every hop: (10, 10)"

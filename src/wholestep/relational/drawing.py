@@ -1,0 +1,150 @@
+"""Draws sampled neighbours of several batches of seeds at once, and makes tables of what was found.
+
+In: the whole graph, seeds (a row per batch), how many edges of a node are drawn per hop. Out: blocks of the batches, as tensors
+that have a row each. A node of a batch is one number, batch * nodes + node, so that a sort finds nodes again and keeps batches
+apart, and many batches cost as many kernels as one.
+
+These are generators: where the host needs a count that data decide they yield it as a tensor on the device, and are sent the
+numbers. In between they wait for nothing, so who runs them may do other things until the numbers are there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import Tensor
+
+from wholestep.relational.building import Edges, in_order, in_rows, order_of, sides_of, sizes_of, some
+from wholestep.relational.graph import RelGraph
+from wholestep.relational.tables import Sizes
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drawn:
+    """What was drawn for batches: nodes are numbered in each, the seeds first."""
+
+    seeds: Tensor
+    """(batches, seeds)."""
+    node: Tensor
+    """Nodes of the whole graph, some of them more than once."""
+    batch: Tensor
+    """Of each of these."""
+    number: Tensor
+    """Of each of these, in its batch."""
+    edge: Tensor
+    """Places in the whole graph, in the order of (batch, destination, relation)."""
+    edges: Edges
+    """The same edges, as those of one graph that has all batches' nodes and relations side by side."""
+    apart: int
+    """By how much numbers of nodes of one batch differ there from those of the batch before."""
+    begin: Tensor
+    """Batch -> where its edges begin, and the end."""
+    by_source: Tensor
+    """(batches, relations): whether there are fewer pairs of sources."""
+    counts: Tensor
+    """(batches, 2): of nodes and edges."""
+    sizes: tuple[Sizes, ...]
+    """Of the batches."""
+
+
+def draw(
+    graph: RelGraph, seeds: Tensor, count: int, fanout: Sequence[int], generator: torch.Generator | None
+) -> Generator[Tensor, list[int], Drawn]:
+    """`seeds`: (batches, seeds), of which the first `count` are asked, row by row; what comes after them is their padding."""
+    (batches, size), device, every = seeds.shape, seeds.device, graph.num_nodes
+    offset = torch.arange(batches + 1, device=device)
+    keys = (seeds + every * offset[:-1, None]).view(-1)[:count]
+    asked, before = torch.arange(count, device=device), 0
+    edges, asking = [asked[:0]], [asked[:0]]
+    for most in fanout if graph.num_edges else ():
+        if before:
+            _, order, first = _first_of_each(keys, batches * every)
+            fresh = first & (order >= before)
+            (more,) = yield fresh.sum()[None]
+            asked = order.index_select(0, torch.nonzero_static(fresh, size=more).view(-1))
+        before = keys.shape[0]
+        edge, which = yield from _edges_of(graph, keys.index_select(0, asked) % every, most, generator)
+        edges.append(edge)
+        asking.append(asked.index_select(0, which))
+        key = keys.index_select(0, asking[-1])
+        keys = torch.cat([keys, graph.src.index_select(0, edge) + (key - key % every)])
+    batch, node = keys // every, keys % every
+    number, nodes = _numbers(keys, batch, count, size, offset * every, batches * every)
+    edge, asker, apart = torch.cat(edges), torch.cat(asking), size + keys.shape[0]
+    src, dst = number[count:] + batch[count:] * apart, number.index_select(0, asker) + batch[count:] * apart
+    order = order_of(dst, batches * apart)
+    src, dst, its, edge = (t.index_select(0, order) for t in (src, dst, batch[count:], edge))
+    kinds = graph.num_relations
+    etype = graph.etype.index_select(0, edge) + its * kinds
+    together = in_order(src, dst, etype, batches * apart, batches * kinds)
+    by_source, sizes = sizes_of(together, sides_of(together), batches)
+    counts = torch.cat([nodes[:, None], sizes], 1)
+    numbers = iter((yield counts.view(-1)))
+    rows = tuple(Sizes(*row[:-1]) for row in zip(*[numbers] * counts.shape[1], strict=True))
+    begin = torch.searchsorted(its, offset)
+    return Drawn(seeds, node, batch, number, edge, together, apart, begin, by_source, counts[:, :2], rows)
+
+
+def filled(drawn: Drawn, graph: RelGraph, which: Tensor, sizes: Sizes) -> tuple[Edges, Tensor, Tensor]:
+    """Of some of the batches, a row each: edges, filled up to these sizes; nodes and edges of the whole graph."""
+    rows, at = in_rows(drawn.edges, drawn.begin, which, drawn.apart, sizes)
+    given = some(graph.order.index_select(0, drawn.edge).long(), at)
+    given = torch.where(at < 0, given[:, :1], given)
+    count = len(which)
+    row = which.new_full((len(drawn.sizes),), count).scatter_(0, which, torch.arange(count, device=which.device))
+    row = row.index_select(0, drawn.batch)
+    nodes = which.new_empty(count + 1, sizes.nodes)  # one row more, for what is of other batches
+    nodes[:-1] = drawn.seeds.index_select(0, which)[:, :1]
+    place = row * sizes.nodes + torch.where(row < count, drawn.number, 0)
+    nodes.view(-1).scatter_(0, place, drawn.node)
+    return rows, nodes[:-1], given
+
+
+def _edges_of(
+    graph: RelGraph, nodes: Tensor, most: int, generator: torch.Generator | None
+) -> Generator[Tensor, list[int], tuple[Tensor, Tensor]]:
+    """Up to `most` incoming edges of every node, as places in the graph, and which of the nodes they are of."""
+    begin = graph.ptr.index_select(0, nodes).long()
+    degree = graph.ptr.index_select(0, nodes + 1) - begin
+    real = torch.arange(most, device=nodes.device) < degree[:, None]
+    found = real.sum()[None]
+    edge = (begin[:, None] + _distinct(degree, most, generator)).reshape(-1)
+    (count,) = yield found
+    at = torch.nonzero_static(real.view(-1), size=count).view(-1)
+    return edge.index_select(0, at), at // most
+
+
+def _distinct(degree: Tensor, most: int, generator: torch.Generator | None) -> Tensor:
+    """Up to `most` different numbers below each degree, (nodes, most), in ascending order; all of them where there are fewer.
+
+    Floyd's way: the i-th of them is drawn below degree - most + i + 1, and is that bound itself if it was drawn before.
+    """
+    everyone = torch.arange(most, device=degree.device)
+    drawn = torch.rand(most, degree.shape[0], generator=generator, dtype=torch.float64, device=degree.device)
+    last = degree - most + everyone[:, None]
+    picked = (drawn * (last + 1)).long().minimum(last)
+    for n in range(1, most):
+        again = (picked[:n] == picked[n]).any(0)
+        torch.where(again, last[n], picked[n], out=picked[n])
+    return torch.where((degree > most)[:, None], picked.T.sort(1).values, everyone)
+
+
+def _first_of_each(keys: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys in order, where they stood, and which of them are the first of their kind, both as given and in order."""
+    order = order_of(keys, most)
+    ordered = keys.index_select(0, order)
+    return ordered, order, torch.cat([ordered.new_ones(1, dtype=torch.bool), ordered[1:] != ordered[:-1]])
+
+
+def _numbers(keys: Tensor, batch: Tensor, count: int, size: int, begin: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Number of every key in its batch, and how many there are: the seeds, which the first `count` are, as they stand, then all
+    others in the order of their ids. `begin`: batch -> its smallest key, and the end."""
+    ordered, order, first = _first_of_each(keys, most)
+    others = torch.cat([order.new_zeros(1), (first & (order >= count)).cumsum(0)])
+    start = others.index_select(0, torch.searchsorted(ordered, begin))
+    kind, nobody = first.cumsum(0) - 1, keys.shape[0]
+    leader = order.new_empty(nobody + 1).scatter_(0, torch.where(first, kind, nobody), order).index_select(0, kind)
+    other = others[1:] - start.index_select(0, batch.index_select(0, order)) + (size - 1)
+    number = torch.where(leader < count, leader % size, other)
+    return torch.empty_like(order).scatter_(0, order, number), torch.diff(start) + size
