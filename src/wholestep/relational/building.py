@@ -49,16 +49,14 @@ class Side:
     """Sources or destinations, and their pairs."""
 
     node: Tensor
-    by_node: Tensor
-    """Edges by (node, relation)."""
+    by_node: Tensor | None
+    """Edges by (node, relation); None: as they are."""
     order: Tensor
     """Edges by (relation, node); the following three are in it."""
     nodes: Tensor
     relations: Tensor
-    numbers: Tensor
-    """Of the edges' pairs."""
-    pair: Tensor
-    """Edge -> its pair."""
+    before: Tensor
+    """How many pairs begin before an edge, and in all."""
     counts: Tensor
     """Relation -> its pairs."""
 
@@ -126,18 +124,14 @@ def order_of(ids: Tensor, most: int) -> Tensor:
 
 
 def sides_of(edges: Edges) -> list[Side]:
-    in_order = torch.arange(edges.dst.shape[1], device=edges.dst.device).expand_as(edges.dst)
-    orders = ((edges.src, edges.by_src, edges.by_source), (edges.dst, in_order, edges.by_destination))
+    orders = ((edges.src, edges.by_src, edges.by_source), (edges.dst, None, edges.by_destination))
     return [_side(*given, edges.etype, edges.relations) for given in orders]
 
 
-def _side(node: Tensor, by_node: Tensor, order: Tensor, etype: Tensor, relations: int) -> Side:
-    ids, kinds = _at(node, order), _at(etype, order)
-    before = _before(_changes(kinds) | _changes(ids))
-    numbers = before[:, 1:] - 1
-    pair = torch.empty_like(order).scatter_(1, order, numbers)
-    counts = torch.diff(_at(before, _starts(kinds, relations)))
-    return Side(node, by_node, order, ids, kinds, numbers, pair, counts)
+def _side(node: Tensor, by_node: Tensor | None, order: Tensor, etype: Tensor, relations: int) -> Side:
+    nodes, kinds = _at(node, order), _at(etype, order)
+    before = _before(_changes(kinds) | _changes(nodes))
+    return Side(node, by_node, order, nodes, kinds, before, torch.diff(_at(before, _starts(kinds, relations))))
 
 
 def sizes_of(edges: Edges, sides: Sequence[Side], graphs: int) -> tuple[Tensor, Tensor]:
@@ -161,19 +155,21 @@ def tables_of(edges: Edges, sides: Sequence[Side], by_source: Tensor | None, siz
     pairs, device = sizes.source_pairs + sizes.destination_pairs, src.device
     fit = narrow(max(*sizes, pairs, edges.relations))
     starts = [_starts(_at(side.node, side.by_node), sizes.nodes) for side in sides]
+    numbers = [side.before[:, 1:] - 1 for side in sides]
+    pair = [torch.empty_like(side.order).scatter_(1, side.order, n) for side, n in zip(sides, numbers, strict=True)]
     sources, destinations = (
-        _pairs(side, begin, size, sizes, edges.relations, fit)
-        for side, begin, size in zip(sides, starts, (sizes.source_pairs, sizes.destination_pairs), strict=True)
+        _pairs(sides[n], numbers[n], pair[n], starts[n], size, sizes.nodes - 1, edges.relations - 1, fit)
+        for n, size in enumerate((sizes.source_pairs, sizes.destination_pairs))
     )
     src, dst, etype, back = (fit(t) for t in (src, dst, etype, edges.by_src))
-    numbers = fit(torch.arange(max(sizes.edges, pairs) + 1, device=device))[None]
-    everyone = numbers[:, : sizes.edges]
+    whole = fit(torch.arange(max(sizes.edges, pairs) + 1, device=device))[None]
+    everyone = whole[:, : sizes.edges]
     back_ptr, ptr = (fit(begin) for begin in starts)
-    pair_of = _before(_changes(sides[1].pair))[:, 1:] - 1  # in the order of edges
+    pair_of = _before(_changes(pair[1]))[:, 1:] - 1  # in the order of edges
     at_edges, of_node = sources.to_edge, sources.of_node
     only_sources = Rows(
         sources.ends,
-        Table(numbers[:, : sizes.source_pairs + 1], of_node.index, None, of_node.back_ptr, of_node.back_index, None),
+        Table(whole[:, : sizes.source_pairs + 1], of_node.index, None, of_node.back_ptr, of_node.back_index, None),
         Table(ptr, at_edges.index, everyone, at_edges.back_ptr, _at(dst, at_edges.back_index), at_edges.back_index),
         torch.ones_like(sides[0].counts, dtype=torch.bool),
     )
@@ -182,12 +178,12 @@ def tables_of(edges: Edges, sides: Sequence[Side], by_source: Tensor | None, siz
         "src": src, "dst": dst, "etype": etype, "ptr": ptr, "pair_ptr": fit(_starts(pair_of, sizes.destination_pairs)),
         "degree": torch.diff(starts[1]), "from_src": Taking(src, back_ptr, back), "from_dst": Taking(dst, ptr, everyone),
         "sources": sources, "destinations": destinations, "only_sources": only_sources,
-        "rows": None if by_source is None else _rows(sides, starts, edges, by_source, sizes, fit), "cells": None, "between": None,
-        "of_relations": _of_relations(sources, destinations, numbers[:, :pairs]),
+        "rows": None if by_source is None else _rows(sides, pair, starts, edges, by_source, sizes, fit), "cells": None, "between": None,
+        "of_relations": _of_relations(sources, destinations, whole[:, :pairs]),
         "at_destinations": Table(
             to_edge.back_ptr, _at(src, to_edge.back_index), to_edge.back_index, back_ptr, _at(to_edge.index, back), back
         ),
-        "incoming": Table(ptr, everyone, everyone, numbers[:, : sizes.edges + 1], dst, everyone),
+        "incoming": Table(ptr, everyone, everyone, whole[:, : sizes.edges + 1], dst, everyone),
         "neighbours": Table(ptr, src, everyone, back_ptr, _at(dst, back), back),
         "nodes": torch.empty(src.shape[0], sizes.nodes, 0, device=device),
     }  # fmt: skip
@@ -209,14 +205,16 @@ def make_types(types: Tensor, count: int, sorted_or_not: bool = True) -> NodeTyp
 # ---- the parts ----
 
 
-def _pairs(side: Side, starts: Tensor, size: int, sizes: Sizes, relations: int, fit: Fit) -> Pairs:
-    relation = _put(size, relations - 1, side.numbers, side.relations)
-    node = _put(size, sizes.nodes - 1, side.numbers, side.nodes)
+def _pairs(
+    side: Side, numbers: Tensor, pair: Tensor, starts: Tensor, size: int, last: int, last_relation: int, fit: Fit
+) -> Pairs:
+    """`numbers`: of the edges' pairs, in the order of the side; `pair`: in the order of edges; `starts`: node -> its edges."""
+    relation, node = _put(size, last_relation, numbers, side.relations), _put(size, last, numbers, side.nodes)
     ends = _closed(side.counts.cumsum(1), size)
-    at_edges = Taking(fit(side.pair), fit(_starts(side.numbers, size)), fit(side.order))
-    in_order = _at(side.pair, side.by_node)
+    at_edges = Taking(fit(pair), fit(_starts(numbers, size)), fit(side.order))
+    in_order = _at(pair, side.by_node)
     place, ptr = _selected(_changes(in_order), starts, size)
-    spare = torch.arange(size, device=node.device).repeat(node.shape[0], 1)  # pairs beyond the edges' come last here too
+    spare = torch.arange(size, device=node.device).repeat(len(node), 1)  # pairs beyond the edges' come last here too
     of_node = Taking(fit(node), fit(ptr), fit(spare.scatter_(1, place, in_order)))
     return Pairs(fit(relation), fit(ends), of_node, at_edges)
 
@@ -251,53 +249,47 @@ def _cells(sides: Sequence[Side], edges: Edges, at_destinations: Table, spread: 
 
 
 def _rows(
-    sides: Sequence[Side], starts: Sequence[Tensor], edges: Edges, by_source: Tensor, sizes: Sizes, fit: Fit
-) -> Rows:
+    sides: Sequence[Side], pair: Sequence[Tensor], starts: Sequence[Tensor], edges: Edges, by_source: Tensor,
+    sizes: Sizes, fit: Fit,
+) -> Rows:  # fmt: skip
     """The rows of the chosen side of every relation, and the two tables around them.
 
     In each of three orders of the edges (by source, by destination, by row) an edge stands for an entry of its own, or the first
-    edge of a pair for that pair's one entry; edges that are left out write what their pair's first edge writes, and those that
-    fill the room up have no entry: the last is there for them.
+    edge of a pair for that pair's one entry; edges that are left out write what their pair's first edge writes. What fills the
+    room up is a pair that has one entry in both tables.
     """
     source, destination = sides
     counts = torch.where(by_source, source.counts, destination.counts)
     shift = [_before(counts)[:, :-1] - _before(side.counts)[:, :-1] for side in sides]
     through = _at(by_source, edges.etype)
-    row = torch.where(
-        through, source.pair + _at(shift[0], edges.etype), destination.pair + _at(shift[1], edges.etype)
-    )
-    last, spare = sizes.nodes - 1, sizes.rows - 1
-    if edges.real is not None:
-        row = torch.where(edges.real, row, spare)
+    row = torch.where(through, *(one + _at(less, edges.etype) for one, less in zip(pair, shift, strict=True)))
     # relations of sources, as those of destinations: every relation has as many edges here as there
     by_row = torch.where(_at(by_source, source.relations), source.order, destination.order)
-    ends = _closed(counts.cumsum(1), sizes.rows)
-    rows = _at(row, by_row)
-    begin_row = _starts(rows, sizes.rows)
+    ends, rows = _closed(counts.cumsum(1), sizes.rows), _at(row, by_row)
+    by_src, begin_row = source.by_node, _starts(rows, sizes.rows)
+    new_row, new_src, new_dst = _changes(rows), _changes(_at(row, by_src)), _changes(row)
+    everyone = torch.arange(sizes.edges, device=row.device)
+    own, whole = through, ~through
+    if edges.real is not None:
+        own, whole = own & edges.real, whole & edges.real
 
     def entries(
-        order: Tensor | None, first: Tensor, begin: Tensor, whole: Tensor, size: int, what: Tensor, fill: int
+        order: Tensor | None, first: Tensor, begin: Tensor, own: Tensor, size: int, what: Tensor, fill: int
     ) -> list[Tensor]:
-        """`whole`: which edges have an entry of their own; ptr, rows read, and edges whose weight counts."""
-        own, read = (whole, what) if order is None else (_at(whole, order), _at(what, order))
-        named = everyone if order is None else order
-        keep = own | first
-        if edges.real is not None:
-            keep, own = keep & edges.real, own & edges.real
-        place, ptr = _selected(keep, begin, size)
-        if edges.real is not None:
-            place = torch.where(edges.real, place, size - 1)
-        return [fit(t) for t in (ptr, _put(size, fill, place, read), _put(size, -1, place, torch.where(own, named, -1)))]
+        """`own`: which edges have an entry of their own; ptr, rows read, and edges whose weight counts."""
+        own, read = _at(own, order), _at(what, order)
+        place, ptr = _selected(own | first, begin, size)
+        edge = torch.where(own, everyone if order is None else order, -1)
+        return [fit(t) for t in (ptr, _put(size, fill, place, read), _put(size, -1, place, edge))]
 
-    everyone = destination.by_node
-    new_row, new_src, new_dst = _changes(rows), _changes(_at(row, source.by_node)), _changes(row)
+    last, spare = sizes.nodes - 1, sizes.rows - 1
     gathered = Table(
-        *entries(by_row, new_row, begin_row, ~through, sizes.gathered, source.node, last),
-        *entries(source.by_node, new_src, starts[0], ~through, sizes.gathered, row, spare),
+        *entries(by_row, new_row, begin_row, whole, sizes.gathered, source.node, last),
+        *entries(by_src, new_src, starts[0], whole, sizes.gathered, row, spare),
     )
     spread = Table(
-        *entries(None, new_dst, starts[1], through, sizes.spread, row, spare),
-        *entries(by_row, new_row, begin_row, through, sizes.spread, destination.node, last),
+        *entries(None, new_dst, starts[1], own, sizes.spread, row, spare),
+        *entries(by_row, new_row, begin_row, own, sizes.spread, destination.node, last),
     )
     return Rows(fit(ends), gathered, spread, by_source)
 
@@ -362,8 +354,10 @@ def _before(counts: Tensor) -> Tensor:
     return torch.cat([counts.new_zeros(len(counts), 1, dtype=torch.int64), counts.cumsum(1)], 1)
 
 
-def _at(t: Tensor, index: Tensor) -> Tensor:
-    """t[index], row by row."""
+def _at(t: Tensor, index: Tensor | None) -> Tensor:
+    """t[index], row by row; t itself without."""
+    if index is None:
+        return t
     if len(t) == len(index) == 1:
         return t[0].index_select(0, index[0])[None]
     rows = max(len(t), len(index))

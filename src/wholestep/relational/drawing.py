@@ -53,26 +53,26 @@ def draw(
 ) -> Generator[Tensor, list[int], Drawn]:
     """`seeds`: (batches, seeds), of which the first `count` are asked, row by row; what comes after them is their padding."""
     (batches, size), device, every = seeds.shape, seeds.device, graph.num_nodes
-    offset = torch.arange(batches + 1, device=device)
-    keys = (seeds + every * offset[:-1, None]).view(-1)[:count]
+    batch = torch.arange(batches, device=device).repeat_interleave(size, output_size=batches * size)[:count]
+    node = seeds.reshape(-1)[:count]
     asked, before = torch.arange(count, device=device), 0
     edges, asking = [asked[:0]], [asked[:0]]
     for most in fanout if graph.num_edges else ():
         if before:
-            _, order, first = _first_of_each(keys, batches * every)
+            _, order, first = _first_of_each(batch * every + node, batches * every)
             fresh = first & (order >= before)
             (more,) = yield fresh.sum()[None]
             asked = order.index_select(0, torch.nonzero_static(fresh, size=more).view(-1))
-        before = keys.shape[0]
-        edge, which = yield from _edges_of(graph, keys.index_select(0, asked) % every, most, generator)
+        before = len(node)
+        edge, which = yield from _edges_of(graph, node.index_select(0, asked), most, generator)
         edges.append(edge)
         asking.append(asked.index_select(0, which))
-        key = keys.index_select(0, asking[-1])
-        keys = torch.cat([keys, graph.src.index_select(0, edge) + (key - key % every)])
-    batch, node = keys // every, keys % every
-    number, nodes = _numbers(keys, batch, count, size, offset * every, batches * every)
-    edge, asker, apart = torch.cat(edges), torch.cat(asking), size + keys.shape[0]
-    src, dst = number[count:] + batch[count:] * apart, number.index_select(0, asker) + batch[count:] * apart
+        node = torch.cat([node, graph.src.index_select(0, edge).long()])
+        batch = torch.cat([batch, batch.index_select(0, asking[-1])])
+    number, nodes = _numbers(batch, node, count, size, batches, every)
+    edge, asker, apart = torch.cat(edges), torch.cat(asking), size + len(node)
+    shift = batch[count:] * apart
+    src, dst = number[count:] + shift, number.index_select(0, asker) + shift
     order = order_of(dst, batches * apart)
     src, dst, its, edge = (t.index_select(0, order) for t in (src, dst, batch[count:], edge))
     kinds = graph.num_relations
@@ -82,7 +82,7 @@ def draw(
     counts = torch.cat([nodes[:, None], sizes], 1)
     numbers = iter((yield counts.view(-1)))
     rows = tuple(Sizes(*row[:-1]) for row in zip(*[numbers] * counts.shape[1], strict=True))
-    begin = torch.searchsorted(its, offset)
+    begin = torch.searchsorted(its, torch.arange(batches + 1, device=device))
     return Drawn(seeds, node, batch, number, edge, together, apart, begin, by_source, counts[:, :2], rows)
 
 
@@ -137,14 +137,15 @@ def _first_of_each(keys: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
     return ordered, order, torch.cat([ordered.new_ones(1, dtype=torch.bool), ordered[1:] != ordered[:-1]])
 
 
-def _numbers(keys: Tensor, batch: Tensor, count: int, size: int, begin: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Number of every key in its batch, and how many there are: the seeds, which the first `count` are, as they stand, then all
-    others in the order of their ids. `begin`: batch -> its smallest key, and the end."""
-    ordered, order, first = _first_of_each(keys, most)
+def _numbers(batch: Tensor, node: Tensor, count: int, size: int, batches: int, every: int) -> tuple[Tensor, Tensor]:
+    """Number of every node in its batch, and how many there are: the seeds, which the first `count` are, as they stand, `size` to a
+    batch, then all others in the order of their ids."""
+    ordered, order, first = _first_of_each(batch * every + node, batches * every)
     others = torch.cat([order.new_zeros(1), (first & (order >= count)).cumsum(0)])
-    start = others.index_select(0, torch.searchsorted(ordered, begin))
-    kind, nobody = first.cumsum(0) - 1, keys.shape[0]
+    start = others.index_select(0, torch.searchsorted(ordered, every * torch.arange(batches + 1, device=node.device)))
+    kind, nobody = first.cumsum(0) - 1, len(node)
     leader = order.new_empty(nobody + 1).scatter_(0, torch.where(first, kind, nobody), order).index_select(0, kind)
-    other = others[1:] - start.index_select(0, batch.index_select(0, order)) + (size - 1)
-    number = torch.where(leader < count, leader % size, other)
+    its = batch.index_select(0, order)
+    other = others[1:] - start.index_select(0, its) + (size - 1)
+    number = torch.where(leader < count, leader - its * size, other)
     return torch.empty_like(order).scatter_(0, order, number), torch.diff(start) + size
