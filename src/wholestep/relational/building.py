@@ -89,6 +89,7 @@ def make_tables(src: Tensor, dst: Tensor, etype: Tensor, nodes: int, relations: 
 
 def in_order(src: Tensor, dst: Tensor, etype: Tensor, nodes: int, relations: int) -> Edges:
     """One row, of edges in the order of (destination, relation)."""
+    src, dst, etype = (narrow(most)(ids) for ids, most in ((src, nodes), (dst, nodes), (etype, relations)))
     by_destination = order_of(etype, relations)
     by_src = by_destination.index_select(0, order_of(src.index_select(0, by_destination), nodes))
     by_source = by_src.index_select(0, order_of(etype.index_select(0, by_src), relations))
@@ -109,7 +110,7 @@ def in_rows(edges: Edges, begin: Tensor, which: Tensor, apart: int, sizes: Sizes
     nodes, kinds, last = which[:, None] * apart, which[:, None] * relations, sizes.nodes - 1
     less = (nodes, last), (nodes, last), (kinds, relations - 1), *[(start, place)] * 3
     given = edges.src, edges.dst, edges.etype, edges.by_src, edges.by_source, edges.by_destination
-    rows = (torch.where(real, some(t[0], at) - n, fill) for t, (n, fill) in zip(given, less, strict=True))
+    rows = (torch.where(real, some(t[0], at) - n.to(t.dtype), fill) for t, (n, fill) in zip(given, less, strict=True))
     return Edges(*rows, relations, real), at
 
 
@@ -161,11 +162,12 @@ def tables_of(edges: Edges, sides: Sequence[Side], by_source: Tensor | None, siz
         _pairs(sides[n], numbers[n], pair[n], starts[n], size, sizes.nodes - 1, edges.relations - 1, fit)
         for n, size in enumerate((sizes.source_pairs, sizes.destination_pairs))
     )
+    numbered = sources.to_edge.index, destinations.to_edge.index
     src, dst, etype, back = (fit(t) for t in (src, dst, etype, edges.by_src))
     whole = fit(torch.arange(max(sizes.edges, pairs) + 1, device=device))[None]
     everyone = whole[:, : sizes.edges]
     back_ptr, ptr = (fit(begin) for begin in starts)
-    pair_of = _before(_changes(pair[1]))[:, 1:] - 1  # in the order of edges
+    pair_of = _before(_changes(numbered[1]))[:, 1:] - 1  # in the order of edges
     at_edges, of_node = sources.to_edge, sources.of_node
     only_sources = Rows(
         sources.ends,
@@ -178,7 +180,7 @@ def tables_of(edges: Edges, sides: Sequence[Side], by_source: Tensor | None, siz
         "src": src, "dst": dst, "etype": etype, "ptr": ptr, "pair_ptr": fit(_starts(pair_of, sizes.destination_pairs)),
         "degree": torch.diff(starts[1]), "from_src": Taking(src, back_ptr, back), "from_dst": Taking(dst, ptr, everyone),
         "sources": sources, "destinations": destinations, "only_sources": only_sources,
-        "rows": None if by_source is None else _rows(sides, pair, starts, edges, by_source, sizes, fit), "cells": None, "between": None,
+        "rows": None if by_source is None else _rows(sides, numbered, starts, edges, by_source, sizes, fit), "cells": None, "between": None,
         "of_relations": _of_relations(sources, destinations, whole[:, :pairs]),
         "at_destinations": Table(
             to_edge.back_ptr, _at(src, to_edge.back_index), to_edge.back_index, back_ptr, _at(to_edge.index, back), back
@@ -209,14 +211,16 @@ def _pairs(
     side: Side, numbers: Tensor, pair: Tensor, starts: Tensor, size: int, last: int, last_relation: int, fit: Fit
 ) -> Pairs:
     """`numbers`: of the edges' pairs, in the order of the side; `pair`: in the order of edges; `starts`: node -> its edges."""
-    relation, node = _put(size, last_relation, numbers, side.relations), _put(size, last, numbers, side.nodes)
+    relation, node = (
+        _put(size, fill, numbers, fit(ids)) for fill, ids in ((last_relation, side.relations), (last, side.nodes))
+    )
     ends = _closed(side.counts.cumsum(1), size)
     at_edges = Taking(fit(pair), fit(_starts(numbers, size)), fit(side.order))
-    in_order = _at(pair, side.by_node)
+    in_order = _at(at_edges.index, side.by_node)
     place, ptr = _selected(_changes(in_order), starts, size)
-    spare = torch.arange(size, device=node.device).repeat(len(node), 1)  # pairs beyond the edges' come last here too
-    of_node = Taking(fit(node), fit(ptr), fit(spare.scatter_(1, place, in_order)))
-    return Pairs(fit(relation), fit(ends), of_node, at_edges)
+    spare = torch.arange(size, dtype=node.dtype, device=node.device).repeat(len(node), 1)  # pairs beyond the edges' come last here too
+    of_node = Taking(node, fit(ptr), spare.scatter_(1, place, in_order))
+    return Pairs(relation, fit(ends), of_node, at_edges)
 
 
 def _of_relations(sources: Pairs, destinations: Pairs, everyone: Tensor) -> Table:
@@ -243,7 +247,7 @@ def _cells(sides: Sequence[Side], edges: Edges, at_destinations: Table, spread: 
     if not sizes.edges or count > MOST_CELLS * min(sizes.source_pairs, sizes.destination_pairs):
         return None
     fit = narrow(max(*sizes, sizes.source_pairs + sizes.destination_pairs, edges.relations))
-    begin = [fit(_starts(side.relations * sizes.nodes + side.nodes, count)) for side in sides]
+    begin = [fit(_starts(side.relations.long() * sizes.nodes + side.nodes, count)) for side in sides]
     forth = begin[1], at_destinations.index, fit(sides[1].nodes), at_destinations.edge
     return Cells(*forth, begin[0], spread.back_index, fit(sides[0].nodes), spread.back_edge)  # type: ignore[arg-type]
 
@@ -262,13 +266,13 @@ def _rows(
     counts = torch.where(by_source, source.counts, destination.counts)
     shift = [_before(counts)[:, :-1] - _before(side.counts)[:, :-1] for side in sides]
     through = _at(by_source, edges.etype)
-    row = torch.where(through, *(one + _at(less, edges.etype) for one, less in zip(pair, shift, strict=True)))
+    row = torch.where(through, *(one + _at(fit(less), edges.etype) for one, less in zip(pair, shift, strict=True)))
     # relations of sources, as those of destinations: every relation has as many edges here as there
     by_row = torch.where(_at(by_source, source.relations), source.order, destination.order)
     ends, rows = _closed(counts.cumsum(1), sizes.rows), _at(row, by_row)
     by_src, begin_row = source.by_node, _starts(rows, sizes.rows)
     new_row, new_src, new_dst = _changes(rows), _changes(_at(row, by_src)), _changes(row)
-    everyone = torch.arange(sizes.edges, device=row.device)
+    everyone = fit(torch.arange(sizes.edges, device=row.device))
     own, whole = through, ~through
     if edges.real is not None:
         own, whole = own & edges.real, whole & edges.real
@@ -279,17 +283,17 @@ def _rows(
         """`own`: which edges have an entry of their own; ptr, rows read, and edges whose weight counts."""
         own, read = _at(own, order), _at(what, order)
         place, ptr = _selected(own | first, begin, size)
-        edge = torch.where(own, everyone if order is None else order, -1)
-        return [fit(t) for t in (ptr, _put(size, fill, place, read), _put(size, -1, place, edge))]
+        edge = torch.where(own, everyone if order is None else fit(order), -1)
+        return [fit(ptr), _put(size, fill, place, read), _put(size, -1, place, edge)]
 
     last, spare = sizes.nodes - 1, sizes.rows - 1
     gathered = Table(
-        *entries(by_row, new_row, begin_row, whole, sizes.gathered, source.node, last),
+        *entries(by_row, new_row, begin_row, whole, sizes.gathered, fit(source.node), last),
         *entries(by_src, new_src, starts[0], whole, sizes.gathered, row, spare),
     )
     spread = Table(
         *entries(None, new_dst, starts[1], own, sizes.spread, row, spare),
-        *entries(by_row, new_row, begin_row, own, sizes.spread, destination.node, last),
+        *entries(by_row, new_row, begin_row, own, sizes.spread, fit(destination.node), last),
     )
     return Rows(fit(ends), gathered, spread, by_source)
 
@@ -329,8 +333,8 @@ Fit = Callable[[Tensor], Tensor]
 
 
 def narrow(most: int) -> Fit:
-    """int32 where all ids fit."""
-    return (lambda t: t.int()) if most < 2**31 - 1 else (lambda t: t)
+    """int32 where all ids fit, int64 elsewhere."""
+    return Tensor.int if most < 2**31 - 1 else Tensor.long
 
 
 def _starts(sorted_ids: Tensor, count: int) -> Tensor:
@@ -377,4 +381,4 @@ def _closed(ptr: Tensor, size: int) -> Tensor:
 
 
 def _put(size: int, fill: int, place: Tensor, values: Tensor) -> Tensor:
-    return torch.full((len(place), size), fill, dtype=torch.int64, device=place.device).scatter_(1, place, values)
+    return torch.full((len(place), size), fill, dtype=values.dtype, device=place.device).scatter_(1, place, values)

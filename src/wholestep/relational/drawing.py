@@ -71,12 +71,12 @@ def draw(
         batch = torch.cat([batch, batch.index_select(0, asking[-1])])
     number, nodes = _numbers(batch, node, count, size, batches, every)
     edge, asker, apart = torch.cat(edges), torch.cat(asking), size + len(node)
-    shift = batch[count:] * apart
+    batch_of, kinds = batch[count:], graph.num_relations
+    shift = batch_of * apart
+    etype = graph.etype.index_select(0, edge).long()
     src, dst = number[count:] + shift, number.index_select(0, asker) + shift
-    order = order_of(dst, batches * apart)
-    src, dst, its, edge = (t.index_select(0, order) for t in (src, dst, batch[count:], edge))
-    kinds = graph.num_relations
-    etype = graph.etype.index_select(0, edge) + its * kinds
+    order = order_of(dst * kinds + etype, batches * apart * kinds)
+    src, dst, etype, its, edge = (t.index_select(0, order) for t in (src, dst, etype + batch_of * kinds, batch_of, edge))
     together = in_order(src, dst, etype, batches * apart, batches * kinds)
     by_source, sizes = sizes_of(together, sides_of(together), batches)
     counts = torch.cat([nodes[:, None], sizes], 1)
@@ -107,27 +107,27 @@ def _edges_of(
     """Up to `most` incoming edges of every node, as places in the graph, and which of the nodes they are of."""
     begin = graph.ptr.index_select(0, nodes).long()
     degree = graph.ptr.index_select(0, nodes + 1) - begin
-    real = torch.arange(most, device=nodes.device) < degree[:, None]
+    real = torch.arange(most, device=nodes.device)[:, None] < degree
     found = real.sum()[None]
-    edge = (begin[:, None] + _distinct(degree, most, generator)).reshape(-1)
+    edge = (_distinct(degree, most, generator) + begin).view(-1)
     (count,) = yield found
     at = torch.nonzero_static(real.view(-1), size=count).view(-1)
-    return edge.index_select(0, at), at // most
+    return edge.index_select(0, at), at % max(len(nodes), 1)
 
 
 def _distinct(degree: Tensor, most: int, generator: torch.Generator | None) -> Tensor:
-    """Up to `most` different numbers below each degree, (nodes, most), in ascending order; all of them where there are fewer.
+    """Up to `most` different numbers below each degree, (most, nodes); all of them, in order, where there are fewer.
 
     Floyd's way: the i-th of them is drawn below degree - most + i + 1, and is that bound itself if it was drawn before.
     """
-    everyone = torch.arange(most, device=degree.device)
-    drawn = torch.rand(most, degree.shape[0], generator=generator, dtype=torch.float64, device=degree.device)
-    last = degree - most + everyone[:, None]
+    everyone = torch.arange(most, device=degree.device)[:, None]
+    drawn = torch.rand(most, len(degree), generator=generator, dtype=torch.float64, device=degree.device)
+    last = degree - most + everyone
     picked = (drawn * (last + 1)).long().minimum(last)
     for n in range(1, most):
         again = (picked[:n] == picked[n]).any(0)
         torch.where(again, last[n], picked[n], out=picked[n])
-    return torch.where((degree > most)[:, None], picked.T.sort(1).values, everyone)
+    return torch.where(degree > most, picked, everyone)
 
 
 def _first_of_each(keys: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
