@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from tests.relational.graphs import edges_of, made
 from tests.relational.test_layer import MESSAGES, featured, tensors
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import wholestep
 from wholestep import relational as rel
@@ -29,10 +30,15 @@ def skewed(nodes: int = 400, edges: int = 3000, relations: int = 7, device: str 
     return RelGraph(src, dst, etype, num_nodes=nodes, num_relations=relations).to(device)
 
 
-def some_blocks(graph: RelGraph, *, seed: int = 0, batch_size: int = 16, **options: Any) -> Blocks:
+def some_blocks(
+    graph: RelGraph, *, seed: int = 0, batch_size: int = 16, together: int | None = None, **options: Any
+) -> Blocks:
+    """`together`: how many are made at once."""
     generator = torch.Generator(graph.src.device).manual_seed(seed)
     seeds = torch.arange(graph.num_nodes, device=graph.src.device)
-    return rel.blocks(graph, seeds, fanout=(3, 2), batch_size=batch_size, generator=generator, **options)
+    made_ = rel.blocks(graph, seeds, **{"fanout": (3, 2), "batch_size": batch_size, "generator": generator} | options)
+    made_.together = together or made_.together
+    return made_
 
 
 def real_part(block: Block) -> tuple[RelGraph, int, int]:
@@ -49,13 +55,14 @@ def bits(block: Block) -> list[Tensor]:
 # ---- what is drawn ----
 
 
+@pytest.mark.parametrize("together", [1, 3])
 @pytest.mark.parametrize(
     "name", ["hubs", "empty relations, isolated nodes", "loops, edges twice", "no edges", "one edge"]
 )
-def test_edges_are_those_of_the_graph_each_once_and_never_too_many(name: str) -> None:
+def test_edges_are_those_of_the_graph_each_once_and_never_too_many(name: str, together: int) -> None:
     src, dst, etype, _, _ = edges_of(name)
     graph = made(name)
-    for block in some_blocks(graph, batch_size=4):
+    for block in some_blocks(graph, batch_size=4, together=together):
         nodes, edges = block.num_real.tolist()
         here = [t[:edges].long() for t in (block.graph.src, block.graph.dst, block.graph.etype)]
         given = block.edges[:edges]
@@ -96,6 +103,82 @@ def test_the_generator_decides() -> None:
     )
     assert not torch.equal(one[0].seeds, other[0].seeds)
     assert torch.equal(torch.cat([b.seeds[b.is_seed] for b in one]).sort().values, torch.arange(graph.num_nodes))
+
+
+# ---- many at once ----
+
+
+def typed(graph: RelGraph) -> RelGraph:
+    ids = (t.long() for t in (graph.src, graph.dst, graph.etype))
+    kinds = torch.arange(graph.num_nodes) % 3
+    return RelGraph(*ids, ntype=kinds, num_nodes=graph.num_nodes, num_relations=graph.num_relations)
+
+
+@pytest.mark.parametrize("together", [2, 5, 32])
+def test_blocks_made_together_are_those_made_alone(together: int) -> None:
+    """Where all neighbours are taken, so that nothing is drawn; of several buckets in one group, the last batch smaller."""
+    for graph in (typed(skewed(90, 300, 4)), made("no edges"), made("empty relations, isolated nodes")):
+        options = {"fanout": (300, 300), "batch_size": 4, "shuffle": False}
+        alone = some_blocks(graph, **options)
+        found = some_blocks(graph, **options, together=together)
+        for one, other in zip(alone, found, strict=True):
+            assert flatten(one)[1] == flatten(other)[1]
+            for a, b in zip(bits(one), bits(other), strict=True):
+                assert a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b)
+                assert b.data_ptr() % 16 == 0 and not b._is_view()
+        assert alone.used == found.used
+
+
+class Computed(TorchDispatchMode):
+    """Counts operators that compute something on a device, and refuses those for whose result the host would wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        assert name not in {
+            "nonzero",
+            "_local_scalar_dense",
+            "masked_select",
+            "_unique2",
+            "unique_dim",
+            "unique_consecutive",
+        }
+        assert name != "repeat_interleave" or (kwargs or {}).get("output_size") is not None
+        assert name != "index" or all(index is None or index.dtype != torch.bool for index in args[1])
+        result = func(*args, **(kwargs or {}))
+        self.count += not (func.is_view or name.startswith(("empty", "new_empty", "unbind")) or name == "detach")
+        return result
+
+
+def test_a_group_costs_as_many_kernels_as_a_block_and_waits_only_where_it_says_so() -> None:
+    graph, counts = skewed(), {}
+    for batches in (1, 16):
+        made_ = some_blocks(graph, batch_size=8)
+        work, waits, told = made_._group(torch.arange(8 * batches), made_.generator), 0, None
+        with Computed() as computed, pytest.raises(StopIteration) as done:
+            while True:
+                wanted = work.send(told)
+                told, waits = wanted.tolist(), waits + 1
+        assert len(done.value.value) == batches and waits == 4  # two per hop
+        counts[batches] = computed.count
+    assert counts[16] < 1.2 * counts[1]
+
+
+def test_a_pass_takes_one_number_from_the_generator_however_far_it_goes() -> None:
+    graph = skewed()
+    whole, left = some_blocks(graph, seed=1, together=4), some_blocks(graph, seed=1, together=4)
+    list(whole)
+    first = next(iter(left))
+    assert torch.equal(whole.generator.get_state(), left.generator.get_state())
+    assert sum(count for count, *_ in left.used) == 1
+    assert torch.equal(first.nodes, next(iter(some_blocks(graph, seed=1, together=4))).nodes)
+    between = torch.Generator().manual_seed(0)
+    state = between.get_state()
+    list(some_blocks(graph))
+    assert torch.equal(between.get_state(), state)
 
 
 # ---- padding ----
@@ -184,9 +267,10 @@ def step_over(graph: RelGraph, example: Block) -> tuple[wholestep.Step, Network]
     return made, model
 
 
-def test_few_captures_for_many_blocks_and_the_losses_of_eager() -> None:
+@pytest.mark.parametrize("together", [1, 8])
+def test_few_captures_for_many_blocks_and_the_losses_of_eager(together: int) -> None:
     graph = skewed()
-    made_blocks = some_blocks(graph, batch_size=14)
+    made_blocks = some_blocks(graph, batch_size=14, together=together)
     step, _ = step_over(graph, next(iter(made_blocks)))
     torch.manual_seed(0)
     eager = Network(graph.num_nodes, graph.num_relations)

@@ -120,24 +120,33 @@ class Blocks:
     def __iter__(self) -> Iterator[Block]:
         if not len(self):
             return
-        if self.stream is not None:  # graph and seeds are there
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        # its own from here on: when other groups are drawn, and how many are, changes no number of anyone's
+        # its own from here on: when a group is drawn, and how many are, changes no number of anyone's
         first = torch.randint(2**62, (), generator=self.generator, device=self.seeds.device)
         generator = torch.Generator(self.seeds.device).manual_seed(int(first))
         seeds = self.seeds
         if self.shuffle:
             seeds = seeds.index_select(0, torch.randperm(len(seeds), generator=generator, device=seeds.device))
-        groups = [_Ahead(self._group(part, generator), self.stream) for part in seeds.split(self.together * self.batch_size)]
-        groups.reverse()
-        while groups:
-            group = groups.pop()
-            for made in group.finished():
-                block = self._counted(made)
-                group.hand_over(block)
-                yield block
-                if groups:
-                    groups[-1].go_on()
+        parts = iter(seeds.split(self.together * self.batch_size))
+
+        def begun() -> _Ahead | None:
+            part = next(parts, None)
+            return None if part is None else _Ahead(self._group(part, generator), self.stream)
+
+        if self.stream is not None:  # graph and seeds are there
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        try:
+            coming = begun()
+            while coming is not None:
+                group, coming = coming, begun()
+                for made in group.finished():
+                    block = self._counted(made)
+                    group.hand_over(block)
+                    yield block
+                    if coming is not None:
+                        coming.go_on()
+        finally:
+            if self.stream is not None:  # what was begun may still read memory that is given away now
+                torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
     def block(self, seeds: Tensor, generator: torch.Generator | None = None) -> Block:
         """The block around up to `batch_size` seeds."""
@@ -163,9 +172,8 @@ class Blocks:
 
     def _group(self, seeds: Tensor, generator: torch.Generator | None) -> Generator[Tensor, list[int], list[_Made]]:
         """The blocks around a number of batches, made together: a few hundred kernels, however many they are."""
-        rows = -(-len(seeds) // self.batch_size)
-        missing = rows * self.batch_size - len(seeds)
-        full = torch.cat([seeds, seeds[(rows - 1) * self.batch_size :][:1].expand(missing)]).view(rows, -1)
+        full = self._full(seeds)
+        rows, missing = len(full), full.numel() - len(seeds)
         drawn = yield from draw(self.graph, full, len(seeds), self.fanout, generator)
         buckets = [self._bucket(sizes) for sizes in drawn.sizes]
         made: dict[int, _Made] = {}
@@ -177,6 +185,12 @@ class Blocks:
                 fewer = missing if row == rows - 1 else 0
                 made[row] = _Made(block, bucket, drawn.sizes[row].nodes - fewer, drawn.sizes[row].edges)
         return [made[row] for row in range(rows)]
+
+    def _full(self, seeds: Tensor) -> Tensor:
+        """A row per batch; the last may have too few and is filled up with its first."""
+        missing = -len(seeds) % self.batch_size
+        last = seeds[len(seeds) + missing - self.batch_size :][:1]
+        return torch.cat([seeds, last.expand(missing)]).view(-1, self.batch_size)
 
     def _filled(self, drawn: Drawn, chosen: Tensor, sizes: Sizes, count: int) -> Block:
         """Of tensors that have a row for each of these batches."""
@@ -216,7 +230,9 @@ class Blocks:
         order = torch.randperm(len(self.seeds), generator=generator, device=self.seeds.device)[:tried]
         seen: list[Sizes] = []
         for part in self.seeds.index_select(0, order).split(self._together(most) * self.batch_size):
-            drawing = draw(self.graph, part.view(-1, min(self.batch_size, len(part))), len(part), self.fanout, generator)
+            drawing = draw(
+                self.graph, part.view(-1, min(self.batch_size, len(part))), len(part), self.fanout, generator
+            )
             seen.extend(_Ahead(drawing, None).finished().sizes)
         largest = Sizes(*(max(sizes) for sizes in zip(*seen, strict=True)))
         grown = [_even(largest, 1 + SLACK * 4**n, most) for n in range(count - 1)]
@@ -249,21 +265,21 @@ class _Made:
 
 
 class _Ahead:
-    """Work that needs counts from the device now and then, done stretch by stretch: on a GPU on a stream of its own, and in
-    between the training steps are launched, so that the host waits for neither."""
+    """Work that needs counts from the device now and then, done stretch by stretch: on a GPU on a stream of its own, while
+    training steps are launched in between, so that the host waits for neither."""
 
-    def __init__(self, work: Generator[Tensor, list[int], Any], stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, work: Generator[Tensor, Any, Any], stream: torch.cuda.Stream | None) -> None:
         self.work, self.stream = work, stream
         self.counts: Tensor | None = None
         """What the next stretch needs, on its way to the host."""
-        self.arrived = None if stream is None else torch.cuda.Event()
-        """Of the counts, or of all that was made."""
+        self.arrived = torch.cuda.Event() if stream is not None else None
+        """Of the counts, in the end of all that was made."""
         self.made: Any = None
         self.readers: list[torch.cuda.Stream] = []
 
     def go_on(self) -> None:
         """One more stretch, if the counts for it are there."""
-        if self.stream is not None and self.made is None and (self.counts is None or self.arrived.query()):
+        if self.arrived is not None and self.made is None and (self.counts is None or self.arrived.query()):
             self._stretch()
 
     def finished(self) -> Any:
@@ -272,14 +288,14 @@ class _Ahead:
         return self.made
 
     def _stretch(self) -> None:
-        if self.counts is not None and self.arrived is not None:
+        if self.arrived is not None and self.counts is not None:
             self.arrived.synchronize()
         with torch.cuda.stream(self.stream):
             try:
-                counts = self.work.send(None if self.counts is None else self.counts.tolist())
-                if self.stream is not None:
-                    counts = torch.empty_like(counts, device="cpu", pin_memory=True).copy_(counts, non_blocking=True)
-                self.counts = counts
+                self.counts = self.work.send(None if self.counts is None else self.counts.tolist())
+                if self.arrived is not None:
+                    host = torch.empty(self.counts.shape, dtype=self.counts.dtype, pin_memory=True)
+                    self.counts = host.copy_(self.counts, non_blocking=True)
             except StopIteration as done:
                 self.made = done.value
             if self.arrived is not None:
@@ -288,12 +304,12 @@ class _Ahead:
     def hand_over(self, block: Block) -> None:
         """The stream that trains waits for the blocks, once; their memory, which all of them share, is not given away while it is
         read there."""
-        if self.stream is None:
+        if self.stream is None or self.arrived is None:
             return
         reader = torch.cuda.current_stream(self.stream.device)
         if reader not in self.readers:
-            reader.wait_event(self.arrived)
             self.readers.append(reader)
+            reader.wait_event(self.arrived)
             for tensor in {id(tensor): tensor for tensor in flatten(block)[0]}.values():
                 tensor.record_stream(reader)
 

@@ -30,6 +30,7 @@ ALIGNED = 16
 class Edges:
     """Edges in the order of (destination, relation), and in three others; a row per graph."""
 
+    relations: int
     src: Tensor
     dst: Tensor
     etype: Tensor
@@ -39,7 +40,6 @@ class Edges:
     """By (relation, source)."""
     by_destination: Tensor
     """By (relation, destination)."""
-    relations: int
     real: Tensor | None = None
     """(rows, edges): which are no filling; None: all."""
 
@@ -93,7 +93,7 @@ def in_order(src: Tensor, dst: Tensor, etype: Tensor, nodes: int, relations: int
     by_destination = order_of(etype, relations)
     by_src = by_destination.index_select(0, order_of(src.index_select(0, by_destination), nodes))
     by_source = by_src.index_select(0, order_of(etype.index_select(0, by_src), relations))
-    return Edges(*(t[None] for t in (src, dst, etype, by_src, by_source, by_destination)), relations)
+    return Edges(relations, *(t[None] for t in (src, dst, etype, by_src, by_source, by_destination)))
 
 
 def in_rows(edges: Edges, begin: Tensor, which: Tensor, apart: int, sizes: Sizes) -> tuple[Edges, Tensor]:
@@ -111,7 +111,7 @@ def in_rows(edges: Edges, begin: Tensor, which: Tensor, apart: int, sizes: Sizes
     less = (nodes, last), (nodes, last), (kinds, relations - 1), *[(start, place)] * 3
     given = edges.src, edges.dst, edges.etype, edges.by_src, edges.by_source, edges.by_destination
     rows = (torch.where(real, some(t[0], at) - n.to(t.dtype), fill) for t, (n, fill) in zip(given, less, strict=True))
-    return Edges(*rows, relations, real), at
+    return Edges(relations, *rows, *[real]), at
 
 
 def some(t: Tensor, at: Tensor) -> Tensor:
@@ -126,10 +126,10 @@ def order_of(ids: Tensor, most: int) -> Tensor:
 
 def sides_of(edges: Edges) -> list[Side]:
     orders = ((edges.src, edges.by_src, edges.by_source), (edges.dst, None, edges.by_destination))
-    return [_side(*given, edges.etype, edges.relations) for given in orders]
+    return [_side(edges.etype, edges.relations, *given) for given in orders]
 
 
-def _side(node: Tensor, by_node: Tensor | None, order: Tensor, etype: Tensor, relations: int) -> Side:
+def _side(etype: Tensor, relations: int, node: Tensor, by_node: Tensor | None, order: Tensor) -> Side:
     nodes, kinds = _at(node, order), _at(etype, order)
     before = _before(_changes(kinds) | _changes(nodes))
     return Side(node, by_node, order, nodes, kinds, before, torch.diff(_at(before, _starts(kinds, relations))))
@@ -180,7 +180,8 @@ def tables_of(edges: Edges, sides: Sequence[Side], by_source: Tensor | None, siz
         "src": src, "dst": dst, "etype": etype, "ptr": ptr, "pair_ptr": fit(_starts(pair_of, sizes.destination_pairs)),
         "degree": torch.diff(starts[1]), "from_src": Taking(src, back_ptr, back), "from_dst": Taking(dst, ptr, everyone),
         "sources": sources, "destinations": destinations, "only_sources": only_sources,
-        "rows": None if by_source is None else _rows(sides, numbered, starts, edges, by_source, sizes, fit), "cells": None, "between": None,
+        "rows": None if by_source is None else _rows(sides, numbered, starts, edges, by_source, sizes, fit),
+        "cells": None, "between": None,
         "of_relations": _of_relations(sources, destinations, whole[:, :pairs]),
         "at_destinations": Table(
             to_edge.back_ptr, _at(src, to_edge.back_index), to_edge.back_index, back_ptr, _at(to_edge.index, back), back
@@ -218,7 +219,9 @@ def _pairs(
     at_edges = Taking(fit(pair), fit(_starts(numbers, size)), fit(side.order))
     in_order = _at(at_edges.index, side.by_node)
     place, ptr = _selected(_changes(in_order), starts, size)
-    spare = torch.arange(size, dtype=node.dtype, device=node.device).repeat(len(node), 1)  # pairs beyond the edges' come last here too
+    spare = torch.arange(size, dtype=node.dtype, device=node.device).repeat(
+        len(node), 1
+    )  # pairs beyond the edges' come last here too
     of_node = Taking(node, fit(ptr), spare.scatter_(1, place, in_order))
     return Pairs(relation, fit(ends), of_node, at_edges)
 
@@ -321,7 +324,7 @@ def _apart(t: Tensor, count: int) -> Sequence[Tensor]:
     if not t.numel():
         return [t.new_empty(t.shape[1:]) for _ in range(count)]
     step, size = ALIGNED // t.element_size(), t.shape[1:].numel()
-    if count > 1 and (len(t) < count or t.stride(0) % step or t.stride(0) < size):
+    if t.data_ptr() % ALIGNED or len(t) < count or (count > 1 and (t.stride(0) % step or t.stride(0) < size)):
         wide = t.new_empty(count, -(-size // step) * step)[:, :size]
         t = wide.copy_(t.reshape(-1, size)).view(count, *t.shape[1:])
     return [row.detach() for row in t.unbind(0)]

@@ -20,6 +20,7 @@ from wholestep.relational.building import Edges, in_order, in_rows, order_of, si
 from wholestep.relational.graph import RelGraph
 from wholestep.relational.tables import Sizes
 
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Drawn:
     """What was drawn for batches: nodes are numbered in each, the seeds first."""
@@ -76,7 +77,9 @@ def draw(
     etype = graph.etype.index_select(0, edge).long()
     src, dst = number[count:] + shift, number.index_select(0, asker) + shift
     order = order_of(dst * kinds + etype, batches * apart * kinds)
-    src, dst, etype, its, edge = (t.index_select(0, order) for t in (src, dst, etype + batch_of * kinds, batch_of, edge))
+    src, dst, etype, its, edge = (
+        t.index_select(0, order) for t in (src, dst, etype + batch_of * kinds, batch_of, edge)
+    )
     together = in_order(src, dst, etype, batches * apart, batches * kinds)
     by_source, sizes = sizes_of(together, sides_of(together), batches)
     counts = torch.cat([nodes[:, None], sizes], 1)
@@ -90,7 +93,8 @@ def filled(drawn: Drawn, graph: RelGraph, which: Tensor, sizes: Sizes) -> tuple[
     """Of some of the batches, a row each: edges, filled up to these sizes; nodes and edges of the whole graph."""
     rows, at = in_rows(drawn.edges, drawn.begin, which, drawn.apart, sizes)
     given = some(graph.order.index_select(0, drawn.edge).long(), at)
-    given = torch.where(at < 0, given[:, :1], given)
+    first = torch.where(at[:, :1] < 0, 0, given[:, :1])
+    given = torch.where(at < 0, first, given)
     count = len(which)
     row = which.new_full((len(drawn.sizes),), count).scatter_(0, which, torch.arange(count, device=which.device))
     row = row.index_select(0, drawn.batch)
