@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -16,11 +17,12 @@ import wholestep
 from wholestep import relational as rel
 from wholestep.capture.batch import flatten
 from wholestep.errors import BadOption
-from wholestep.relational.blocks import Block, Blocks
+from wholestep.relational.blocks import Block, Blocks, _Ahead
 from wholestep.relational.drawing import _distinct
 from wholestep.relational.graph import RelGraph
 
 KINDS, WIDE = 3, 8
+BLOCKS = sys.modules[Blocks.__module__]  # `rel.blocks` is the function
 
 
 def skewed(nodes: int = 400, edges: int = 3000, relations: int = 7, device: str = "cpu") -> RelGraph:
@@ -167,6 +169,50 @@ def test_a_group_costs_as_many_kernels_as_a_block_and_waits_only_where_it_says_s
     assert counts[16] < 1.2 * counts[1]
 
 
+def test_a_group_goes_on_where_its_counts_are_there_and_waits_where_it_is_needed() -> None:
+    class Event:
+        there, asked, waited = False, 0, 0
+
+        def query(self) -> bool:
+            self.asked += 1
+            return self.there
+
+        def synchronize(self) -> None:
+            self.waited += not self.there
+
+        def record(self) -> None:
+            self.there = False
+
+    def work() -> Any:
+        one = yield torch.tensor([3])
+        two = yield torch.tensor([4, 5])
+        return one + two
+
+    ahead = _Ahead(work(), None)
+    ahead.go_on()
+    assert ahead.counts is None  # on a CPU there is nothing to be had by it
+    ahead.arrived = event = Event()  # type: ignore[assignment]
+    for _ in range(2):
+        ahead.go_on()
+        assert ahead.counts is not None and ahead.counts.tolist() == [3]
+    event.there = True
+    ahead.go_on()
+    assert ahead.counts.tolist() == [4, 5] and event.waited == 0 and event.asked == 2
+    assert ahead.finished() == [3, 4, 5] and event.waited == 1
+    ahead.go_on()
+    assert ahead.finished() == [3, 4, 5]
+
+
+def test_what_is_handed_to_the_stream_that_trains_is_all_memory_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_ = some_blocks(skewed(90, 300, 4), batch_size=4)
+    monkeypatch.setattr(BLOCKS, "MOST_EDGES", 3 * made_.buckets[0].edges)
+    group = _Ahead(made_._group(torch.arange(90), made_.generator), None).finished()
+    for one in group:
+        held = {t.untyped_storage().data_ptr() for t in one.memory}
+        assert {t.untyped_storage().data_ptr() for t in bits(one.block()) if t.numel()} <= held
+    assert 90 / 4 / 3 < len({id(one.memory) for one in group}) < len(group)  # three of a bucket at a time
+
+
 def test_a_pass_takes_one_number_from_the_generator_however_far_it_goes() -> None:
     graph = skewed()
     whole, left = some_blocks(graph, seed=1, together=4), some_blocks(graph, seed=1, together=4)
@@ -259,11 +305,12 @@ def kind_loss(model: Any, block: Block) -> Tensor:
     return F.cross_entropy(model(block), torch.where(block.is_seed, block.seeds % KINDS, -100))
 
 
-def step_over(graph: RelGraph, example: Block) -> tuple[wholestep.Step, Network]:
+def step_over(graph: RelGraph, example: Block, **options: Any) -> tuple[wholestep.Step, Network]:
     torch.manual_seed(0)
     model = Network(graph.num_nodes, graph.num_relations)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    made = wholestep.compile(model, kind_loss, optimizer, example, backend="interpret", cache=False, verbose=False)
+    options = {"backend": "interpret", "cache": False, "verbose": False} | options
+    made = wholestep.compile(model, kind_loss, optimizer, example, **options)
     return made, model
 
 
@@ -325,3 +372,39 @@ def test_on_a_gpu_beside_the_step() -> None:
         edges = int(block.num_real[1])
         src, dst = (block.nodes[t[:edges].long()].cpu() for t in (block.graph.src, block.graph.dst))
         assert {(int(s), int(d), int(r)) for s, d, r in zip(src, dst, block.graph.etype[:edges].cpu())} <= whole
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_blocks_are_those_of_a_cpu_and_nothing_waits_between_them() -> None:
+    graph = typed(skewed(90, 300, 4))
+    options: dict[str, Any] = {"fanout": (300, 300), "batch_size": 4, "shuffle": False}
+    alone = some_blocks(graph, **options)
+    blocks = iter(some_blocks(graph.to("cuda"), **options, together=5, buckets=alone.buckets))
+    found = [next(blocks)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found += list(blocks)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for one, other in zip(alone, found, strict=True):
+        for a, b in zip(bits(one), bits(other), strict=True):
+            assert a.dtype == b.dtype and torch.equal(a, b.cpu()) and b.data_ptr() % 16 == 0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_blocks_are_replayed_with_the_losses_of_eager() -> None:
+    made_blocks = some_blocks(skewed(device="cuda"), batch_size=8, together=8, buckets=2)
+    with torch.device("cuda"):
+        step, model = step_over(made_blocks.graph, next(iter(made_blocks)), cuda_graph=True)
+        torch.manual_seed(0)
+        eager = Network(made_blocks.graph.num_nodes, made_blocks.graph.num_relations)
+    eager.load_state_dict(model.state_dict())
+    optimizer = torch.optim.Adam(eager.parameters(), lr=1e-2)
+    for block in made_blocks:
+        ours = step(block)
+        optimizer.zero_grad()
+        theirs = kind_loss(eager, block)
+        theirs.backward()
+        optimizer.step()
+        assert float(ours) == pytest.approx(theirs.item(), rel=1e-3)
+    assert step.count == 50 and step.captures <= 2 and step.regions["cuda_graph"]["mode"] == "replayed"

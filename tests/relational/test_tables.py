@@ -112,3 +112,10 @@ def test_room_is_for_what_fills_it_too() -> None:
     there = Sizes(4, 5, 3, 3, 3, 4, 4)
     assert Sizes(5, 6, 4, 4, 4, 5, 5).hold(there) and not there.hold(there)
     assert not Sizes(5, 5, 4, 4, 4, 5, 5).hold(there)
+
+
+@pytest.mark.parametrize("count", [0, 100, 20_000, 40_000])
+def test_equal_ids_stay_in_order_however_many_there_are(count: int) -> None:
+    ids = torch.randint(0, 50, (count,))
+    found = building.order_of(ids, 50)
+    assert torch.equal(found, ids.argsort(stable=True)) and found.shape == (count,)

@@ -139,9 +139,8 @@ class Blocks:
             while coming is not None:
                 group, coming = coming, begun()
                 for made in group.finished():
-                    block = self._counted(made)
-                    group.hand_over(block)
-                    yield block
+                    group.hand_over(made.memory)
+                    yield self._counted(made)
                     if coming is not None:
                         coming.go_on()
         finally:
@@ -177,13 +176,16 @@ class Blocks:
         drawn = yield from draw(self.graph, full, len(seeds), self.fanout, generator)
         buckets = [self._bucket(sizes) for sizes in drawn.sizes]
         made: dict[int, _Made] = {}
-        for bucket in sorted(set(buckets)):
+        for bucket, sizes in enumerate(self.buckets):
             which = [row for row in range(rows) if buckets[row] == bucket]
-            chosen = torch.arange(rows, device=seeds.device) if len(which) == rows else seeds.new_tensor(which)
-            blocks = rows_apart(self._filled(drawn, chosen, self.buckets[bucket], len(seeds)))
-            for row, block in zip(which, blocks, strict=True):
-                fewer = missing if row == rows - 1 else 0
-                made[row] = _Made(block, bucket, drawn.sizes[row].nodes - fewer, drawn.sizes[row].edges)
+            most = max(MOST_EDGES // sizes.edges, 1)
+            for some in (which[n : n + most] for n in range(0, len(which), most)):
+                chosen = torch.tensor(some).to(seeds.device, non_blocking=True)
+                blocks = rows_apart(self._filled(drawn, chosen, sizes, len(seeds)))
+                memory = flatten(blocks[0]())[0]
+                for row, block in zip(some, blocks, strict=True):
+                    fewer = missing if row == rows - 1 else 0
+                    made[row] = _Made(block, memory, bucket, drawn.sizes[row].nodes - fewer, drawn.sizes[row].edges)
         return [made[row] for row in range(rows)]
 
     def _full(self, seeds: Tensor) -> Tensor:
@@ -200,7 +202,7 @@ class Blocks:
         place = torch.arange(self.batch_size, device=nodes.device)
         is_seed = chosen[:, None] * self.batch_size + place < count
         real = drawn.counts.index_select(0, chosen)
-        real[:, 0] -= (~is_seed).sum(1)
+        real[:, 0].sub_((~is_seed).sum(1))
         return Block(
             graph=RelGraph._of({"order": order, "types": self._types(nodes)} | tables),
             nodes=nodes, edges=given, seeds=drawn.seeds.index_select(0, chosen), is_seed=is_seed, num_real=real,
@@ -258,6 +260,8 @@ class _Made:
     """A block whose tensors are there."""
 
     block: Callable[[], Block]
+    memory: list[Tensor]
+    """Tensors that share their memory with its own; the same list for several blocks."""
     bucket: int
     nodes: int
     edges: int
@@ -275,7 +279,7 @@ class _Ahead:
         self.arrived = torch.cuda.Event() if stream is not None else None
         """Of the counts, in the end of all that was made."""
         self.made: Any = None
-        self.readers: list[torch.cuda.Stream] = []
+        self.handed_over: list[tuple[torch.cuda.Stream, int]] = []
 
     def go_on(self) -> None:
         """One more stretch, if the counts for it are there."""
@@ -292,25 +296,23 @@ class _Ahead:
             self.arrived.synchronize()
         with torch.cuda.stream(self.stream):
             try:
-                self.counts = self.work.send(None if self.counts is None else self.counts.tolist())
-                if self.arrived is not None:
-                    host = torch.empty(self.counts.shape, dtype=self.counts.dtype, pin_memory=True)
-                    self.counts = host.copy_(self.counts, non_blocking=True)
+                counts = self.work.send(None if self.counts is None else self.counts.tolist())
+                self.counts = counts.to("cpu", non_blocking=True)
             except StopIteration as done:
                 self.made = done.value
             if self.arrived is not None:
                 self.arrived.record()
 
-    def hand_over(self, block: Block) -> None:
-        """The stream that trains waits for the blocks, once; their memory, which all of them share, is not given away while it is
-        read there."""
+    def hand_over(self, memory: list[Tensor]) -> None:
+        """The stream that trains waits for what was made, and the memory is not given away while it is read there; once for all
+        blocks that share it."""
         if self.stream is None or self.arrived is None:
             return
         reader = torch.cuda.current_stream(self.stream.device)
-        if reader not in self.readers:
-            self.readers.append(reader)
+        if (reader, id(memory)) not in self.handed_over:
+            self.handed_over.append((reader, id(memory)))
             reader.wait_event(self.arrived)
-            for tensor in {id(tensor): tensor for tensor in flatten(block)[0]}.values():
+            for tensor in {id(tensor): tensor for tensor in memory}.values():
                 tensor.record_stream(reader)
 
 

@@ -24,6 +24,8 @@ from wholestep.relational.tables import Cells, NodeTypes, Pairs, Rows, Sizes, Ta
 
 ALIGNED = 16
 """Bytes. Compiled code copies inputs that begin at no multiple of it."""
+BY_DIGITS = 2**15
+"""From so many numbers on torch sorts them by their digits on a CPU, in 0.14 ms, where 24,000 take 1.17 ms and 6,000 0.22."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,8 +122,12 @@ def some(t: Tensor, at: Tensor) -> Tensor:
 
 
 def order_of(ids: Tensor, most: int) -> Tensor:
-    """Where the ids stand in their order, equal ones as they are; narrow keys are sorted twice as fast."""
-    return narrow(most)(ids).sort(stable=True).indices
+    """Where the ids, which are below `most`, stand in their order, equal ones as they are; narrow ones are sorted twice as fast."""
+    ids = narrow(most)(ids)
+    if ids.device.type == "cpu" and BY_DIGITS // 5 < len(ids) < BY_DIGITS:
+        more = ids.new_full((BY_DIGITS - len(ids),), most)
+        return torch.cat([ids, more]).sort(stable=True).indices[: len(ids)]
+    return ids.sort(stable=True).indices
 
 
 def sides_of(edges: Edges) -> list[Side]:

@@ -54,7 +54,7 @@ def draw(
 ) -> Generator[Tensor, list[int], Drawn]:
     """`seeds`: (batches, seeds), of which the first `count` are asked, row by row; what comes after them is their padding."""
     (batches, size), device, every = seeds.shape, seeds.device, graph.num_nodes
-    batch = torch.arange(batches, device=device).repeat_interleave(size, output_size=batches * size)[:count]
+    batch = torch.arange(batches, device=device)[:, None].expand(-1, size).reshape(-1)[:count]
     node = seeds.reshape(-1)[:count]
     asked, before = torch.arange(count, device=device), 0
     edges, asking = [asked[:0]], [asked[:0]]
