@@ -7,9 +7,9 @@ own with the ids of its nodes and edges; the seeds are its first nodes, in their
         loss = step(block)                # in the loss function: model(block.graph, x[block.nodes])[: block.seeds.shape[0]]
 
 A hop draws up to `fanout` incoming edges of every node that the hop before found, without replacement; a node is asked once. It
-happens on the graph's device, in tensors whose sizes follow from fanout and batch size. The host waits twice per block, for counts
-that data decide: of nodes and edges, before tables are built, and of pairs and rows, to choose a bucket. On a GPU a stream of its
-own does this, so that it waits for no training step.
+happens on the graph's device, on a GPU for many batches at once (`drawing.py`, `building.py`), which costs as many kernels as one
+block. The host needs counts that data decide, two per hop; on a GPU it fetches them between training steps, one group of blocks
+ahead, when they are there anyway.
 
 Buckets are sizes that blocks are filled up to (`tables.py`): a bucket is one shape, hence one captured program. They are found
 once, from blocks drawn to try, and the last is the most that a block can have, so there are never more.
@@ -39,7 +39,7 @@ SLACK = 0.05
 UNEVEN = 64
 """Sizes of buckets are multiples of it."""
 MOST_TOGETHER, MOST_EDGES = 32, 2**19
-"""Blocks, and their edges, that are made together on a GPU: an edge takes some 250 bytes."""
+"""Blocks, and their edges, that are made together on a GPU; an edge takes 160 to 200 bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
