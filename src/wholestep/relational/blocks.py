@@ -169,7 +169,7 @@ class Blocks:
 
     # ---- groups ----
 
-    def _group(self, seeds: Tensor, generator: torch.Generator | None) -> Generator[Tensor, list[int], list[_Made]]:
+    def _group(self, seeds: Tensor, generator: torch.Generator | None) -> Generator[Tensor | None, Any, list[_Made]]:
         """The blocks around a number of batches, made together: a few hundred kernels, however many they are."""
         full = self._full(seeds)
         rows, missing = len(full), full.numel() - len(seeds)
@@ -181,7 +181,9 @@ class Blocks:
             most = max(MOST_EDGES // sizes.edges, 1)
             for some in (which[n : n + most] for n in range(0, len(which), most)):
                 chosen = torch.tensor(some).to(seeds.device, non_blocking=True)
-                blocks = rows_apart(self._filled(drawn, chosen, sizes, len(seeds)))
+                filled_up = self._filled(drawn, chosen, sizes, len(seeds))
+                yield None  # tens of views per block take the host about as long as the kernels did
+                blocks = rows_apart(filled_up)
                 memory = flatten(blocks[0]())[0]
                 for row, block in zip(some, blocks, strict=True):
                     fewer = missing if row == rows - 1 else 0
@@ -272,7 +274,8 @@ class _Ahead:
     """Work that needs counts from the device now and then, done stretch by stretch: on a GPU on a stream of its own, while
     training steps are launched in between, so that the host waits for neither."""
 
-    def __init__(self, work: Generator[Tensor, Any, Any], stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, work: Generator[Tensor | None, Any, Any], stream: torch.cuda.Stream | None) -> None:
+        """`work` yields counts that it needs as numbers, or None where others may have their turn."""
         self.work, self.stream = work, stream
         self.counts: Tensor | None = None
         """What the next stretch needs, on its way to the host."""
@@ -297,7 +300,7 @@ class _Ahead:
         with torch.cuda.stream(self.stream):
             try:
                 counts = self.work.send(None if self.counts is None else self.counts.tolist())
-                self.counts = counts.to("cpu", non_blocking=True)
+                self.counts = None if counts is None else counts.to("cpu", non_blocking=True)
             except StopIteration as done:
                 self.made = done.value
             if self.arrived is not None:

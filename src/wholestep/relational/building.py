@@ -162,10 +162,8 @@ def tables_of(edges: Edges, sides: Sequence[Side], by_source: Tensor | None, siz
     pairs, device = sizes.source_pairs + sizes.destination_pairs, src.device
     fit = narrow(max(*sizes, pairs, edges.relations))
     starts = [_starts(_at(side.node, side.by_node), sizes.nodes) for side in sides]
-    numbers = [side.before[:, 1:] - 1 for side in sides]
-    pair = [torch.empty_like(side.order).scatter_(1, side.order, n) for side, n in zip(sides, numbers, strict=True)]
     sources, destinations = (
-        _pairs(sides[n], numbers[n], pair[n], starts[n], size, sizes.nodes - 1, edges.relations - 1, fit)
+        _pairs(sides[n], starts[n], size, sizes.nodes - 1, edges.relations - 1, fit)
         for n, size in enumerate((sizes.source_pairs, sizes.destination_pairs))
     )
     numbered = sources.to_edge.index, destinations.to_edge.index
@@ -214,21 +212,20 @@ def make_types(types: Tensor, count: int, sorted_or_not: bool = True) -> NodeTyp
 # ---- the parts ----
 
 
-def _pairs(
-    side: Side, numbers: Tensor, pair: Tensor, starts: Tensor, size: int, last: int, last_relation: int, fit: Fit
-) -> Pairs:
-    """`numbers`: of the edges' pairs, in the order of the side; `pair`: in the order of edges; `starts`: node -> its edges."""
+def _pairs(side: Side, starts: Tensor, size: int, last: int, last_relation: int, fit: Fit) -> Pairs:
+    """`starts`: node -> its edges."""
+    numbers = side.before[:, 1:] - 1
+    pair = torch.empty_like(side.order).scatter_(1, side.order, numbers)
     relation, node = (
         _put(size, fill, numbers, fit(ids)) for fill, ids in ((last_relation, side.relations), (last, side.nodes))
     )
     ends = _closed(side.counts.cumsum(1), size)
     at_edges = Taking(fit(pair), fit(_starts(numbers, size)), fit(side.order))
-    in_order = _at(at_edges.index, side.by_node)
-    place, ptr = _selected(_changes(in_order), starts, size)
-    spare = torch.arange(size, dtype=node.dtype, device=node.device).repeat(
-        len(node), 1
-    )  # pairs beyond the edges' come last here too
-    of_node = Taking(node, fit(ptr), spare.scatter_(1, place, in_order))
+    by_node = _at(at_edges.index, side.by_node)
+    place, ptr = _selected(_changes(by_node), starts, size)
+    # pairs beyond those of the edges come last here too
+    spare = torch.arange(size, dtype=node.dtype, device=node.device).repeat(len(node), 1)
+    of_node = Taking(node, fit(ptr), spare.scatter_(1, place, by_node))
     return Pairs(relation, fit(ends), of_node, at_edges)
 
 

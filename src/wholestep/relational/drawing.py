@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ class Drawn:
 
 def draw(
     graph: RelGraph, seeds: Tensor, count: int, fanout: Sequence[int], generator: torch.Generator | None
-) -> Generator[Tensor, list[int], Drawn]:
+) -> Generator[Tensor, Any, Drawn]:
     """`seeds`: (batches, seeds), of which the first `count` are asked, row by row; what comes after them is their padding."""
     (batches, size), device, every = seeds.shape, seeds.device, graph.num_nodes
     batch = torch.arange(batches, device=device)[:, None].expand(-1, size).reshape(-1)[:count]
@@ -107,7 +108,7 @@ def filled(drawn: Drawn, graph: RelGraph, which: Tensor, sizes: Sizes) -> tuple[
 
 def _edges_of(
     graph: RelGraph, nodes: Tensor, most: int, generator: torch.Generator | None
-) -> Generator[Tensor, list[int], tuple[Tensor, Tensor]]:
+) -> Generator[Tensor, Any, tuple[Tensor, Tensor]]:
     """Up to `most` incoming edges of every node, as places in the graph, and which of the nodes they are of."""
     begin = graph.ptr.index_select(0, nodes).long()
     degree = graph.ptr.index_select(0, nodes + 1) - begin
