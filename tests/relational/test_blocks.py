@@ -337,6 +337,13 @@ def test_few_captures_for_many_blocks_and_the_losses_of_eager(together: int) -> 
     assert step.count == len(made_blocks) == 29 and step.rung == "whole step" and step.captures <= 4
 
 
+def test_a_seed_that_is_there_twice_has_two_nodes_one_of_them_alone() -> None:
+    made_ = some_blocks(made("plain"), batch_size=4)
+    block = made_.block(torch.tensor([5, 3, 5]), made_.generator)
+    assert block.nodes[:4].tolist() == block.seeds.tolist() == [5, 3, 5, 5]
+    assert int(block.graph.degree[2]) == int(block.graph.degree[3]) == 0 < int(block.graph.degree[0])
+
+
 def test_no_seeds_are_no_blocks() -> None:
     none = rel.blocks(made("plain"), torch.arange(0), fanout=(2,), batch_size=3)
     assert len(none) == 0 and list(none) == []

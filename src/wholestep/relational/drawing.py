@@ -100,7 +100,9 @@ def filled(drawn: Drawn, graph: RelGraph, which: Tensor, sizes: Sizes) -> tuple[
     row = which.new_full((len(drawn.sizes),), count).scatter_(0, which, torch.arange(count, device=which.device))
     row = row.index_select(0, drawn.batch)
     nodes = which.new_empty(count + 1, sizes.nodes)  # one row more, for what is of other batches
-    nodes[:-1] = drawn.seeds.index_select(0, which)[:, :1]
+    seeds = drawn.seeds.index_select(0, which)
+    nodes[:-1] = seeds[:, :1]
+    nodes[:-1, : seeds.shape[1]] = seeds
     place = row * sizes.nodes + torch.where(row < count, drawn.number, 0)
     nodes.view(-1).scatter_(0, place, drawn.node)
     return rows, nodes[:-1], given
