@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
@@ -206,6 +207,62 @@ def test_a_group_goes_on_where_its_counts_are_there_and_waits_where_it_is_needed
     assert ahead.finished() == [3, 4, 5] and event.waited == 1
     ahead.go_on()
     assert ahead.finished() == [3, 4, 5]
+
+
+class Streams:
+    """Stand for those of a GPU: what waits for what, and which memory is held for whom."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.held: set[int] = set()
+        log, held = self.log, self.held
+
+        class Stream:
+            device = torch.device("cpu")
+
+            def __init__(self, name: str) -> None:
+                self.name = name
+
+            def wait_stream(self, other: Stream) -> None:
+                log.append(f"{self.name} waits for {other.name}")
+
+            def wait_event(self, event: Any) -> None:
+                log.append(f"{self.name} waits for a group")
+
+        class Event:
+            def query(self) -> bool:
+                return True
+
+            def synchronize(self) -> None:
+                log.append("the host asks")
+
+            record = query
+
+        self.own, current = Stream("own"), Stream("training")
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, s: held.add(t.untyped_storage().data_ptr()))
+
+
+def test_one_group_ahead_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = skewed()
+    alone = list(some_blocks(graph, together=8))
+    made_ = some_blocks(graph, together=8)
+    streams = Streams(monkeypatch)
+    made_.stream = streams.own  # type: ignore[assignment]
+    for n, (block, same) in enumerate(zip(made_, alone, strict=True)):
+        assert all(torch.equal(a, b) for a, b in zip(bits(block), bits(same), strict=True))
+        assert {t.untyped_storage().data_ptr() for t in bits(block) if t.numel()} <= streams.held
+        if n == 7:  # the stretches of the group after it are behind us
+            assert streams.log.count("the host asks") == 2 * 4
+        streams.held.clear() if n % 8 == 7 else None
+    assert streams.log[0] == "own waits for training" and streams.log[-1] == "training waits for own"
+    assert streams.log.count("training waits for a group") == 4  # 25 blocks
+    before = len(streams.log)
+    for _ in made_:
+        break
+    assert streams.log[-1] == "training waits for own" and len(streams.log) > before
 
 
 def test_what_is_handed_to_the_stream_that_trains_is_all_memory_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
