@@ -2,11 +2,13 @@
 
 In: a twin of a known graph by its name, fan-out, batch size, width. Out: one row of JSON.
 
-    plan_ms   drawing a block and building its tables, alone
+    plan_ms   drawing a block and building its tables, alone: a pass over all of them without steps
     step_ms   one training step of a two-layer R-GCN on a block that is there: forward, backward, Adam
     loop_ms   both, as `for block in blocks: step(block)` has them; on a GPU a block is made while the step before it runs
     share     of the step's time that planning adds to it: loop_ms / step_ms - 1; wanted: below 0.1
     alone     plan_ms / step_ms
+    together  how many blocks are made at once
+    captures  in all; captures_in_loop: while the loop was timed, which then is no measurement
 
 The network: learned vectors of all nodes, W (relations, width, width) twice, one product to 16 kinds; losses over the seeds. On a
 CPU times are those of this process on its processor: where others use it too, take `--threads 1`.
@@ -93,19 +95,18 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
         for block in few:
             step(block)
     step_ms = [timed(lambda block=block: step(block), given.device) for _ in range(5) for block in few]  # type: ignore[misc]
-    plan_ms = [
-        timed(lambda start=start: blocks.block(seeds[start : start + given.batch_size], generator), given.device)  # type: ignore[misc]
-        for start in range(0, seeds.shape[0] - given.batch_size + 1, given.batch_size)
-    ]
+    count = len(blocks)
+    plan_ms = [timed(lambda: [None for _ in blocks], given.device) / count for _ in range(3)]
     for _ in blocks:  # whatever is captured or compiled for other buckets is so before the clock runs
         step(_)
-    count = len(blocks)
+    captures = step.captures
     loop_ms = timed(lambda: [step(block) for block in blocks], given.device) / count
     row = {
         "graph": given.graph, "scale": given.scale, "nodes": graph.num_nodes, "edges": graph.num_edges,
         "relations": graph.num_relations, "fanout": given.fanout, "batch_size": given.batch_size, "width": given.width,
         "blocks": count, "step_ms": statistics.median(step_ms), "plan_ms": statistics.median(plan_ms), "loop_ms": loop_ms,
-        "find_buckets_ms": find_ms, "captures": step.captures, "steps": step.count, "rung": step.rung,
+        "find_buckets_ms": find_ms, "captures": step.captures, "captures_in_loop": step.captures - captures,
+        "steps": step.count, "rung": step.rung, "together": blocks.together,
         "buckets": [sizes._asdict() for sizes in blocks.buckets], "padding": blocks.report().splitlines(),
     }  # fmt: skip
     row |= {"share": row["loop_ms"] / row["step_ms"] - 1, "alone": row["plan_ms"] / row["step_ms"]}

@@ -9,16 +9,19 @@ import torch
 from tests.relational.graphs import NAMES, made
 from torch import Tensor
 
-from wholestep.relational import tables
+from wholestep.relational import building
+from wholestep.relational.building import in_order, in_rows, one_row, sides_of, sizes_of
 from wholestep.relational.graph import RelGraph
-from wholestep.relational.tables import Sizes, Table, Taking, make_tables, side_of
+from wholestep.relational.tables import Sizes, Table, Taking, side_of
 
 
 def with_room(graph: RelGraph, more: int) -> RelGraph:
     ids = (t.long() for t in (graph.src, graph.dst, graph.etype))
-    made_ = make_tables(
-        *ids, graph.num_nodes, graph.num_relations, lambda there: Sizes(*(size + more for size in there))
-    )
+    edges = in_order(*ids, graph.num_nodes, graph.num_relations)
+    by_source, counts = sizes_of(edges, sides_of(edges), 1)
+    sizes = Sizes(*(size + more for size in (graph.num_nodes, *counts[0, :-1].tolist())))
+    filled, _ = in_rows(edges, torch.tensor([0, graph.num_edges]), torch.tensor([0]), 0, sizes)
+    made_ = one_row(building.tables_of(filled, sides_of(filled), by_source, sizes))
     return RelGraph._of({"order": torch.arange(graph.num_edges + more), "types": None} | made_)
 
 
@@ -64,7 +67,7 @@ def test_every_table_with_room_is_a_table(name: str, more: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_real_stands_where_it_stood(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "side_of", lambda *_: None)  # with room every relation has its own
+    monkeypatch.setattr(building, "side_of", lambda *_: None)  # with room every relation has its own
     alone, graph = made(name), with_room(made(name), 3)
     for with_more, without in zip(
         tables_of(graph)[:-1], tables_of(alone)[:-1], strict=True
@@ -107,5 +110,12 @@ def test_all_relations_take_one_side_unless_two_are_much_better(name: str, by_so
 
 def test_room_is_for_what_fills_it_too() -> None:
     there = Sizes(4, 5, 3, 3, 3, 4, 4)
-    assert Sizes(5, 6, 4, 4, 4, 4, 4).hold(there) and not there.hold(there)
-    assert not Sizes(5, 5, 4, 4, 4, 4, 4).hold(there)
+    assert Sizes(5, 6, 4, 4, 4, 5, 5).hold(there) and not there.hold(there)
+    assert not Sizes(5, 5, 4, 4, 4, 5, 5).hold(there)
+
+
+@pytest.mark.parametrize("count", [0, 100, 20_000, 40_000])
+def test_equal_ids_stay_in_order_however_many_there_are(count: int) -> None:
+    ids = torch.randint(0, 50, (count,))
+    found = building.order_of(ids, 50)
+    assert torch.equal(found, ids.argsort(stable=True)) and found.shape == (count,)

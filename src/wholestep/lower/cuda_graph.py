@@ -24,7 +24,7 @@ import torch
 
 from wholestep.errors import one_line
 from wholestep.lower.driver import cutting
-from wholestep.lower.places import Places
+from wholestep.lower.places import Places, copy_in
 from wholestep.lower.runner import Runner
 from wholestep.ops.timing import Clock, EventClock
 from wholestep.ops.tuner import ASKED_FOR, FASTEST, MEASURED, REFUSED, Choice
@@ -116,14 +116,7 @@ class CudaGraphRunner:
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         if not self.graphs:
             raise RuntimeError("this CUDA graph was released")
-        for index in self.batch:
-            given, static = inputs[index], self.static[index]
-            if given.shape != static.shape or given.dtype != static.dtype:
-                raise ValueError(
-                    f"the CUDA graph was recorded for a batch of {tuple(static.shape)} {static.dtype}, "
-                    f"not {tuple(given.shape)} {given.dtype}"
-                )
-            static.copy_(given, non_blocking=True)
+        copy_in([self.static[index] for index in self.batch], [inputs[index] for index in self.batch])
         for graph in self.graphs:
             graph.replay()
         for index in self.written:

@@ -1,7 +1,8 @@
-"""Which tensors of the batch a recorded step may read where they lie.
+"""Which tensors of the batch a recorded step may read where they lie, and how the others come into its buffers.
 
 In: the inputs of call after call. Out: those that have been the same memory in every one of them, and whether one has moved. The
-tables of a graph that is trained on as a whole are such tensors: copied into buffers they would be moved twice in every step.
+tables of a graph that is trained on as a whole are such tensors: copied into buffers they would be moved twice in every step. The
+tables of a sampled block are not: they are small and many, and are copied by one kernel per dtype.
 """
 
 from __future__ import annotations
@@ -37,3 +38,25 @@ class Places:
 def _lies(tensor: torch.Tensor) -> tuple[Any, ...]:
     storage = tensor.untyped_storage()
     return storage._cdata, tensor.data_ptr(), storage.nbytes(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+TOGETHER = frozenset({torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32})
+"""Dtypes of which many tensors are copied by one kernel, so that the host has a few to launch and not one per tensor."""
+
+
+def copy_in(buffers: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+    """Copy a batch into the buffers of a recording, which are of its sizes and dtypes."""
+    kinds: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for buffer, tensor in zip(buffers, given, strict=True):
+        if tensor.shape != buffer.shape or tensor.dtype != buffer.dtype:
+            was, found = f"{tuple(buffer.shape)} {buffer.dtype}", f"{tuple(tensor.shape)} {tensor.dtype}"
+            raise ValueError(f"the CUDA graph was recorded for a batch of {was}, not {found}")
+        into, of = kinds.setdefault(tensor.dtype, ([], []))
+        into.append(buffer)
+        of.append(tensor)
+    for dtype, (into, of) in kinds.items():
+        if dtype in TOGETHER and len(into) > 1:
+            torch._foreach_copy_(into, of, non_blocking=True)
+        else:
+            for buffer, tensor in zip(into, of, strict=True):
+                buffer.copy_(tensor, non_blocking=True)

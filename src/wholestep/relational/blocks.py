@@ -7,9 +7,9 @@ own with the ids of its nodes and edges; the seeds are its first nodes, in their
         loss = step(block)                # in the loss function: model(block.graph, x[block.nodes])[: block.seeds.shape[0]]
 
 A hop draws up to `fanout` incoming edges of every node that the hop before found, without replacement; a node is asked once. It
-happens on the graph's device, in tensors whose sizes follow from fanout and batch size. The host waits twice per block, for counts
-that data decide: of nodes and edges, before tables are built, and of pairs and rows, to choose a bucket. On a GPU a stream of its
-own does this, so that it waits for no training step.
+happens on the graph's device, on a GPU for many batches at once (`drawing.py`, `building.py`), which costs as many kernels as one
+block. The host needs counts that data decide, two per hop; on a GPU it fetches them between training steps, one group of blocks
+ahead, when they are there anyway.
 
 Buckets are sizes that blocks are filled up to (`tables.py`): a bucket is one shape, hence one captured program. They are found
 once, from blocks drawn to try, and the last is the most that a block can have, so there are never more.
@@ -17,25 +17,29 @@ once, from blocks drawn to try, and the last is the most that a block can have, 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from wholestep.capture.batch import flatten
 from wholestep.errors import BadOption
+from wholestep.relational.building import make_types, rows_apart, sides_of, tables_of
+from wholestep.relational.drawing import Drawn, draw, filled
 from wholestep.relational.graph import RelGraph
-from wholestep.relational.tables import NodeTypes, Sizes, make_tables, make_types
+from wholestep.relational.tables import NodeTypes, Sizes
 
-TRIED = 8
+TRIED = 32
 """Blocks that are drawn to find out how large they are."""
 SLACK = 0.05
 """Of the first bucket above the largest block that was tried; every further bucket has four times as much."""
 UNEVEN = 64
 """Sizes of buckets are multiples of it."""
+MOST_TOGETHER, MOST_EDGES = 32, 2**19
+"""Blocks, and their edges, that are made together on a GPU; an edge takes 160 to 200 bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,9 +101,6 @@ class Blocks:
         self.graph, self.seeds, self.fanout, self.batch_size = graph, seeds.long(), fanout, batch_size
         self.shuffle, self.generator = shuffle, generator
         device = graph.src.device
-        self.place = torch.full((graph.num_nodes + 1,), -1, device=device)
-        """Node -> its number in the block that is being made, or -1; the last is written to by what is left out."""
-        self.first = torch.full_like(self.place, 2**62)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if isinstance(buckets, int):
             if buckets < 1:
@@ -109,6 +110,7 @@ class Blocks:
             raise BadOption(f"buckets={buckets!r}", hint="a number, or the buckets of other blocks")
         else:
             self.buckets = tuple(Sizes(*sizes) for sizes in buckets)
+        self.together = self._together(self.buckets[0])
         self.used = [[0, 0, 0] for _ in self.buckets]
         """Per bucket: blocks, and their real nodes and edges."""
 
@@ -116,46 +118,44 @@ class Blocks:
         return math.ceil(self.seeds.shape[0] / self.batch_size)
 
     def __iter__(self) -> Iterator[Block]:
+        if not len(self):
+            return
+        # its own from here on: when a group is drawn, and how many are, changes no number of anyone's
+        first = torch.randint(2**62, (), generator=self.generator, device=self.seeds.device)
+        generator = torch.Generator(self.seeds.device).manual_seed(int(first))
+        seeds = self.seeds
+        if self.shuffle:
+            seeds = seeds.index_select(0, torch.randperm(len(seeds), generator=generator, device=seeds.device))
+        parts = iter(seeds.split(self.together * self.batch_size))
+
+        def begun() -> _Ahead | None:
+            part = next(parts, None)
+            return None if part is None else _Ahead(self._group(part, generator), self.stream)
+
         if self.stream is not None:  # graph and seeds are there
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        with self._beside():
-            seeds = self._in_order() if self.shuffle else self.seeds
-        for start in range(0, seeds.shape[0], self.batch_size):
-            with self._beside():
-                block = self.block(seeds[start : start + self.batch_size], self.generator)
-            if self.stream is not None:
-                _handed_over(block, self.stream)
-            yield block
+        try:
+            coming = begun()
+            while coming is not None:
+                group, coming = coming, begun()
+                for made in group.finished():
+                    group.hand_over(made.memory)
+                    yield self._counted(made)
+                    if coming is not None:
+                        coming.go_on()
+        finally:
+            if self.stream is not None:  # what was begun may still read memory that is given away now
+                torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
     def block(self, seeds: Tensor, generator: torch.Generator | None = None) -> Block:
         """The block around up to `batch_size` seeds."""
-        graph, ids, edge, src, dst = self.graph, *self._drawn(seeds, generator)
-        etype = graph.etype.index_select(0, edge).long()
-        used: dict[str, int] = {}
+        (made,) = _Ahead(self._group(seeds.long(), generator), None).finished()
+        return self._counted(made)
 
-        def room(there: Sizes) -> Sizes:
-            used["bucket"] = next((n for n, sizes in enumerate(self.buckets) if sizes.hold(there)), -1)
-            if used["bucket"] < 0:
-                raise BadOption(f"a block of {there} fits into no bucket", hint="let `buckets` be found: give a number")
-            return self.buckets[used["bucket"]]
-
-        tables = make_tables(src, dst, etype, ids.shape[0], graph.num_relations, room)
-        sizes = self.buckets[used["bucket"]]
-        real = ids.shape[0] - self.batch_size + seeds.shape[0], edge.shape[0]
-        for n, more in enumerate((1, *real)):
-            self.used[used["bucket"]][n] += more
-        order = torch.arange(sizes.edges, device=edge.device)
-        given = graph.order.index_select(0, edge).long()
-        any_edge = given[:1] if edge.shape[0] else given.new_zeros(1)
-        nodes = torch.cat([ids, seeds[:1].expand(sizes.nodes - ids.shape[0])])
-        return Block(
-            graph=RelGraph._of({"order": order, "types": self._types(nodes)} | tables),
-            nodes=nodes,
-            edges=torch.cat([given, any_edge.expand(sizes.edges - given.shape[0])]),
-            seeds=self._full(seeds),
-            is_seed=torch.arange(self.batch_size, device=edge.device) < seeds.shape[0],
-            num_real=torch.stack([torch.full((), count, device=edge.device) for count in real]),
-        )
+    def _counted(self, made: _Made) -> Block:
+        for n, more in enumerate((1, made.nodes, made.edges)):
+            self.used[made.bucket][n] += more
+        return made.block()
 
     def report(self) -> str:
         """Every bucket, how many blocks it got so far, and how much of them is padding."""
@@ -167,96 +167,84 @@ class Blocks:
             lines.append(told)
         return "\n".join(lines)
 
-    # ---- drawing ----
+    # ---- groups ----
 
-    def _drawn(self, seeds: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Nodes; and for every edge its place in the whole graph, its source and destination as nodes of the block, in the order of
-        (destination, relation)."""
-        graph, nobody, device = self.graph, self.graph.num_nodes, seeds.device
-        asked = self._full(seeds)
-        active = torch.arange(self.batch_size, device=device) < seeds.shape[0]
-        count = torch.full((), self.batch_size, device=device)
-        local = torch.arange(self.batch_size, device=device)
-        self.place[torch.where(active, asked, nobody)] = local
-        found, edges, sources, targets, kept = [asked], [], [], [], []
-        counts = [count]
-        for most in self.fanout if graph.num_edges else ():
-            begin, end = (graph.ptr.index_select(0, at).long() for at in (asked, asked + 1))
-            degree = torch.where(active, end - begin, 0)
-            picked = _distinct(degree, most, generator)
-            real = torch.arange(most, device=device) < degree[:, None]
-            edge = torch.where(real, begin[:, None] + picked, 0).reshape(-1)
-            real = real.reshape(-1)
-            other = torch.where(real, graph.src.index_select(0, edge).long(), nobody)
-            new = self._is_new(other) & real
-            rank = new.cumsum(0) - 1
-            self.place[torch.where(new, other, nobody)] = count + rank
-            room = min(other.shape[0], nobody)
-            edges.append(edge)
-            sources.append(self.place.index_select(0, other))
-            targets.append(local.repeat_interleave(most))
-            kept.append(real)
-            asked = torch.zeros(room + 1, dtype=torch.int64, device=device)
-            asked = asked.scatter_(0, torch.where(new, rank, room), other)[:room]
-            more = new.sum()
-            active = torch.arange(room, device=device) < more
-            asked = torch.where(active, asked, 0)
-            local = count + torch.arange(room, device=device)
-            count = count + more
-            found.append(asked)
-            counts.append(more)
-        kept_all = torch.cat(kept) if kept else active.new_zeros(0)
-        *sizes, num_edges = torch.stack([*counts, kept_all.sum()]).tolist()  # the host waits
-        ids = torch.cat([part[:size] for part, size in zip(found, sizes, strict=True)])
-        self.place[ids] = -1
-        at = torch.nonzero_static(kept_all, size=num_edges).reshape(-1)
-        edge, src, dst = (torch.cat([at[:0], *parts]).index_select(0, at) for parts in (edges, sources, targets))
-        return ids, edge, src, dst
+    def _group(self, seeds: Tensor, generator: torch.Generator | None) -> Generator[Tensor | None, Any, list[_Made]]:
+        """The blocks around a number of batches, made together: a few hundred kernels, however many they are."""
+        full = self._full(seeds)
+        rows, missing = len(full), full.numel() - len(seeds)
+        drawn = yield from draw(self.graph, full, len(seeds), self.fanout, generator)
+        buckets = [self._bucket(sizes) for sizes in drawn.sizes]
+        made: dict[int, _Made] = {}
+        for bucket, sizes in enumerate(self.buckets):
+            which = [row for row in range(rows) if buckets[row] == bucket]
+            most = max(MOST_EDGES // sizes.edges, 1)
+            for some in (which[n : n + most] for n in range(0, len(which), most)):
+                chosen = torch.tensor(some).to(seeds.device, non_blocking=True)
+                filled_up = self._filled(drawn, chosen, sizes, len(seeds))
+                yield None  # tens of views per block take the host about as long as the kernels did
+                blocks = rows_apart(filled_up)
+                memory = flatten(blocks[0]())[0]
+                for row, block in zip(some, blocks, strict=True):
+                    fewer = missing if row == rows - 1 else 0
+                    made[row] = _Made(block, memory, bucket, drawn.sizes[row].nodes - fewer, drawn.sizes[row].edges)
+        return [made[row] for row in range(rows)]
+
+    def _full(self, seeds: Tensor) -> Tensor:
+        """A row per batch; the last may have too few and is filled up with its first."""
+        missing = -len(seeds) % self.batch_size
+        last = seeds[len(seeds) + missing - self.batch_size :][:1]
+        return torch.cat([seeds, last.expand(missing)]).view(-1, self.batch_size)
+
+    def _filled(self, drawn: Drawn, chosen: Tensor, sizes: Sizes, count: int) -> Block:
+        """Of tensors that have a row for each of these batches."""
+        edges, nodes, given = filled(drawn, self.graph, chosen, sizes)
+        tables = tables_of(edges, sides_of(edges), drawn.by_source.index_select(0, chosen), sizes)
+        order = torch.arange(sizes.edges, device=nodes.device)[None]
+        place = torch.arange(self.batch_size, device=nodes.device)
+        is_seed = chosen[:, None] * self.batch_size + place < count
+        real = drawn.counts.index_select(0, chosen)
+        real[:, 0].sub_((~is_seed).sum(1))
+        return Block(
+            graph=RelGraph._of({"order": order, "types": self._types(nodes)} | tables),
+            nodes=nodes, edges=given, seeds=drawn.seeds.index_select(0, chosen), is_seed=is_seed, num_real=real,
+        )  # fmt: skip
 
     def _types(self, nodes: Tensor) -> NodeTypes | None:
         if self.graph.types is None:
             return None
-        types = self.graph.types.to_node.index.index_select(0, nodes).long()
-        return make_types(types, self.graph.types.count, sorted_or_not=False)
+        types = self.graph.types.to_node.index.index_select(0, nodes.view(-1)).view(nodes.shape)
+        return make_types(types.long(), self.graph.types.count, sorted_or_not=False)
 
-    def _is_new(self, nodes: Tensor) -> Tensor:
-        """Which of them is the first of its kind that the block has not got."""
-        position = torch.arange(nodes.shape[0], device=nodes.device)
-        self.first.scatter_reduce_(0, nodes, position, "amin")
-        new = (self.first.index_select(0, nodes) == position) & (self.place.index_select(0, nodes) < 0)
-        self.first[nodes] = 2**62
-        return new
-
-    def _full(self, seeds: Tensor) -> Tensor:
-        """As many as a batch has."""
-        return torch.cat([seeds, seeds[:1].expand(self.batch_size - seeds.shape[0])])
-
-    def _in_order(self) -> Tensor:
-        order = torch.randperm(self.seeds.shape[0], generator=self.generator, device=self.seeds.device)
-        return self.seeds.index_select(0, order)
+    def _bucket(self, there: Sizes) -> int:
+        for n, sizes in enumerate(self.buckets):
+            if sizes.hold(there):
+                return n
+        raise BadOption(f"a block of {there} fits into no bucket", hint="let `buckets` be found: give a number")
 
     # ---- sizes ----
 
     def _found_buckets(self, count: int) -> tuple[Sizes, ...]:
         """The largest of a few blocks and some more, several times, and what no block exceeds."""
-        generator = torch.Generator(self.seeds.device).manual_seed(0)
         most = self._most()
         if count == 1 or not len(self):
             return (most,)
+        generator = torch.Generator(self.seeds.device).manual_seed(0)
+        tried = max(min(TRIED, len(self.seeds) // self.batch_size), 1) * self.batch_size
+        order = torch.randperm(len(self.seeds), generator=generator, device=self.seeds.device)[:tried]
         seen: list[Sizes] = []
-
-        def look(there: Sizes) -> Sizes:
-            seen.append(there)
-            return Sizes(*(size + 1 for size in there))
-
-        for _ in range(min(TRIED, len(self))):
-            order = torch.randperm(self.seeds.shape[0], generator=generator, device=self.seeds.device)
-            ids, edge, src, dst = self._drawn(self.seeds[order[: self.batch_size]], generator)
-            etype = self.graph.etype.index_select(0, edge).long()
-            make_tables(src, dst, etype, ids.shape[0], self.graph.num_relations, look)
+        for part in self.seeds.index_select(0, order).split(self._together(most) * self.batch_size):
+            drawing = draw(
+                self.graph, part.view(-1, min(self.batch_size, len(part))), len(part), self.fanout, generator
+            )
+            seen.extend(_Ahead(drawing, None).finished().sizes)
         largest = Sizes(*(max(sizes) for sizes in zip(*seen, strict=True)))
         grown = [_even(largest, 1 + SLACK * 4**n, most) for n in range(count - 1)]
         return tuple(dict.fromkeys([*grown, most]))
+
+    def _together(self, sizes: Sizes) -> int:
+        """How many blocks are made at once; on a CPU, where a kernel costs nothing to begin, one."""
+        return 1 if self.stream is None else max(min(MOST_EDGES // sizes.edges, MOST_TOGETHER), 1)
 
     def _most(self) -> Sizes:
         """What follows from fanout and batch size alone."""
@@ -268,24 +256,67 @@ class Blocks:
         nodes, edges = min(nodes, self.graph.num_nodes + self.batch_size), min(edges, self.graph.num_edges)
         return Sizes(*(size + 1 for size in (nodes, *[edges] * 6)))
 
-    def _beside(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Made:
+    """A block whose tensors are there."""
+
+    block: Callable[[], Block]
+    memory: list[Tensor]
+    """Tensors that share their memory with its own; the same list for several blocks."""
+    bucket: int
+    nodes: int
+    edges: int
+    """How many are real."""
 
 
-def _distinct(degree: Tensor, most: int, generator: torch.Generator | None) -> Tensor:
-    """Up to `most` different numbers below each degree, (nodes, most), in ascending order; all of them where there are fewer.
+class _Ahead:
+    """Work that needs counts from the device now and then, done stretch by stretch: on a GPU on a stream of its own, while
+    training steps are launched in between, so that the host waits for neither."""
 
-    Floyd's way: the i-th of them is drawn below degree - most + i + 1, and is that bound itself if it was drawn before.
-    """
-    drawn = torch.rand(most, degree.shape[0], generator=generator, dtype=torch.float64, device=degree.device)
-    picked = torch.empty(most, degree.shape[0], dtype=torch.int64, device=degree.device)
-    for n in range(most):
-        last = degree - most + n
-        pick = (drawn[n] * (last + 1)).long().clamp(max=last)
-        again = (picked[:n] == pick).any(0)
-        picked[n] = torch.where(again, last, pick)
-    everyone = torch.arange(most, device=degree.device)
-    return torch.where((degree > most)[:, None], picked.T.sort(1).values, everyone)
+    def __init__(self, work: Generator[Tensor | None, Any, Any], stream: torch.cuda.Stream | None) -> None:
+        """`work` yields counts that it needs as numbers, or None where others may have their turn."""
+        self.work, self.stream = work, stream
+        self.counts: Tensor | None = None
+        """What the next stretch needs, on its way to the host."""
+        self.arrived = torch.cuda.Event() if stream is not None else None
+        """Of the counts, in the end of all that was made."""
+        self.made: Any = None
+        self.handed_over: list[tuple[torch.cuda.Stream, int]] = []
+
+    def go_on(self) -> None:
+        """One more stretch, if the counts for it are there."""
+        if self.arrived is not None and self.made is None and (self.counts is None or self.arrived.query()):
+            self._stretch()
+
+    def finished(self) -> Any:
+        while self.made is None:
+            self._stretch()
+        return self.made
+
+    def _stretch(self) -> None:
+        if self.arrived is not None and self.counts is not None:
+            self.arrived.synchronize()
+        with torch.cuda.stream(self.stream):
+            try:
+                counts = self.work.send(None if self.counts is None else self.counts.tolist())
+                self.counts = None if counts is None else counts.to("cpu", non_blocking=True)
+            except StopIteration as done:
+                self.made = done.value
+            if self.arrived is not None:
+                self.arrived.record()
+
+    def hand_over(self, memory: list[Tensor]) -> None:
+        """The stream that trains waits for what was made, and the memory is not given away while it is read there; once for all
+        blocks that share it."""
+        if self.stream is None or self.arrived is None:
+            return
+        reader = torch.cuda.current_stream(self.stream.device)
+        if (reader, id(memory)) not in self.handed_over:
+            self.handed_over.append((reader, id(memory)))
+            reader.wait_event(self.arrived)
+            for tensor in {id(tensor): tensor for tensor in memory}.values():
+                tensor.record_stream(reader)
 
 
 def _even(sizes: Sizes, factor: float, most: Sizes) -> Sizes:
@@ -295,22 +326,6 @@ def _even(sizes: Sizes, factor: float, most: Sizes) -> Sizes:
 
 def _padding(size: int, real: int, what: str) -> str:
     return f"{100 * (size - real) / max(size, 1):.1f} % of the {what} are padding"
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))
-
-
-def _handed_over(block: Block, stream: torch.cuda.Stream) -> None:
-    """The stream that trains waits for this block, and the memory is not given away while it is read there."""
-    reader = torch.cuda.current_stream(stream.device)
-    reader.wait_stream(stream)
-    for tensor in _tensors(block):
-        tensor.record_stream(reader)
 
 
 _PER_HOP = "how many edges are drawn per node, for every hop: (10, 10)"

@@ -24,13 +24,13 @@ from torch import Tensor
 from wholestep.errors import BadOption
 from wholestep.relational.between import Between as Between
 from wholestep.relational.between import between
+from wholestep.relational.building import make_tables, make_types, one_row
 from wholestep.relational.tables import Cells as Cells
 from wholestep.relational.tables import NodeTypes as NodeTypes
 from wholestep.relational.tables import Pairs as Pairs
 from wholestep.relational.tables import Rows as Rows
 from wholestep.relational.tables import Table as Table
 from wholestep.relational.tables import Taking as Taking
-from wholestep.relational.tables import make_tables, make_types
 
 if TYPE_CHECKING:
     from wholestep.relational.hetero import Layout
@@ -90,7 +90,7 @@ class RelGraph:
         order = src.argsort(stable=True)
         order = order.index_select(0, (dst * relations + etype).index_select(0, order).argsort(stable=True))
         src, dst, etype = (ids.index_select(0, order) for ids in (src, dst, etype))
-        types = None if ntype is None else make_types(*_checked_types(ntype, nodes, num_types, src.device))
+        types = None if ntype is None else one_row(make_types(*_checked_types(ntype, nodes, num_types, src.device)))
         tables = make_tables(src, dst, etype, nodes, relations)
         tables["between"] = between(tables, nodes)
         self._fill({"order": order.to(tables["src"].dtype), "types": types} | tables)
@@ -216,4 +216,4 @@ def _checked_types(ntype: Any, nodes: int, count: int | None, device: torch.devi
         raise BadOption(f"ntype has {types.shape[0]} rows, and there are {nodes} nodes", hint="one type per node")
     count = _count("num_types", count, types)
     _refuse_beyond("ntype", types, count, "num_types")
-    return types, count
+    return types[None], count
