@@ -50,7 +50,7 @@ def scaled(e: Any, p: Any) -> Tensor:
 @pytest.mark.parametrize("mean", [False, True])
 def test_a_layer_whose_cells_are_mostly_pairs(name: str, mean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a graph is like."""
-    monkeypatch.setattr(rel.tables, "MOST_CELLS", 1 << 20)
+    monkeypatch.setattr("wholestep.relational.building.MOST_CELLS", 1 << 20)
     graph = RelGraph(*edges_of(name)[:3], num_nodes=edges_of(name)[3], num_relations=edges_of(name)[4])
     assert (graph.cells is None) == (graph.num_edges == 0)
     monkeypatch.setattr(cells, "pays", lambda *_: True)
