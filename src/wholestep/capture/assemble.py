@@ -17,6 +17,7 @@ from torch import fx
 from wholestep import compat
 from wholestep.capture.provenance import complete
 from wholestep.capture.subject import Subject
+from wholestep.capture.written_views import settle_written_views
 from wholestep.errors import CaptureRefused
 from wholestep.graph.edit import remove_unread, replace_each
 from wholestep.graph.training_graph import Input, Output, OutputKind, Role, TrainingGraph
@@ -93,6 +94,7 @@ def functional(
     remove_unread(recorded.graph)
     if not any(_mutates(node) for node in recorded.graph.nodes):
         return recorded, {}  # already functional: half of the tracing time saved
+    settle_written_views(recorded)
     again = _Again(recorded)
     # A fake forgets what was counted at it: its second count has a name of its own, which is not known to be a number yet.
     mode.epoch += 1
