@@ -9,7 +9,7 @@ import wholestep
 
 
 def test_gradients_lie_as_autograd_leaves_them() -> None:
-    """A gradient has the memory order of a transposed batch; sums over its rows, which Adafactor keeps, round by the order in memory."""
+    """A gradient has the memory order of a transposed batch; sums over rows, which Adafactor keeps, round by it."""
 
     def loss_fn(model: nn.Linear, batch: Tensor) -> Tensor:
         return (batch + model.weight).tanh().square().sum()

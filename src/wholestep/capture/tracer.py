@@ -135,7 +135,10 @@ class Tracer:
         """Parameters as fresh leaves."""
         trained = self.subject.trained
         parameters = [n for n in self.subject.parameters if n not in self.absent.twins]
-        return {n: values[Input(Role.PARAMETER, n)].detach().requires_grad_(n in trained) for n in parameters}
+        leaves = {n: values[Input(Role.PARAMETER, n)].detach().requires_grad_(n in trained) for n in parameters}
+        for leaf in leaves.values():
+            leaf._is_param = True  # for isinstance(leaf, nn.Parameter)
+        return leaves
 
     def forward(self, values: dict[Input, torch.Tensor], sites: Sites) -> tuple[Forward, dict]:
         leaves = self._leaves(values)
