@@ -49,6 +49,11 @@ class WeightUnknown(Exception):
     """Where no graph of Dynamo's tells beforehand: the loss returns a weight of its micro-batch."""
 
 
+def _alike(new: torch.Tensor, old: torch.Tensor) -> bool:
+    """Sizes as text: no trace relies on the answer."""
+    return new.dtype == old.dtype and list(map(str, new.shape)) == list(map(str, old.shape))
+
+
 class Tracer:
     """One capture at work: the fakes, the order of inputs, the function that is traced."""
 
@@ -212,7 +217,12 @@ class Tracer:
             else:
                 results += [(g, Output(OutputKind.GRADIENT, n)) for n, g in grads.items()]
         for name, tensor in run.reassigned.items():
-            results.append((tensor.detach(), self._update_of(Input(Role.BUFFER, name))))
+            entry = Input(Role.BUFFER, name)
+            if not _alike(tensor, values[entry]):
+                raise CaptureRefused(
+                    f"{entry} is replaced by a tensor of another shape or dtype, or of a size that only data tells"
+                )
+            results.append((tensor.detach(), self._update_of(entry)))
         # carried out as outputs only to learn their nodes; `_assemble` takes them off again
         results += [(g, Output(OutputKind.KEPT, f"gradient/{n}")) for n, g in grads.items()]
         results += [(compat.as_recorded(t), Output(OutputKind.KEPT, f"boundary/{n}")) for n, t in run.outputs.items()]
