@@ -223,7 +223,7 @@ class Tracer:
                     f"{entry} is replaced by a tensor of another shape or dtype, or of a size that only data tells"
                 )
             results.append((tensor.detach(), self._update_of(entry)))
-        # carried out as outputs only to learn their nodes; `_assemble` takes them off again
+        # carried out as outputs only to learn their nodes; `assemble` takes them off again
         results += [(g, Output(OutputKind.KEPT, f"gradient/{n}")) for n, g in grads.items()]
         results += [(compat.as_recorded(t), Output(OutputKind.KEPT, f"boundary/{n}")) for n, t in run.outputs.items()]
         return [value for value, _ in results], [meaning for _, meaning in results]
