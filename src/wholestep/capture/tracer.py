@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from wholestep import compat
 from wholestep.capture import loss_scale, optimizers
@@ -150,8 +151,13 @@ class Tracer:
         chunked = ChunkedLoss(self.subject.chunked_loss, self.whole_logits_bytes)
         if self.reading is None:
             tensors = leaves | {n: values[Input(Role.BUFFER, n)] for n in self.subject.buffers}
-            batch = unflatten([values[e] for e in self.fakes if e.role is Role.BATCH], self.spec)
+            given = {e.name: values[e] for e in self.fakes if e.role is Role.BATCH}
+            held = {name: StorageWeakRef(value.untyped_storage()) for name, value in (tensors | given).items()}
+            batch = unflatten(list(given.values()), self.spec)
             run = run_loss(self.subject, tensors, batch, sites, tracing=True, chunked=chunked)
+            for name, value in (tensors | given).items():
+                if StorageWeakRef(value.untyped_storage()) != held[name]:  # no operator that a trace would record
+                    raise CaptureRefused(f"without guards, the loss gives {name} other memory (.data = ...)")
         else:
             run = self._replayed(self.reading, values, leaves, sites, chunked)
         run.losses = chunked.notes
