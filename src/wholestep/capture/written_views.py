@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from wholestep.errors import CaptureRefused
 from wholestep.graph.edit import replace_each
+from wholestep.graph.training_graph import tensors_in
 from wholestep.graph.views import shares_memory
 
 aten = torch.ops.aten
@@ -83,3 +85,27 @@ def _shows_a_place_twice(value: torch.Tensor) -> bool:
             return True
         reach += stride * (size - 1)
     return False
+
+
+_REPEAT = {"expand", "expand_as", "broadcast_to", "broadcast_tensors", "unfold", "as_strided"}
+_WRITE = {
+    "setitem",
+    *(f"i{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")),
+}
+
+
+def may_lose_writes(module: fx.GraphModule) -> bool:
+    """Whether a graph of Dynamo's, which torch.compile makes functional, writes to memory that such a view shows as well."""
+    shown, written = set(), set()
+    for node in (node for part in module.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes):
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if name in _REPEAT:
+            shown |= _memory(node)
+        elif name in _WRITE or node.kwargs.get("inplace") or (name.endswith("_") and not name.startswith("_")):
+            written |= {part for entry in node.all_input_nodes[:1] for part in _memory(entry)}
+    return not shown.isdisjoint(written)
+
+
+def _memory(node: fx.Node) -> set[StorageWeakRef]:
+    values = tensors_in(node.meta.get("example_value"))
+    return {StorageWeakRef(value.untyped_storage()) for value in values if value.layout is torch.strided}
