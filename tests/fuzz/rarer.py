@@ -74,6 +74,30 @@ def written_through(room: Room) -> bool:
     return room.add("{0} + {1}.clamp(-3, 3)", before, base) and room.add("{0} + {1}.clamp(-1, 1).sum()", before, view)
 
 
+FROM_ANOTHER = (
+    "{0}.add_({1})", "{0}.mul_({1})", "{0}.copy_({1})", "{0}.sub_({1}, alpha=2)", "{0}.div_({1}.abs() + 1)",
+    "{0}.lerp_({1}.to({0}.dtype), 0.3)",
+    "{0}.masked_fill_({1} > 0, 0.5)", "{0}.addcmul_({1}, {1}.detach(), value=0.1)", "{0}.clamp_(max={1})",
+    "{0}.index_add_(-1, torch.tensor([0]), {1}[..., :1].expand_as({0}[..., :1]), alpha=0.5)", "{0} += {1}", "{0} *= {1} > 0",
+    "{0}[:] = {1}", "{0}[..., 0] = {1}.sum()", "{0}[{0} > {1}] = 0.1", "F.relu({0}, inplace=True)",
+    "F.dropout({0}, 0.4, inplace=True)",
+    "{0}.data.add_({1}.detach())", "F.leaky_relu_({0}, 0.2)", "F.threshold_({0}, 0.1, 0.2)", "{0}.detach_().mul_(2)",
+)  # fmt: skip
+
+
+def written_from(room: Room) -> bool:
+    """In place, from a value of another shape or dtype."""
+    copy, value = _copy(room) or (None, None)
+    other = None if value is None else room.pick(lambda v: v.dtype != torch.bool and _widens_to(v, value))
+    if copy is None or other is None:
+        return False
+    return room.add(room.source.choice(FROM_ANOTHER), copy, other[0], results=0)
+
+
+def _widens_to(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dim() <= b.dim() and all(x in (1, y) for x, y in zip(reversed(a.shape), reversed(b.shape)))
+
+
 def turned_in_place(room: Room) -> bool:
     """Dimensions that come, go and change places in place."""
     name, value = _copy(room) or (None, None)
@@ -151,7 +175,7 @@ COMPUTED = (
     "torch.linalg.vecdot({0}, {0} + 1)", "torch.outer({0}.flatten()[:4], {0}.flatten()[-3:])", "torch.kron({0}, torch.ones(2))",
     "torch.tensordot({0}, {0}, ([-1], [-1]))", "torch.einsum('...i,...j,...i->...j', {0}, {0}, {0})",
     "{0}.renorm(2, 0, 0.5)", "torch.cov({0}[:3])",
-    "torch.baddbmm({0}, {0}, {0}.mT @ {0})", "torch.addbmm({0}[0] @ {0}[0].mT, {0}, {0}.mT)", "torch.heaviside({0}.detach(), {0})",
+    "torch.baddbmm({0}, {0}, {0}.mT @ {0})", "torch.heaviside({0}.detach(), {0})",
     "torch.sinc({0})", "{0}.cosh()", "{0}.atanh().nan_to_num(0.3)", "{0}.rsqrt().nan_to_num(0.2)",
     "torch.searchsorted({0}.detach().flatten().sort()[0], {0}.detach()) * {0}",
     "F.normalize({0} + 0.3, p=1.0, dim=0)", "F.cosine_similarity({0}, {0}.flip(0), dim=-1, eps=1e-3)",
@@ -207,6 +231,7 @@ def differentiated(room: Room) -> bool:
 
 
 TABLE: dict[Maker, float] = {
-    written_through: 1.6, turned_in_place: 0.5, many_at_once: 0.7, picked: 1.2, computed: 1.6, moved: 1.4, differentiated: 0.3,
+    written_through: 1.6, written_from: 1.2,
+    turned_in_place: 0.5, many_at_once: 0.7, picked: 1.2, computed: 1.6, moved: 1.4, differentiated: 0.3,
 }  # fmt: skip
 """How likely each is, beside those of `operators.py`."""
