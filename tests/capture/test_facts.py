@@ -133,3 +133,32 @@ def test_a_second_tracing_takes_no_fact_for_granted(options: dict[str, Any]) -> 
         other.step()
         assert torch.equal(loss, expected.detach())
     assert all(map(torch.equal, ours.state_dict().values(), eager.state_dict().values()))
+
+
+class Squeezed(nn.Module):
+    """Traced as if `squeeze` kept its dimension, which the layer behind it then takes for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.out = nn.Parameter(torch.ones(1, 1, 1)), nn.Linear(1, 1)
+
+    def forward(self, kinds: Tensor) -> Tensor:
+        counted = self.weight * 1.5 * torch.bincount(kinds).float()
+        return self.out(counted.squeeze(2).movedim(0, 1)).square().sum()
+
+
+def test_a_size_of_one_that_squeeze_takes_away_is_looked_at_first() -> None:
+    ours, eager = Squeezed(), Squeezed()
+    eager.load_state_dict(ours.state_dict())
+    optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, eager))
+    kinds = torch.zeros(1, dtype=torch.int64)
+    options = {"backend": "interpret", "check": "off", "cache": False, "guards": "off"}
+    step = wholestep.compile(ours, lambda m, b: m(b), optimizer, kinds, **options)
+    for _ in range(2):
+        loss = step(kinds)
+        other.zero_grad()
+        expected = eager(kinds)
+        expected.backward()
+        other.step()
+        assert torch.equal(loss, expected.detach())
+    assert "RuntimeError" not in step.explain()

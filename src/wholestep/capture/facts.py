@@ -57,6 +57,19 @@ def divisors(recorded: fx.GraphModule) -> set[Any]:
     return found
 
 
+def kept_dimensions(recorded: fx.GraphModule) -> set[Any]:
+    """That no size is one of a dimension which `squeeze` would take away: torch traces it as staying, and asks nobody."""
+    found = set()
+    for node in recorded.graph.nodes:
+        if node.target in _SQUEEZES:
+            value = node.args[0].meta["val"]
+            dims = node.args[1] if len(node.args) > 1 else range(value.dim())
+            sizes = [value.shape[dim] for dim in ([dims] if isinstance(dims, int) else dims) if value.dim()]
+            found |= {sympy.Ne(size.node.expr, 1) for size in sizes if free_unbacked_symbols(size)}
+    return found
+
+
+_SQUEEZES = (torch.ops.aten.squeeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims)
 _DIVIDES = (operator.truediv, operator.floordiv, operator.mod)
 
 

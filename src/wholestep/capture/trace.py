@@ -20,7 +20,7 @@ from wholestep import compat
 from wholestep.capture.absent import Absent
 from wholestep.capture.assemble import assemble, functional, lift_constants
 from wholestep.capture.chunked_loss import WHOLE_LOGITS_BYTES
-from wholestep.capture.facts import about_places, divisors, look_at
+from wholestep.capture.facts import about_places, divisors, kept_dimensions, look_at
 from wholestep.capture.front.quiet import quiet
 from wholestep.capture.front.replay import Assumed
 from wholestep.capture.nonfinite import keep_all, keep_buffers
@@ -182,7 +182,7 @@ def _trace(tracer: Tracer) -> tuple[TrainingGraph, tuple[torch.Tensor, ...]]:
 
 def _relied_on(tracer: Tracer, trace: fx.GraphModule) -> set[Any]:
     """The facts about sizes that only data tells, but for those that hold of themselves."""
-    facts = compat.facts_of_data(tracer.mode) | divisors(trace)
+    facts = compat.facts_of_data(tracer.mode) | divisors(trace) | kept_dimensions(trace)
     return facts - about_places(trace, facts)
 
 
