@@ -101,3 +101,64 @@ def test_where_a_fact_does_not_hold_eager_says_so_and_nothing_changes() -> None:
     assert all(map(torch.equal, before, model.parameters()))
     step(first)
     assert OLDER or (step.rung == "whole step" and step.captures == 1)
+
+
+class Widened(nn.Module):
+    """Counts of as many kinds as the data has, which `expand` takes for three; the buffer asks for a second tracing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 2, 12).reshape(3, 4))
+        self.steps = nn.Buffer(torch.zeros(()))
+
+    def forward(self, kinds: Tensor) -> Tensor:
+        self.steps += 1
+        return (self.weight.sum() * torch.bincount(kinds).float().expand(3)).sum()
+
+
+@pytest.mark.parametrize("options", [{}, {"guards": "off"}], ids=["dynamo", "plain"])
+def test_a_second_tracing_takes_no_fact_for_granted(options: dict[str, Any]) -> None:
+    """One kind is widened to three by eager, and is no three kinds."""
+    ours, eager = Widened(), Widened()
+    optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, eager))
+    kinds = [torch.tensor(listed) for listed in ([0, 2], [0, 0], [1, 2], [0, 0])]
+    step = wholestep.compile(
+        ours, lambda m, b: m(b), optimizer, kinds[0], backend="interpret", check="off", cache=False, **options
+    )
+    for batch in kinds:
+        loss = step(batch)
+        other.zero_grad()
+        expected = eager(batch)
+        expected.backward()
+        other.step()
+        assert torch.equal(loss, expected.detach())
+    assert all(map(torch.equal, ours.state_dict().values(), eager.state_dict().values()))
+
+
+class Squeezed(nn.Module):
+    """Traced as if `squeeze` kept its dimension, which the layer behind it then takes for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.out = nn.Parameter(torch.ones(1, 1, 1)), nn.Linear(1, 1)
+
+    def forward(self, kinds: Tensor) -> Tensor:
+        counted = self.weight * 1.5 * torch.bincount(kinds).float()
+        return self.out(counted.squeeze(2).movedim(0, 1)).square().sum()
+
+
+def test_a_size_of_one_that_squeeze_takes_away_is_looked_at_first() -> None:
+    ours, eager = Squeezed(), Squeezed()
+    eager.load_state_dict(ours.state_dict())
+    optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, eager))
+    kinds = torch.zeros(1, dtype=torch.int64)
+    options = {"backend": "interpret", "check": "off", "cache": False, "guards": "off"}
+    step = wholestep.compile(ours, lambda m, b: m(b), optimizer, kinds, **options)
+    for _ in range(2):
+        loss = step(kinds)
+        other.zero_grad()
+        expected = eager(kinds)
+        expected.backward()
+        other.step()
+        assert torch.equal(loss, expected.detach())
+    assert "RuntimeError" not in step.explain()

@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 from tests.fuzz.program import SEED, UPDATES, Case, loss_fn
-from tests.fuzz.rounding import SHAKEN, Shaken, beyond_rounding, shaken
+from tests.fuzz.rounding import SHAKEN, SHAKES, Shaken, beyond_rounding, shaken
 from torch import fx
 
 import wholestep
@@ -44,6 +44,7 @@ from wholestep.ops.tuned import calls_that_ask
 from wholestep.passes.pipeline import TABLE, Pass, Pipeline, compiler_pass
 from wholestep.passes.trips import Trips
 from wholestep.runtime.variant import Variant, assumption_failed
+from wholestep.verify.compare import distance
 from wholestep.verify.report import TensorRow
 
 PASSES = tuple(row.name for row in TABLE)
@@ -552,10 +553,30 @@ def _check_compiled(case: Case, recording: Recording | None) -> None:
     losses.append(state_of(model, optimizer))
     found = difference(expected, losses)
     if found is not None:
-        for name, _ in twin.named_buffers():  # `verify` steps through the micro-batches by itself
-            if "precision" not in case.step and _grossly_apart(expected[-1][name], losses[-1][name]):
-                raise Wrong("compile", found)
+        if "precision" not in case.step and _buffers_apart(case, expected[-1], losses[-1]):
+            raise Wrong("compile", found)  # `verify` steps through the micro-batches by itself
         _verified("compile", case, recording, None, else_say=found)
+
+
+def _buffers_apart(case: Case, expected: Values, ours: Values) -> bool:
+    """Grossly, and further than where training starts from parameters that are off by a rounding. Adam makes whole steps of a
+    gradient that is rounding alone (of a bias in front of a batch norm), and the norm's statistics go with it."""
+    apart = [name for name, _ in case.build()[0].named_buffers() if _grossly_apart(expected[name], ours[name])]
+    others = [_shaken_training(case, number) for number in range(SHAKES)] if apart else []
+    spread = {name: max(distance(other[name], expected[name]) for other in others) for name in apart}
+    return any(not distance(ours[name], expected[name]) <= SHAKEN * spread[name] for name in apart)
+
+
+def _shaken_training(case: Case, seed: int) -> Values:
+    """What eager PyTorch ends with where it starts a rounding away."""
+    model, optimizer = case.build()
+    source = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in filter(torch.is_floating_point, model.parameters()):
+            sides = torch.rand(parameter.shape, generator=source, dtype=torch.float64) * 2 - 1
+            parameter.copy_(parameter.double() * (1 + torch.finfo(parameter.dtype).eps * sides))
+    eager_updates(case, model, optimizer)
+    return state_of(model, optimizer)
 
 
 def _grossly_apart(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ import warnings
 from typing import Any
 
 import torch
-from tests.fuzz import indexed, layers, losses, operators, training
+from tests.fuzz import indexed, layers, losses, operators, rarer, training
 from tests.fuzz.program import HEADER, Line, Program
 
 MOST_ELEMENTS = 600
@@ -131,7 +131,7 @@ def draw(seed: int) -> Program:
 
 
 def _drawn(source: random.Random, *, wide: bool) -> Program | None:
-    """`wide`: with the operators of `indexed.py` too, among which faults that need two of a kind are met less often."""
+    """`wide`: with what `indexed.py` and `rarer.py` have too, among which faults that need two of a kind are met less often."""
     room = Room(source)
     is_net = source.random() < 0.45
     options = training.options(source)
@@ -140,7 +140,7 @@ def _drawn(source: random.Random, *, wide: bool) -> Program | None:
     else:
         operators.begin(room)
     for _ in range(source.randint(1, 4) if is_net else source.randint(3, 14)):
-        plain = operators.TABLE | indexed.TABLE if wide else operators.TABLE
+        plain = operators.TABLE | indexed.TABLE | rarer.TABLE if wide else operators.TABLE
         table = layers.TABLE if is_net and source.random() < 0.7 else plain
         makers, weights = list(table), list(table.values())
         for _ in range(4):

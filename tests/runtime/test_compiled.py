@@ -46,6 +46,24 @@ def fallen() -> Twins:
     return twins
 
 
+def test_writes_that_torch_compile_would_blur_run_in_eager() -> None:
+    """A mask with infinities, written after it was expanded to its own shape: NaN where torch makes it functional."""
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        scores = model(batch[0])
+        mask = torch.full((1, 3), -torch.inf).expand(1, 3)
+        mask[:, :2] = scores.detach()[:1, :2] * 0
+        return F.cross_entropy(scores + mask.clamp(min=-9), batch[1])
+
+    def side() -> Side:
+        model = Broken()
+        return Side(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+
+    with pytest.warns(WholestepWarning, match="through torch.compile, with graph breaks"):
+        twins = Twins(side, BATCHES[0], backend="inductor", check="off")
+        twins.train(BATCHES[:2], tolerance=1e-5)
+
+
 def test_inductor_with_a_graph_break_is_equal_to_eager_and_measured() -> None:
     compiled = fallen()
     assert compiled.step.rung == "torch.compile" and compiled.step.graph is None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from tests.verify.small_models import Mlp, Normed, batches, everything, loss_fn
 from torch import nn
 
+import wholestep
 from wholestep.capture.subject import make_subject
 from wholestep.verify.reference import float64_reference, reference_gradients
 
@@ -64,3 +66,17 @@ def test_tensors_of_the_default_dtype_are_made_double_when_needed() -> None:
     found = float64_reference(subject, batches(1)[0], 1, 0, 0, num_sites=0)
     assert not isinstance(found, str) and found.loss.dtype == torch.float64
     assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("guards", ["dynamo", "off"])
+def test_parameters_are_parameters(guards: str) -> None:
+    """A loss that asks: `get_parameter` raises for other tensors."""
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        decayed = [p.square().sum() for p in model.parameters() if isinstance(p, nn.Parameter)]
+        return (model.get_parameter("weight") * batch).sum() + sum(decayed)
+
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = wholestep.verify(model, loss_fn, optimizer, torch.ones(3, 3), backend="interpret", guards=guards)
+    assert report.ok and report.bitwise and report.rung == "whole step", report

@@ -11,14 +11,13 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
 from wholestep import compat
-from wholestep.capture.facts import about_places
 from wholestep.capture.provenance import complete
 from wholestep.capture.subject import Subject
+from wholestep.capture.written_views import settle_written_views
 from wholestep.errors import CaptureRefused
 from wholestep.graph.edit import remove_unread, replace_each
 from wholestep.graph.training_graph import Input, Output, OutputKind, Role, TrainingGraph
@@ -86,27 +85,22 @@ def _refuse_trained_constants(live: list[torch.Tensor], subject: Subject) -> Non
 
 
 def functional(
-    recorded: fx.GraphModule,
-    fakes: Callable[[], list[Any]],
-    inputs: Sequence[Input],
-    meanings: list[Output],
-    mode: compat.FakeMode,
-    *,
-    num_sites: int = 0,
-) -> TrainingGraph:
-    """The second tracing where something mutates, then the TrainingGraph; keys beyond `num_sites` were not taken.
+    recorded: fx.GraphModule, fakes: Callable[[], list[Any]], mode: compat.FakeMode
+) -> tuple[fx.GraphModule, dict[Any, Any]]:
+    """The second tracing where something mutates. With it: symbol of a count that only data tells -> its name in that trace.
 
     `fakes`: makes those of the inputs, which only a second tracing needs.
     """
     remove_unread(recorded.graph)
     if not any(_mutates(node) for node in recorded.graph.nodes):
-        return _assemble(recorded, inputs, meanings, num_sites)  # already functional: half of the tracing time saved
-    known, again = compat.facts_of_data(mode), _Again(recorded)
+        return recorded, {}  # already functional: half of the tracing time saved
+    settle_written_views(recorded)
+    again = _Again(recorded)
+    # A fake forgets what was counted at it: its second count has a name of its own, which is not known to be a number yet.
+    mode.epoch += 1
     with compat.counts_are_large(mode):
         module = compat.trace(lambda *flat: again.run(*flat), fakes(), mode=mode, functional=True)
-    found = compat.facts_of_data(mode) - known
-    again.refuse_more_than(known, found - about_places(module, found))
-    return _assemble(module, inputs, meanings, num_sites)
+    return module, again.names
 
 
 class _Again(fx.Interpreter):
@@ -115,23 +109,16 @@ class _Again(fx.Interpreter):
     def __init__(self, recorded: fx.GraphModule) -> None:
         super().__init__(recorded)
         self.names: dict[Any, Any] = {}
-        """Symbol -> that of the first time."""
+        """Symbol of the first time -> that of the second."""
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         for before, now in zip(_sizes(n.meta.get("val")), _sizes(value)):
-            if isinstance(before, torch.SymInt) and isinstance(now, torch.SymInt) and now.node.expr.is_symbol:
-                self.names.setdefault(now.node.expr, before.node.expr)
+            if isinstance(before, torch.SymInt) and isinstance(now, torch.SymInt):
+                first, second = before.node._expr, now.node._expr  # `expr` is a number as soon as that is known
+                if first.is_symbol and second.is_symbol:
+                    self.names.setdefault(first, second)
         return value
-
-    def refuse_more_than(self, known: set[Any], found: set[Any]) -> None:
-        """Only at facts of the first time does the graph look."""
-        more = {fact.xreplace(self.names) for fact in found} - known - {sympy.true}
-        if more:
-            asked = " and ".join(sorted(compat.in_python(str(fact)) for fact in more))
-            raise CaptureRefused(
-                f"a number that only data tells has to be such that {asked}, and nothing looks whether it is"
-            )
 
 
 def _sizes(value: Any) -> Sequence[Any]:
@@ -149,8 +136,11 @@ _IDENTITIES = (
 )  # fmt: skip
 
 
-def _assemble(module: fx.GraphModule, inputs: Sequence[Input], meanings: list[Output], num_sites: int) -> TrainingGraph:
-    """From a functional trace to a TrainingGraph: writes to inputs become outputs, helper outputs become tables."""
+def assemble(
+    module: fx.GraphModule, inputs: Sequence[Input], meanings: list[Output], *, num_sites: int = 0
+) -> TrainingGraph:
+    """From a functional trace to a TrainingGraph: writes to inputs become outputs, helper outputs become tables; keys beyond
+    `num_sites` were not taken."""
     graph = module.graph
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     replaced: dict[fx.Node, fx.Node] = {}

@@ -1,8 +1,9 @@
 """Facts about sizes that only data tells, on which a trace relied and at which nothing in it looks: the graph looks at them.
 
 In: a trace, and facts such as `n == 3` of a number that `.item()` reads (a batch of graphs has as many graphs as labels). The trace
-gains one `ws::require` for each. A step for which a fact does not hold ends before anything is computed with it, and eager PyTorch
-takes it, as with the facts that Dynamo's graph asserts itself.
+gains one `ws::require` for each, where its numbers are first at hand. A step for which a fact does not hold ends before anything is
+computed with it, and eager PyTorch takes it, as with the facts that Dynamo's graph asserts itself. It must be the last trace: one
+more would take the facts for granted, and write `ws::require(1)`, which looks at nothing.
 """
 
 from __future__ import annotations
@@ -26,17 +27,19 @@ def look_at(recorded: fx.GraphModule, facts: Iterable[Any], device: torch.device
     graph = recorded.graph
     output = next(iter(reversed(graph.nodes)))
     sources = _sources(graph)
+    order = {node: place for place, node in enumerate(graph.nodes)}
     looks: dict[Any, fx.Node] = {}
-    with graph.inserting_before(output):
-        for fact in sorted(facts, key=str):
-            if fact.free_symbols - set(sources):
-                continue
-            first = output.prev
+    for fact in sorted(facts, key=str):
+        if fact.free_symbols - set(sources):
+            continue
+        last = max((sources[symbol][0] for symbol in fact.free_symbols), key=order.__getitem__)
+        behind = last.next
+        with graph.inserting_before(behind):
             numbers = {symbol: fx.Proxy(_number(graph, *sources[symbol])) for symbol in fact.free_symbols}
             told = sympy_interp(PythonReferenceAnalysis, numbers, fact).node
             flag = graph.call_function(torch.sym_ite, (told, 1, 0))
             looks[fact] = graph.call_function(torch.ops.ws.require.default, (flag, device))
-            _complete(first, output, mode)
+        _complete(last, behind, mode)
     output.args = ([*output.args[0], *looks.values()],)
     recorded.recompile()
     return {fact: node.meta["val"] for fact, node in looks.items()}
@@ -54,6 +57,19 @@ def divisors(recorded: fx.GraphModule) -> set[Any]:
     return found
 
 
+def kept_dimensions(recorded: fx.GraphModule) -> set[Any]:
+    """That no size is one of a dimension which `squeeze` would take away: torch traces it as staying, and asks nobody."""
+    found = set()
+    for node in recorded.graph.nodes:
+        if node.target in _SQUEEZES:
+            value = node.args[0].meta["val"]
+            dims = node.args[1] if len(node.args) > 1 else range(value.dim())
+            sizes = [value.shape[dim] for dim in ([dims] if isinstance(dims, int) else dims) if value.dim()]
+            found |= {sympy.Ne(size.node.expr, 1) for size in sizes if free_unbacked_symbols(size)}
+    return found
+
+
+_SQUEEZES = (torch.ops.aten.squeeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims)
 _DIVIDES = (operator.truediv, operator.floordiv, operator.mod)
 
 

@@ -18,9 +18,9 @@ from torch import fx
 
 from wholestep import compat
 from wholestep.capture.absent import Absent
-from wholestep.capture.assemble import functional, lift_constants
+from wholestep.capture.assemble import assemble, functional, lift_constants
 from wholestep.capture.chunked_loss import WHOLE_LOGITS_BYTES
-from wholestep.capture.facts import about_places, divisors, look_at
+from wholestep.capture.facts import about_places, divisors, kept_dimensions, look_at
 from wholestep.capture.front.quiet import quiet
 from wholestep.capture.front.replay import Assumed
 from wholestep.capture.nonfinite import keep_all, keep_buffers
@@ -153,7 +153,9 @@ def _trace(tracer: Tracer) -> tuple[TrainingGraph, tuple[torch.Tensor, ...]]:
 
     with compat.counts_are_large(tracer.mode):
         recorded = compat.trace(whole, list(tracer.fakes.values()), mode=tracer.mode)
-    _look_at_facts(tracer, recorded, meanings)
+    asked, relied = {one.fact for one in tracer.facts}, _relied_on(tracer, recorded)
+    if tracer.watch is not None and relied - asked:
+        raise NotAlike  # of few layers the looks would be copied with them
     attribute_backward(recorded)
     if tracer.watch is not None:
         recorded = write_out(recorded, tracer.watch, order, meanings)
@@ -165,7 +167,11 @@ def _trace(tracer: Tracer) -> tuple[TrainingGraph, tuple[torch.Tensor, ...]]:
     def fakes() -> list[torch.Tensor]:
         return [*tracer.fakes_of_all(), *(compat.to_fake(tracer.mode, c) for c in constants)]
 
-    graph = functional(recorded, fakes, inputs, meanings, tracer.mode, num_sites=drawn)
+    known = compat.facts_of_data(tracer.mode)
+    module, names = functional(recorded, fakes, tracer.mode)
+    facts = {fact.xreplace(names) for fact in asked | relied} | (_relied_on(tracer, module) - known)
+    _look_at_facts(tracer, module, meanings, facts, names)
+    graph = assemble(module, inputs, meanings, num_sites=drawn)
     graph.target, graph.ranks = tracer.subject.target, tracer.ranks
     if tracer.subject.nonfinite == "skip":
         keep_buffers(graph)
@@ -174,15 +180,23 @@ def _trace(tracer: Tracer) -> tuple[TrainingGraph, tuple[torch.Tensor, ...]]:
     return graph, constants
 
 
-def _look_at_facts(tracer: Tracer, recorded: fx.GraphModule, meanings: list[Output]) -> None:
-    """Those about data at which nothing in the user's code looks; and no trace of few layers, which would be copied with them."""
-    unseen = (compat.facts_of_data(tracer.mode) | divisors(recorded)) - {one.fact for one in tracer.facts}
-    if not unseen:
-        return
-    if tracer.watch is not None:
-        raise NotAlike
-    unseen -= about_places(recorded, unseen)
-    looks = look_at(recorded, unseen, tracer.subject.device, tracer.mode)
+def _relied_on(tracer: Tracer, trace: fx.GraphModule) -> set[Any]:
+    """The facts about sizes that only data tells, but for those that hold of themselves."""
+    facts = compat.facts_of_data(tracer.mode) | divisors(trace) | kept_dimensions(trace)
+    return facts - about_places(trace, facts)
+
+
+def _look_at_facts(
+    tracer: Tracer, module: fx.GraphModule, meanings: list[Output], facts: set[Any], names: dict[Any, Any]
+) -> None:
+    """At those at which nothing in the last tracing looks: of a look of the user's own it leaves `require(1)` where torch takes the
+    fact for granted."""
+    values = next(iter(reversed(module.graph.nodes))).args[0]
+    looks_of = {m.name: v for v, m in zip(values, meanings, strict=True) if m.name.startswith(FACT)}
+    live = [one.fact for i, one in enumerate(tracer.facts) if isinstance(looks_of[f"{FACT}{i}"].args[0], fx.Node)]
+    seen = {fact.xreplace(names) for fact in live}
+    unseen = {fact for fact in facts - seen if fact.free_symbols}
+    looks = look_at(module, unseen, tracer.subject.device, tracer.mode)
     meanings += [Output(OutputKind.KEPT, f"{FACT}{len(tracer.facts) + i}") for i in range(len(looks))]
     tracer.facts += [Assumed(look, None, fact) for fact, look in looks.items()]
     if missed := unseen - set(looks):
@@ -222,7 +236,7 @@ def _trace_update(tracer: Tracer) -> TrainingGraph:
         return [v for v, _ in results]
 
     fakes = list(update.fakes.values())
-    recorded = compat.trace(whole, fakes, mode=tracer.mode)
-    graph = functional(recorded, lambda: fakes, update.order, meanings, tracer.mode)
+    recorded, _ = functional(compat.trace(whole, fakes, mode=tracer.mode), lambda: fakes, tracer.mode)
+    graph = assemble(recorded, update.order, meanings)
     graph.ranks = tracer.ranks
     return graph

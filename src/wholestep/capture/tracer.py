@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from wholestep import compat
 from wholestep.capture import loss_scale, optimizers
@@ -47,6 +48,11 @@ FACT = "~fact"
 
 class WeightUnknown(Exception):
     """Where no graph of Dynamo's tells beforehand: the loss returns a weight of its micro-batch."""
+
+
+def _alike(new: torch.Tensor, old: torch.Tensor) -> bool:
+    """Sizes as text: no trace relies on the answer."""
+    return new.dtype == old.dtype and list(map(str, new.shape)) == list(map(str, old.shape))
 
 
 class Tracer:
@@ -135,15 +141,23 @@ class Tracer:
         """Parameters as fresh leaves."""
         trained = self.subject.trained
         parameters = [n for n in self.subject.parameters if n not in self.absent.twins]
-        return {n: values[Input(Role.PARAMETER, n)].detach().requires_grad_(n in trained) for n in parameters}
+        leaves = {n: values[Input(Role.PARAMETER, n)].detach().requires_grad_(n in trained) for n in parameters}
+        for leaf in leaves.values():
+            leaf._is_param = True  # for isinstance(leaf, nn.Parameter)
+        return leaves
 
     def forward(self, values: dict[Input, torch.Tensor], sites: Sites) -> tuple[Forward, dict]:
         leaves = self._leaves(values)
         chunked = ChunkedLoss(self.subject.chunked_loss, self.whole_logits_bytes)
         if self.reading is None:
             tensors = leaves | {n: values[Input(Role.BUFFER, n)] for n in self.subject.buffers}
-            batch = unflatten([values[e] for e in self.fakes if e.role is Role.BATCH], self.spec)
+            given = {e.name: values[e] for e in self.fakes if e.role is Role.BATCH}
+            held = {name: StorageWeakRef(value.untyped_storage()) for name, value in (tensors | given).items()}
+            batch = unflatten(list(given.values()), self.spec)
             run = run_loss(self.subject, tensors, batch, sites, tracing=True, chunked=chunked)
+            for name, value in (tensors | given).items():
+                if StorageWeakRef(value.untyped_storage()) != held[name]:  # no operator that a trace would record
+                    raise CaptureRefused(f"without guards, the loss gives {name} other memory (.data = ...)")
         else:
             run = self._replayed(self.reading, values, leaves, sites, chunked)
         run.losses = chunked.notes
@@ -209,8 +223,13 @@ class Tracer:
             else:
                 results += [(g, Output(OutputKind.GRADIENT, n)) for n, g in grads.items()]
         for name, tensor in run.reassigned.items():
-            results.append((tensor.detach(), self._update_of(Input(Role.BUFFER, name))))
-        # carried out as outputs only to learn their nodes; `_assemble` takes them off again
+            entry = Input(Role.BUFFER, name)
+            if not _alike(tensor, values[entry]):
+                raise CaptureRefused(
+                    f"{entry} is replaced by a tensor of another shape or dtype, or of a size that only data tells"
+                )
+            results.append((tensor.detach(), self._update_of(entry)))
+        # carried out as outputs only to learn their nodes; `assemble` takes them off again
         results += [(g, Output(OutputKind.KEPT, f"gradient/{n}")) for n, g in grads.items()]
         results += [(compat.as_recorded(t), Output(OutputKind.KEPT, f"boundary/{n}")) for n, t in run.outputs.items()]
         return [value for value, _ in results], [meaning for _, meaning in results]

@@ -21,6 +21,7 @@ from wholestep.capture.front.unguarded import Unguarded
 from wholestep.capture.ladder import COMPILED, EAGER
 from wholestep.capture.subject import Subject
 from wholestep.capture.undo import Undo
+from wholestep.capture.written_views import may_lose_writes
 from wholestep.errors import CaptureRefused, WholestepError
 from wholestep.graph.notes import Note
 from wholestep.lower.compile_region import decompositions
@@ -72,6 +73,8 @@ class CompiledLoss:
             )
         if writes_twice(graph):
             raise RuntimeError("eager writes statistics in an activation checkpoint twice for a batch")
+        if may_lose_writes(graph):
+            raise RuntimeError("torch does not know the exact way back of writes through views that repeat")
         context = private.TracingContext.try_get()
         self.codes += [] if context is None else context.traced_code
         with config.patch(EAGER_NUMBERS):

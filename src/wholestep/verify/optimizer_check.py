@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from wholestep.capture.subject import Subject
+from wholestep.ops.multi_tensor import matching
 from wholestep.verify.compare import MISSING, Comparison, distance, norm, same_bits, total_norm
 from wholestep.verify.report import TensorRow
 from wholestep.verify.state import StateCopy
@@ -48,6 +49,8 @@ def optimizer_rows(
         total = torch.nn.utils.clip_grad_norm_(in_order, subject.clip_norm)
         allowed += 0.0 if exact else CLIP_ROUNDINGS * _rounding_of_norm(float(total), gradients)
     if not skips:
+        for stand_in in stand_ins.values():  # autograd leaves a gradient in the memory order of its parameter
+            stand_in.grad = None if stand_in.grad is None else matching(stand_in.grad, stand_in)
         twin.step()
     names = {p: n for n, p in subject.parameters.items()}
     olds = {p: values for p, _, _, values in before.optimizer.state}

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from wholestep.capture.batch import flatten, unflatten
 from wholestep.capture.forward import run_loss
@@ -224,7 +225,7 @@ def _leaves(
             value = value.to(dtype)
         if name in written:
             value = value.clone()
-        leaf = value.detach().requires_grad_(name in trained)
+        leaf = nn.Parameter(value.detach(), name in trained)  # as the loss may ask
         if name in trained:
             for hook in (parameter._backward_hooks or {}).values():
                 leaf.register_hook(hook)

@@ -48,3 +48,23 @@ def test_a_class_of_an_object_in_a_closure_is_guarded() -> None:
         twins.both(lambda side, kind=kind: side.extra.kinds.__setitem__(1, kind))
         twins.train([batch])
     assert twins.step.rung == "whole step", twins.step.explain()
+
+
+def test_a_range_is_handed_on_entry_by_entry() -> None:
+    """`f(*range(2, 5))` is f(2, 3, 4); torch's own Dynamo makes f(2, 5, 1) of it."""
+
+    def weighed(*numbers: int) -> int:
+        return sum(place * number for place, number in enumerate(numbers, 1))
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        x = batch[0].permute(*range(batch[0].dim() - 1, -1, -1)).T
+        return (
+            classify(model, (x, *batch[1:]))
+            * weighed(*range(2, 5))
+            * max(*range(3, 10, 4))
+            * torch.ones(*range(2, 4)).sum()
+        )
+
+    twins = Twins(lambda: trained(loss), BATCHES[0], check="off")
+    twins.train(BATCHES)
+    assert twins.step.rung == "whole step", twins.step.explain()

@@ -377,6 +377,7 @@ TorchInGraphFunctionVariable._get_handlers()[torch.rand] = _scalar_draw
 mends.guard_classes()
 mends.name_classes()
 mends.mend_lstm()
+mends.unpack_ranges()
 mends.keep_validation()
 compat.note_picked_sizes()
 real_layouts.install()

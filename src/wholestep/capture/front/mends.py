@@ -64,6 +64,19 @@ def name_classes() -> None:
     reading.call_function = call_function
 
 
+def unpack_ranges() -> None:
+    """`f(*range(2, 5))`: Dynamo hands on (2, 5, 1), what the range is made of, without a word."""
+    from torch._dynamo import symbolic_convert
+    from torch._dynamo.variables.lists import BaseListVariable, RangeVariable
+
+    class Listed(type):
+        def __instancecheck__(cls, value: Any) -> bool:
+            return isinstance(value, BaseListVariable) and not isinstance(value, RangeVariable)
+
+    # What is no list there is iterated over.
+    symbolic_convert.BaseListVariable = Listed("BaseListVariable", (), {})  # type: ignore[misc,assignment]
+
+
 def guard_classes() -> None:
     """Dynamo guards no class that it reaches through a closure, since `super()` reads a cell: that cell alone is left out."""
     from torch._dynamo.source import CellContentsSource
