@@ -9,7 +9,8 @@
 - Attributes of numbers, texts, tuples and dictionaries (members of an enum, configs whose keys are attributes) that a module
   holds: Dynamo takes these for immutable, or looks at their keys alone, and skips the guards below while the module's own
   tables are untouched. Where there are such guards none is skipped.
-- Tuples of plain values, and 0.0: compared by `==` alone, for which 1, 1.0 and True are one, and so are 0.0 and -0.0.
+- Tuples and sets of plain values, and 0.0: compared by `==` alone, for which 1, 1.0 and True are one, and so are 0.0 and -0.0;
+  and so are two sets that are walked over in another order.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _strictly(plain: Callable[..., None]) -> Callable[..., None]:
     def guard_equal(self: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
         plain(self, guard, *args, **kwargs)
         value = self.get(guard) if getattr(assuming, "on", False) else None
-        told = (type(value) is tuple and value) or (type(value) is float and value == 0)
+        told = (type(value) in (tuple, set, frozenset) and value) or (type(value) is float and value == 0)
         if told and not (
             guard.user_stack and guard.user_stack[-1].filename.startswith(_TORCH)
         ):  # strides of its layers
@@ -106,9 +107,11 @@ def _strictly(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 def _written(value: Any) -> Any:
-    """Numbers with their kind and sign, tuples entry by entry; all else was compared already."""
+    """Numbers with their kind and sign, tuples entry by entry, sets in their order; all else was compared already."""
     if type(value) is tuple:
         return [*map(_written, value)]
+    if type(value) in (set, frozenset):
+        return [entry if type(entry) is str else _written(entry) for entry in value]
     return repr(value) if type(value) in (int, float, bool, complex) else None
 
 
