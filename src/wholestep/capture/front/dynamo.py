@@ -315,7 +315,7 @@ def capture_call(
 
 
 def _read_by(guards: Any, codes: Iterable[types.CodeType], scope: dict[str, Any]) -> list[tuple[str, Any]]:
-    """What the guards look at, and what that is reached through, by its place; guards for names that are missing there are added."""
+    """What the guards look at, and what that is reached through, by its place; guards of names that are missing are added."""
     scope = {**_get_closure_vars(), **scope}
     found: dict[Any, Any] = {}
     values: dict[Any, Any] = {}
