@@ -53,7 +53,7 @@ def error_after_the_forward() -> Made:
 
 @case
 def error_at_the_first_step_of_a_graph() -> Made:
-    """A count that is seen to vary has the third step captured anew, and it is that step which fails."""
+    """A count that is seen to vary has the second step captured anew, and it is that step which fails."""
     model, count = Net(), {"steps": 0}
 
     def loss(m: Any, b: Any) -> torch.Tensor:
@@ -63,8 +63,8 @@ def error_at_the_first_step_of_a_graph() -> Made:
             raise FloatingPointError(f"not finite at step {count['steps']}")
         return found
 
-    batches = [(x * math.nan if i == 2 else x, y) for i, (x, y) in enumerate(pairs())]
-    return train(loss, model=model, batches=batches, raises={2: FloatingPointError}, state=lambda: dict(count))
+    batches = [(x * math.nan if i == 1 else x, y) for i, (x, y) in enumerate(pairs())]
+    return train(loss, model=model, batches=batches, raises={1: FloatingPointError}, state=lambda: dict(count))
 
 
 @case
