@@ -95,6 +95,27 @@ def test_random_numbers_are_those_of_eager() -> None:
     assert twins.step.rung == "torch.compile"
 
 
+def test_a_name_that_later_batches_have_is_noticed() -> None:
+    class Weighted:
+        def __init__(self, **values: Any) -> None:
+            self.__dict__.update(values)
+
+        def __getattr__(self, name: str) -> float:
+            return 1.0
+
+    def weighted(model: Any, batch: Any) -> torch.Tensor:
+        return classify(model, batch.pair) * batch.weight
+
+    batches = [
+        Weighted(pair=pair, **({"weight": 3.0} if i >= WARM_UP - 1 else {})) for i, pair in enumerate(BATCHES[:WARM_UP])
+    ]
+    side = lambda: dataclasses.replace(broken_side(), loss_fn=weighted)  # noqa: E731
+    with pytest.warns(WholestepWarning, match="through torch.compile, with graph breaks"):
+        twins = Twins(side, batches[0], backend="inductor")
+        twins.train(batches, tolerance=1e-5)
+    assert twins.step.rung == "torch.compile"
+
+
 def test_zeros_without_memory_are_given_some(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of forward-mode derivatives: Inductor would reuse them as memory of its own, at address 0."""
     compile_fx, graphs = compile_module.compile_fx, []

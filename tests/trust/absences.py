@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.trust.case import Made, Net, at, cases_of, mse, train
+from tests.trust.case import Made, Net, at, cases_of, mse, pairs, train
 from torch import nn
 
 case, more = cases_of("absences")
@@ -89,6 +90,104 @@ def attribute_that_a_function_gains() -> Made:
         return 1.0
 
     return scaled_by(lambda: getattr(schedule, "rate", schedule()), at(3, setattr, schedule, "rate", 2.0))
+
+
+def in_the_place_of(one: Any, other: Any, factor: Callable[[Any], float]) -> Made:
+    """Another object of the class comes, and the first one stays: no guard can tell by its end."""
+    held = {"now": one, "kept": (one, other)}
+    return scaled_by(lambda: factor(held["now"]), at(3, held.update, now=other))
+
+
+class Settings:
+    def __init__(self, **values: float) -> None:
+        self.__dict__.update(values)
+
+
+class Answers(Settings):
+    def __getattr__(self, name: str) -> float:
+        return 1.0
+
+
+class Listed(dict):
+    pass
+
+
+def rate_or_one(value: Any) -> float:
+    try:
+        return value.rate
+    except AttributeError:
+        return 1.0
+
+
+@case
+def object_with_a_name_comes_in_the_place_of_one_without() -> Made:
+    return in_the_place_of(Settings(), Settings(rate=2.0), rate_or_one)
+
+
+@more
+def object_with_a_name_in_its_table_comes_in_the_place_of_one_without() -> Made:
+    return in_the_place_of(Settings(), Settings(rate=2.0), lambda value: vars(value).get("rate", 1.0))
+
+
+@case
+def object_that_answers_comes_in_the_place_of_another() -> Made:
+    return in_the_place_of(Answers(), Answers(rate=2.0), lambda value: value.rate)
+
+
+@more
+def namespace_with_a_name_comes_in_the_place_of_one_without() -> Made:
+    one, other = argparse.Namespace(), argparse.Namespace(rate=2.0)
+    return in_the_place_of(one, other, lambda value: 2.0 if "rate" in value else 1.0)
+
+
+@more
+def function_with_an_attribute_comes_in_the_place_of_one_without() -> Made:
+    def made(**attributes: float) -> Callable[[], float]:
+        def one() -> float:
+            return 1.0
+
+        one.__dict__.update(attributes)
+        return one
+
+    return in_the_place_of(made(), made(rate=2.0), lambda value: value() * getattr(value, "rate", 1.0))
+
+
+@more
+def dictionary_with_an_attribute_comes_in_the_place_of_one_without() -> Made:
+    one, other = Listed(a=1), Listed(a=1)
+    other.rate = 2.0
+    return in_the_place_of(one, other, rate_or_one)
+
+
+@more
+def object_with_a_filled_slot_comes_in_the_place_of_an_empty_one() -> Made:
+    class Slotted:
+        __slots__ = ("__weakref__", "rate")
+
+    one, other = Slotted(), Slotted()
+    other.rate = 2.0
+    return in_the_place_of(one, other, rate_or_one)
+
+
+@more
+def module_that_answers_for_what_it_wraps_comes_in_the_place_of_another() -> Made:
+    class Wraps(nn.Module):
+        def __init__(self, **values: float) -> None:
+            super().__init__()
+            self.inner = nn.Identity()
+            self.inner.rate = 1.0
+            self.__dict__.update(values)
+
+        def __getattr__(self, name: str) -> Any:
+            return super().__getattr__(name) if name == "inner" else getattr(self.inner, name)
+
+    return in_the_place_of(Wraps(), Wraps(rate=2.0), lambda value: value.rate)
+
+
+@case
+def batches_of_which_later_ones_have_a_name() -> Made:
+    batches = [Settings(x=x, y=y, **({"rate": 2.0} if i > 2 else {})) for i, (x, y) in enumerate(pairs())]
+    return train(lambda m, b: mse(m, (b.x, b.y)) * rate_or_one(b), batches=batches)
 
 
 # ---- entries ----

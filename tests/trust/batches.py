@@ -5,8 +5,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import functools
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -419,3 +420,26 @@ def namespaces_within_namespaces() -> Made:
     ]
     loss = lambda m, b: F.mse_loss(m(b.data.x), b.data.y) * (1.0 + b.meta["epoch"])  # noqa: E731
     return train(loss, batches=batches, model=Net(), optimizer=sgd)
+
+
+class Loaded(list):
+    """Batches as a loader gives them: each is made when it is asked for, and gone when the next one is."""
+
+    def __init__(self, make: Callable[[int, Any, Any], Any]) -> None:
+        super().__init__(range(STEPS))
+        self.make = functools.lru_cache(maxsize=1)(lambda i: make(i, *pairs()[i]))
+
+    def __getitem__(self, i: Any) -> Any:
+        return self.make(i)
+
+
+@case
+def objects_that_end_with_their_step() -> Made:
+    make = lambda i, x, y: Sample(x, y)  # noqa: E731
+    return train(lambda m, b: F.mse_loss(m(b.x), b.y), batches=Loaded(make))
+
+
+@more
+def mappings_that_end_with_their_step() -> Made:
+    make = lambda i, x, y: collections.UserDict(x=collections.OrderedDict(a=x), y=collections.deque([y]))  # noqa: E731
+    return train(lambda m, b: F.mse_loss(m(b["x"]["a"]), b["y"][0]), batches=Loaded(make))

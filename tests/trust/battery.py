@@ -10,6 +10,7 @@ from tests.trust import (
     batches,
     burned_in,
     carried,
+    closures,
     code_changed,
     compared,
     data,
@@ -50,7 +51,7 @@ FILES = (
     burned_in, values_read, code_changed, outside, structure, left_behind, carried, optimizers, hooks, randomness, data,
     python_values, loops, interrupted, stale_cache, refusals, equal_layers, aliases, switches, techniques, updates,
     objects, protocols, opaque, idioms, recipes, held_by_modules, batches, derivatives,
-    objectives, numbers, own_code, absences, compared, ways_round, everyday,
+    objectives, numbers, own_code, absences, compared, ways_round, everyday, closures,
 )  # fmt: skip
 
 LOUD: dict[str, str] = {

@@ -260,6 +260,14 @@ def tuple_that_is_equal_to_another() -> Made:
     return train(lambda m, b: mse(m, b) * len(str(held["shape"])), lambda i: held.update(shape=values[i]))
 
 
+@case
+def set_that_is_equal_to_another() -> Made:
+    """8 and 0 share a place in the table of a set, so the order in which they came is that in which they are read."""
+    held = {"now": {8, 0}, "kept": [{8, 0}, {0, 8}, {True, 8}, frozenset({1, 8})]}
+    loss = lambda m, b: mse(m, b) * sum((i + 1) * (2 * k + (k is True)) for i, k in enumerate(held["now"]))  # noqa: E731
+    return train(loss, lambda i: held.update(now=held["kept"][i // 2]))
+
+
 @more
 def zero_that_changes_its_sign() -> Made:
     held = {"offset": 0.0}

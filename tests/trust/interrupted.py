@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from typing import Any
 
@@ -48,6 +49,22 @@ def error_after_the_forward() -> Made:
         return found
 
     return train(loss, raises={3: RuntimeError}, state=lambda: seen)
+
+
+@case
+def error_at_the_first_step_of_a_graph() -> Made:
+    """A count that is seen to vary has the second step captured anew, and it is that step which fails."""
+    model, count = Net(), {"steps": 0}
+
+    def loss(m: Any, b: Any) -> torch.Tensor:
+        count["steps"] += 1
+        found = mse(m, b)
+        if not torch.isfinite(found):
+            raise FloatingPointError(f"not finite at step {count['steps']}")
+        return found
+
+    batches = [(x * math.nan if i == 1 else x, y) for i, (x, y) in enumerate(pairs())]
+    return train(loss, model=model, batches=batches, raises={1: FloatingPointError}, state=lambda: dict(count))
 
 
 @case

@@ -38,6 +38,10 @@ def test_some_are_trained_as_in_eager_compiled() -> None:
         require_right(CASES[name], backend="inductor")
 
 
+def test_what_a_failing_first_step_did_stays_done() -> None:
+    require_right(CASES["error_at_the_first_step_of_a_graph"], check="first")
+
+
 @pytest.mark.slow
 @every_case
 def test_every_training_compiled(case: Case) -> None:

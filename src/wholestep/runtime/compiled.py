@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from wholestep.capture.front import dynamo as private
+from wholestep.capture.front.absent_names import guard_names
 from wholestep.capture.front.checkpoints import writes_twice
 from wholestep.capture.front.unguardable import refuse_unguardable
 from wholestep.capture.front.unguarded import Unguarded
@@ -76,7 +77,9 @@ class CompiledLoss:
         if may_lose_writes(graph):
             raise RuntimeError("torch does not know the exact way back of writes through views that repeat")
         context = private.TracingContext.try_get()
-        self.codes += [] if context is None else context.traced_code
+        if context is not None:
+            self.codes += context.traced_code
+            guard_names(context.guards_context.dynamo_guards, context.traced_code)
         with config.patch(EAGER_NUMBERS):
             table = decompositions()
         return compile_fx(graph, example, decompositions=table, config_patches=EAGER_NUMBERS)

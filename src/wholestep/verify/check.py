@@ -1,7 +1,8 @@
 """`compile(check="first")`: before and after a variant's first live step, compare it with eager PyTorch (first_step.py).
 
 In: a step at work and a variant that has not run. Out: what is to be called with the result of the live step, or None where
-nothing is left to compare. Whatever goes wrong, the Python state that the user's code changed is as it was.
+nothing is left to compare. Where the comparison goes wrong, the Python state that the user's code changed is as it was; where
+that code itself raises, it is as it leaves it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from wholestep.capture.cache import remember_checked, was_checked
 from wholestep.capture.undo import Undo
-from wholestep.errors import CaptureRefused, WholestepWarning, one_line
+from wholestep.errors import CaptureRefused, WholestepError, WholestepWarning, one_line
 from wholestep.graph.notes import Note, check_note
 from wholestep.runtime.eager import Result
 from wholestep.runtime.one_step import OneStep
@@ -51,7 +52,9 @@ def check_first_step(
         run.step._note(check_note("left out", f"the first step was not checked against eager: {one_line(error)}"))
         return None
     except BaseException as error:
-        undo.restore()
+        theirs = check.in_users_code and isinstance(error, Exception) and not isinstance(error, WholestepError)
+        if not theirs or check.room is not None:
+            undo.restore()  # else it is the step that fails, and what it did until then stays, as in eager
         unhookable = lean is not None and lean.room is not None and NO_HOOKS in str(error)
         if not unhookable:
             variant.uses = 0  # checked again at the next call

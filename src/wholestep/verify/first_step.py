@@ -80,6 +80,7 @@ class FirstStep:
         self.saw_gradients = False
         """Whether most gradients were compared: in the captured graph, or by what the step made of them."""
         self.empty_grads: list[str] = []
+        self.in_users_code = False
 
     # ---- before the live step ----
 
@@ -90,11 +91,13 @@ class FirstStep:
         targets = [entry.target for entry in self.graph.outputs if entry.target is not None]
         live = self.variant.inputs(self.args)
         touched = [live[t] for t in targets if self.graph.inputs[t].role in (Role.CONSTANT, Role.BATCH)]
+        self.in_users_code = True
         with self._state_set_aside():
             self.eager = live_reference(
                 self.subject, self.batch, self.step.seed, self.step.count, self.micro,
                 num_sites=self.variant.capture.num_sites, touched=touched, written=written_parameters(self.graph), room=self.room,
             )  # fmt: skip
+        self.in_users_code = False
         self.binding.templates.clear()  # the user's code may have given tensors other memory
         self.rms = gradient_rms(self.eager.gradients)
         sites = self.variant.capture.num_sites

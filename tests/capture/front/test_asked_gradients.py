@@ -51,13 +51,22 @@ def made_with_a_gradient(model: Any, batch: Any) -> torch.Tensor:
     return found.square().mean() + (model(batch["x"]) * torch.ones(1, requires_grad=True)).sum()
 
 
+def of_what_yields_them(model: Any, batch: Any) -> torch.Tensor:
+    loss, by_name = model(batch["x"]).square().mean(), dict(model.named_parameters())
+    weights = (p for p in model.parameters() if p.dim() == 2)
+    asked = (model.parameters(), by_name.values(), weights, filter(torch.is_tensor, by_name.values()))
+    return loss + sum(g.square().sum() for each in asked for g in grad(loss, each, create_graph=True))
+
+
 def side(loss: Callable[..., Any]) -> Side:
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
     return Side(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
 
 
 @pytest.mark.parametrize("check", ["first", "off"])
-@pytest.mark.parametrize("loss", [by_method, by_attribute, of_its_own, by_variable, made_with_a_gradient])
+@pytest.mark.parametrize(
+    "loss", [by_method, by_attribute, of_its_own, by_variable, made_with_a_gradient, of_what_yields_them]
+)
 def test_a_whole_step_as_in_eager(loss: Any, check: str) -> None:
     twins = Twins(lambda: side(loss), batches()[0], check=check)
     given = batches()

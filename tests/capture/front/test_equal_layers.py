@@ -73,10 +73,10 @@ def test_graph_and_guards_are_those_of_layers_traced_one_by_one(
     guards: list[set[str]] = []
     read = dynamo._read_by
 
-    def note(found: Any, scope: Any) -> Any:
+    def note(found: Any, *rest: Any) -> Any:
         own = [g for g in found if "'layers'" in g.name and "type(" not in g.name]  # of a class, once is enough
         guards.append({f"{g.create_fn_name()} {g.name}" for g in own})
-        return read(found, scope)
+        return read(found, *rest)
 
     monkeypatch.setattr(dynamo, "_read_by", note)
     digests = []

@@ -104,6 +104,26 @@ def test_print_in_an_inlined_function_is_printed_at_every_step(capsys: pytest.Ca
     assert twins.step.rung == "whole step"
 
 
+def test_keywords_of_print_and_sizes_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    def make() -> Side:
+        model, counted = small_mlp(), [0]
+
+        def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+            counted[0] += 1
+            print("rows", batch[0].shape, (len(batch[1]), counted[0]), sep="|", end=".", flush=True)
+            return classify(model, batch)
+
+        return Side(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn)
+
+    twins = Twins(make, BATCHES[0], check="off")
+    rows = len(BATCHES[0][0])
+    for i, kept in enumerate((rows, rows, 2, 1, rows)):
+        twins.step([tensor[:kept] for tensor in BATCHES[i]])
+        width = BATCHES[0][0].shape[1]
+        assert capsys.readouterr().out == f"rows|torch.Size([{kept}, {width}])|({kept}, {i + 1})."
+    assert twins.step.rung == "whole step"
+
+
 def test_a_warning_is_given_at_every_step() -> None:
     def make() -> Side:
         model = small_mlp()

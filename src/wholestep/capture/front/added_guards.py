@@ -9,7 +9,10 @@
 - Attributes of numbers, texts, tuples and dictionaries (members of an enum, configs whose keys are attributes) that a module
   holds: Dynamo takes these for immutable, or looks at their keys alone, and skips the guards below while the module's own
   tables are untouched. Where there are such guards none is skipped.
-- Tuples of plain values, and 0.0: compared by `==` alone, for which 1, 1.0 and True are one, and so are 0.0 and -0.0.
+- What methods of an object close over, and their defaults, where Dynamo knows the method by its class alone: of objects that the
+  loss makes, and operators of all. It would take these values for constants, and lose what is written to them.
+- Tuples and sets of plain values, and 0.0: compared by `==` alone, for which 1, 1.0 and True are one, and so are 0.0 and -0.0;
+  and so are two sets that are walked over in another order.
 """
 
 from __future__ import annotations
@@ -25,10 +28,11 @@ from torch._C._dynamo import guards as tree
 from torch._dynamo.guards import GuardBuilder, GuardManagerWrapper, get_verbose_code_parts
 from torch._dynamo.source import DictGetItemSource, GlobalSource
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
-from torch._dynamo.variables import ConstDictVariable, builder
+from torch._dynamo.variables import ConstDictVariable, UserFunctionVariable, builder
 
 from wholestep.capture.front.assumed import assuming
 from wholestep.capture.front.growing import growing
+from wholestep.capture.front.unguardable import is_users
 
 
 def _one_object(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,6 +78,25 @@ def _variables_of(plain: Callable[..., Any]) -> Callable[..., Any]:
     return find
 
 
+def _with_a_place(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of Dynamo's for functions; one that is found nowhere is named in the trace's own globals while it runs."""
+
+    @functools.wraps(plain)
+    def placed(self: Any, tx: Any, *args: Any) -> Any:
+        holds = self.fn.__closure__ or self.fn.__defaults__ or self.fn.__kwdefaults__ or self.fn.__dict__
+        if not getattr(growing, "on", False) or self.source is not None or not holds or not is_users(self.fn.__code__):
+            return plain(self, tx, *args)
+        table, place = vars(self), GlobalSource(tx.output.install_global_by_id(f"___{self.fn.__name__}", self.fn))
+        kept = {name: table[name] for name in ("source", "source_fn") if name in table}
+        table.update(dict.fromkeys(kept, place))
+        try:
+            return plain(self, tx, *args)
+        finally:
+            table.update(kept)
+
+    return placed
+
+
 def _managers(node: Any) -> Iterator[Any]:
     """A guard manager and all below it."""
     yield node
@@ -92,7 +115,7 @@ def _strictly(plain: Callable[..., None]) -> Callable[..., None]:
     def guard_equal(self: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
         plain(self, guard, *args, **kwargs)
         value = self.get(guard) if getattr(assuming, "on", False) else None
-        told = (type(value) is tuple and value) or (type(value) is float and value == 0)
+        told = (type(value) in (tuple, set, frozenset) and value) or (type(value) is float and value == 0)
         if told and not (
             guard.user_stack and guard.user_stack[-1].filename.startswith(_TORCH)
         ):  # strides of its layers
@@ -106,9 +129,11 @@ def _strictly(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 def _written(value: Any) -> Any:
-    """Numbers with their kind and sign, tuples entry by entry; all else was compared already."""
+    """Numbers with their kind and sign, tuples entry by entry, sets in their order; all else was compared already."""
     if type(value) is tuple:
         return [*map(_written, value)]
+    if type(value) in (set, frozenset):
+        return [entry if type(entry) is str else _written(entry) for entry in value]
     return repr(value) if type(value) in (int, float, bool, complex) else None
 
 
@@ -135,6 +160,8 @@ ConstDictVariable.getitem_const_raise_exception_if_absent = _looked_up(
     ConstDictVariable.getitem_const_raise_exception_if_absent
 )
 ConstDictVariable.install_dict_contains_guard = _found_by_made_keys(ConstDictVariable.install_dict_contains_guard)
+UserFunctionVariable.bind_args = _with_a_place(UserFunctionVariable.bind_args)
+UserFunctionVariable.var_getattr = _with_a_place(UserFunctionVariable.var_getattr)
 InliningInstructionTranslator.get_globals_source_and_value = _variables_of(
     InliningInstructionTranslator.get_globals_source_and_value
 )

@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo.source import AttrSource
-from torch._dynamo.variables import TensorVariable, UserFunctionVariable
+from torch._dynamo.variables import (
+    BuiltinVariable,
+    ConstDictVariable,
+    TensorVariable,
+    UserFunctionVariable,
+)
+from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.misc import DebuggingVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable
@@ -89,9 +95,31 @@ def _construct(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     return _plain_construct(self, tx, args, kwargs)
 
 
+def _of_any(plain: Any) -> Any:
+    """Dynamo's handler of torch.autograd.grad, which knows tensors in lists and tuples alone; torch itself makes tuples of
+    what yields them: `model.parameters()`, `fast.values()`."""
+
+    def listed(tx: Any, value: Any) -> Any:
+        known = value.realize()
+        if isinstance(known, TensorVariable | BaseListVariable | ConstDictVariable) or known.is_python_constant():
+            return value
+        return BuiltinVariable(tuple).call_function(tx, [value], {})
+
+    def handle(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if not getattr(assuming, "on", False):
+            return plain(self, tx, *args, **kwargs)
+        named = {name: listed(tx, value) for name, value in kwargs.items()}
+        return plain(self, tx, *(listed(tx, value) for value in args), **named)
+
+    return handle
+
+
 _plain_method, _plain_make = TensorVariable.method_requires_grad_, TorchInGraphFunctionVariable.call_function
 _plain_construct = UserDefinedClassVariable.call_function
 TensorVariable.method_requires_grad_ = _method
 TorchInGraphFunctionVariable.call_function = _make
 UserDefinedClassVariable.call_function = _construct
+_handlers = TorchInGraphFunctionVariable._get_handlers()
+if torch.autograd.grad in _handlers:  # since torch 2.13
+    _handlers[torch.autograd.grad] = _of_any(_handlers[torch.autograd.grad])
 follow_instruction("STORE_ATTR", _store)

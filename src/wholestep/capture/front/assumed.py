@@ -27,7 +27,7 @@ from wholestep import compat
 from wholestep.capture.front import traced as marks
 
 assuming = threading.local()
-"""`assuming.on`: whether a capture is ours, so that the marks are honoured."""
+"""`assuming.on`: whether a capture is ours, and marks are honoured; `assuming.addressed`: what guards compare by address."""
 
 _DISTRIBUTIONS = os.path.dirname(torch.distributions.__file__) + os.sep
 _MOST_INSTRUCTIONS = 500

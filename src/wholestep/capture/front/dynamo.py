@@ -19,13 +19,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 import torch._dynamo as dynamo
 from torch import fx
 from torch._dynamo import decorators
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-from torch._dynamo.guards import _get_closure_vars
+from torch._dynamo.guards import CheckFunctionManager, _get_closure_vars
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._guards import TracingContext
@@ -47,6 +46,7 @@ from wholestep.capture.front import (  # noqa: F401 - tell Dynamo what to do oth
     texts,
     written,
 )
+from wholestep.capture.front.absent_names import guard_names, places_of
 from wholestep.capture.front.assumed import assuming
 from wholestep.capture.front.growing import growing
 from wholestep.capture.front.modes_left import functions_put_back, modes_put_back
@@ -97,6 +97,8 @@ class Frame:
     guards: Any
     read: list[tuple[str, Any]]
     """What a guard looks at: where it was found, as Dynamo writes it, and the object. Emptied by `watch_lives`."""
+    addressed: list[Any]
+    """What a guard compares by its address, as it does functions, classes and modules. Emptied by `watch_lives`."""
     codes: list[types.CodeType]
     """The code of every function that was traced."""
     sparse: frozenset[str] = frozenset()
@@ -126,10 +128,11 @@ class Frame:
 
     def watch_lives(self) -> None:
         """Notice when an object goes that a guard knows by its address; hold on to none of them."""
-        while self.read:
-            value = self.read.pop()[1]
-            if isinstance(value, torch.Tensor | np.ndarray) or sys.getrefcount(value) <= 2:
-                continue  # known by its kind; or made for this look at it, as a bound method is
+        self.read.clear()
+        while self.addressed:
+            value = self.addressed.pop()
+            if sys.getrefcount(value) <= 2:
+                continue  # made for this look at it, as a bound method is
             with contextlib.suppress(TypeError):  # numbers, strings and plain containers are compared by value
                 self.lives.append(weakref.ref(value, self._ended))
 
@@ -269,6 +272,7 @@ def capture_call(
     read: list[tuple[str, Any]] = []
     codes: list[types.CodeType] = []
     sparse: set[str] = set()
+    addressed = assuming.addressed = dict[int, Any]()
     taking = [take]  # emptied at the end: Dynamo keeps the backend in C++, where no collector sees cycles
     scope = {"L": arguments, "G": function.__globals__}
 
@@ -276,7 +280,7 @@ def capture_call(
         context = TracingContext.get()
         codes[:] = context.traced_code
         sparse.update(assuming.sparse)
-        read[:] = _read_by(context.guards_context.dynamo_guards, scope)
+        read[:] = _read_by(context.guards_context.dynamo_guards, codes, scope)
         made = taking[0](graph)
         first = True
 
@@ -296,6 +300,7 @@ def capture_call(
         with modes_put_back(), settings(loggers, lists, update, **more), contextlib.suppress(Stopped):
             compiled(**arguments)
     finally:
+        assuming.addressed = None
         taking.clear()
         scope.clear()
         mends.forget_backend(backend)
@@ -304,27 +309,33 @@ def capture_call(
         return None
     code, guards = fresh[0].code, fresh[0].guard_manager
     return Frame(
-        types.FunctionType(code, function.__globals__, function.__name__), guards, read, codes, frozenset(sparse)
-    )
+        types.FunctionType(code, function.__globals__, function.__name__), guards, read, [*addressed.values()], codes,
+        frozenset(sparse),
+    )  # fmt: skip
 
 
-def _read_by(guards: Iterable[Any], scope: dict[str, Any]) -> list[tuple[str, Any]]:
-    """What the guards look at, found by their own words, and what those objects are reached through."""
+def _read_by(guards: Any, codes: Iterable[types.CodeType], scope: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What the guards look at, and what that is reached through, by its place; guards of names that are missing are added."""
     scope = {**_get_closure_vars(), **scope}
-    found: dict[str, Any] = {}
+    found: dict[Any, Any] = {}
     values: dict[Any, Any] = {}
-    for guard in guards:
-        source = guard.originating_source
-        while source is not None:
-            name = source.name() if callable(source.name) else source.name
-            if name in found:
-                break
+    for place in places_of(guards):
+        if place not in found:
             try:
-                found[name] = source.get_value(scope, {}, values)  # as Dynamo itself evaluates them
+                found[place] = place.get_value(scope, {}, values)  # as Dynamo itself evaluates them
             except Exception:
-                found[name] = None
-            source = getattr(source, "base", None)
-    return list(found.items())
+                found[place] = None
+    guard_names(guards, codes, found)
+    return [(place.name() if callable(place.name) else place.name, value) for place, value in found.items()]
+
+
+def _addressed(plain: Callable[..., int]) -> Callable[..., int]:
+    def id_ref(self: Any, value: Any, *where: Any) -> int:
+        if getattr(assuming, "addressed", None) is not None:
+            assuming.addressed[id(value)] = value
+        return plain(self, value, *where)
+
+    return id_ref
 
 
 # ---- torch.rand([]) against a probability of 0: Hugging Face's layerdrop ----
@@ -373,6 +384,7 @@ def _not_for_us(plain: Callable[..., None]) -> Callable[..., None]:
 # an attribute of every tensor that a module or an optimizer holds, for recorded CUDA graphs: it would stay there
 VariableBuilder.mark_static_input = _not_for_us(VariableBuilder.mark_static_input)
 decorators.mark_static_address = _not_for_us(decorators.mark_static_address)
+CheckFunctionManager.id_ref = _addressed(CheckFunctionManager.id_ref)
 TorchInGraphFunctionVariable._get_handlers()[torch.rand] = _scalar_draw
 mends.guard_classes()
 mends.name_classes()

@@ -7,17 +7,19 @@ Dynamo does with `print`; should the loss look at the list in any other way, its
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from torch._dynamo.guards import GuardBuilder
-from torch._dynamo.source import AttrSource, GetItemSource
+from torch._dynamo.source import AttrSource, GetItemSource, GlobalSource
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
-from torch._dynamo.variables.lists import ListVariable
+from torch._dynamo.variables.lists import ListVariable, SizeVariable, TupleVariable
 from torch._dynamo.variables.misc import DebuggingVariable, LoggingLoggerVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 
@@ -80,14 +82,24 @@ def _wrap_listlike(self: VariableBuilder, value: Any) -> Any:
 
 
 def _log(self: DebuggingVariable, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """`print` and `warnings.warn` in a function that is inlined: torch (2.11 to 2.13) loses them there."""
+    """`print` and `warnings.warn`: in a function that is inlined torch (2.11 to 2.13) loses them, elsewhere their keywords."""
     if getattr(growing, "on", False) and self.value is warnings.warn:
         args, kwargs = _warning(args, kwargs)
+    if getattr(growing, "on", False) and self.value is print and kwargs:
+        self, kwargs = _printing(self, tx, kwargs)
     before = len(tx.debug_locals)
     result = _plain_log(self, tx, args, kwargs)
     if getattr(growing, "on", False) and tx is not tx.output.root_tx:
         tx.output.root_tx.debug_locals += tx.debug_locals[before:]
     return result
+
+
+def _printing(self: DebuggingVariable, tx: Any, kwargs: dict[str, Any]) -> tuple[DebuggingVariable, dict[str, Any]]:
+    """`print` with its keywords, for what is written behind the graph; a `file` is none that could be named there."""
+    if not all(value.is_python_constant() for value in kwargs.values()):
+        return self, kwargs
+    written = functools.partial(print, **{name: value.as_python_constant() for name, value in kwargs.items()})
+    return DebuggingVariable(written, source=GlobalSource(tx.output.install_global_by_id("___print", written))), {}
 
 
 def _warning(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -114,15 +126,25 @@ def _write(self: LoggingLoggerVariable, tx: Any, name: str, args: list[Any], kwa
 
 
 def _can_write(plain: Callable[..., bool]) -> Callable[..., bool]:
-    """Numbers that vary, or that are read from tensors, are written as texts of them are; classes of warnings by name."""
+    """Numbers that vary, or that are read from tensors, are written as texts of them are; classes of warnings by name; sizes, and
+    other tuples, by what they hold."""
 
     def can(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         known = [arg.realize() if isinstance(arg, LazyVariableTracker) else arg for arg in args]
         if getattr(growing, "on", False):
-            known = [arg for arg in known if not isinstance(arg, SymNodeVariable) and not _is_category(arg)]
+            parts = chain.from_iterable(map(_parts, known))
+            known = [part for part in parts if not isinstance(part, SymNodeVariable) and not _is_category(part)]
         return plain(function, known, kwargs)
 
     return can
+
+
+def _parts(arg: Any) -> Iterator[Any]:
+    known = arg.realize() if isinstance(arg, LazyVariableTracker) else arg
+    if type(known) in (TupleVariable, SizeVariable):
+        yield from chain.from_iterable(map(_parts, known.items))
+    else:
+        yield known
 
 
 def _is_category(arg: Any) -> bool:

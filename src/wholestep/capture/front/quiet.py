@@ -22,7 +22,9 @@ def quiet() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*lru_cache.*")
-            warnings.filterwarnings("ignore", message=".*Dynamo detected.*")
+            warnings.filterwarnings(
+                "ignore", module=r"torch\._dynamo\b"
+            )  # what it cannot follow, and where to tell torch so
             yield
     finally:
         for logger, disabled in zip(TALKATIVE, kept, strict=True):

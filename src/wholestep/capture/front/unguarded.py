@@ -15,7 +15,7 @@ import os
 import sys
 import types
 from _abc import _get_dump  # what was registered with an abstract class, which nothing public tells
-from collections import ChainMap, OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
@@ -26,6 +26,7 @@ from torch import nn
 
 from wholestep import compat
 from wholestep.capture import optimizers
+from wholestep.capture.front.absent_names import asks_for_names, looks_for_absence, tables_of
 from wholestep.capture.front.unguardable import is_users, is_users_class, refuse_unguardable
 from wholestep.capture.subject import Subject
 
@@ -76,16 +77,12 @@ class Unguarded:
         if _OLDER_TORCH:
             self.tuples += [(value, _content(value)) for value in _class_containers(self.classes, mentioned)]
         self.orders = [(value, list(value)) for value in objects if type(value) is OrderedDict and len(value) > 1]
-        looks = _looks_for_absence(codes) or any(isinstance(value, ChainMap) for value in objects)
-        by_table = _reads_tables(codes)
-        own = {id(table) for module in self.modules for table in _own_tables(module)} if not by_table else set()
-        self.members = [kept for kept in _members(objects) if id(kept[0]) not in own] if looks or by_table else []
-        self.counted = list(_counted_tables(self.modules, looks, mentioned))
+        asks = asks_for_names(codes)
+        self.counted = list(_counted_tables(self.modules, looks_for_absence(codes), mentioned))
         """Modules' own tables, thousands of them: one that gains a name is seen by its length."""
-        asks = looks or not mentioned.isdisjoint(("getattr", "hasattr"))
         if asks:
-            self.counted += [vars(value) for value in (*objects, *functions) if isinstance(value, _WITH_ATTRIBUTES)]
-        self.counted += chain.from_iterable(_own_tables(value) for value in objects if _answers_for_missing(value))
+            attributed = (nn.Parameter, types.FunctionType)  # below a module, guards of these are skipped
+            self.counted += [vars(value) for value in (*objects, *functions) if isinstance(value, attributed)]
         self.absent = list(_absent_from_modules(objects, codes)) if asks else []
         self.lengths = [*map(len, self.counted)]
         owners = {id(owner): owner for owner in (*map(type, objects), *functions)}.values()
@@ -175,7 +172,7 @@ class Unguarded:
         for value, order in self.orders:
             if list(value) != order and set(value) == set(order):
                 return "the order of a dictionary"
-        if [*map(len, self.counted)] != self.lengths or any(set(value) != names for value, names in self.members):
+        if [*map(len, self.counted)] != self.lengths:
             return "a name that was missing, or is"
         for table, missing in self.absent:
             if not table.keys().isdisjoint(missing):
@@ -232,30 +229,6 @@ def _found_classes(read: Sequence[tuple[str, Any]]) -> Iterator[tuple[dict, Any,
                     yield value, key, entry
 
 
-def _members(objects: Iterable[Any]) -> Iterator[tuple[Any, set]]:
-    """Mappings and instances with the names that they hold."""
-    seen: set[int] = set()
-    for value in objects:
-        table = value if type(value) in (dict, OrderedDict, defaultdict) else getattr(value, "__dict__", None)
-        if isinstance(table, dict) and id(table) not in seen and len(table) <= 1024:
-            seen.add(id(table))
-            yield table, set(table)
-        if isinstance(value, ChainMap):
-            yield from ((part, set(part)) for part in value.maps)
-
-
-_WITH_ATTRIBUTES = (nn.Parameter, types.FunctionType)
-"""`getattr(x, name, default)` and `hasattr` are guarded by Dynamo for all else but modules of Python."""
-
-
-def _answers_for_missing(value: Any) -> bool:
-    """Whether a `__getattr__` of the user's own is asked for what an object lacks: Dynamo does not guard that it is missing."""
-    found = getattr(type(value), "__getattr__", None)
-    code = getattr(found, "__code__", None)
-    own = is_users(code) if code is not None else found in (dict.__getitem__, dict.get)
-    return own and isinstance(getattr(value, "__dict__", None), dict)
-
-
 def _absent_from_modules(objects: Iterable[Any], codes: Iterable[types.CodeType]) -> Iterator[tuple[dict, set[str]]]:
     """Modules of Python that were read, and the texts in code of the user's own that are no name in them, but may be later."""
     texts = {text for code in codes if is_users(code) for text in code.co_consts if isinstance(text, str)}
@@ -263,21 +236,11 @@ def _absent_from_modules(objects: Iterable[Any], codes: Iterable[types.CodeType]
     return ((table, texts - table.keys()) for table in tables.values())
 
 
-def _own_tables(module: Any) -> Iterator[dict]:
-    """An object's attributes, and the dictionaries that torch keeps among a module's: parameters, buffers, modules, hooks."""
-    table = vars(module)
-    yield table
-    yield from (value for name, value in table.items() if type(value) in (dict, OrderedDict) and name in _TABLES)
-
-
-_TABLES = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
-
-
 def _counted_tables(modules: Sequence[nn.Module], looks: bool, mentioned: set[str]) -> Iterator[dict]:
     """Tables of modules whose number of names matters: Dynamo does not guard that one is empty which is only walked over."""
     for module in modules:
         if looks:
-            yield from _own_tables(module)
+            yield from tables_of(module)
         elif not mentioned.isdisjoint(_WALKS):
             yield from (module._parameters, module._buffers, module._modules)
         elif isinstance(module, _CONTAINERS):
@@ -340,21 +303,6 @@ def _imported(codes: Iterable[types.CodeType]) -> Iterator[str]:
             names = [i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"]
             yield from names
             yield from (known for name in names for known in list(sys.modules) if known.endswith(f".{name}"))
-
-
-def _looks_for_absence(codes: Iterable[types.CodeType]) -> bool:
-    """Whether code of the user's own catches that something is missing, which Dynamo does not guard."""
-    caught = {"KeyError", "AttributeError", "LookupError", "IndexError", "NameError"}
-    return any(not caught.isdisjoint(code.co_names) and is_users(code) for code in codes)
-
-
-def _reads_tables(codes: Iterable[types.CodeType]) -> bool:
-    """Whether code of the user's own reads `vars(x)` or `x.__dict__`: Dynamo guards the names that it finds there, none that are
-    missing."""
-    return any(
-        is_users(code) and ("__dict__" in (*code.co_names, *code.co_consts) or "vars" in code.co_names)
-        for code in codes
-    )
 
 
 def _classes(values: Iterable[Any]) -> Iterator[type]:
