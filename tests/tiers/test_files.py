@@ -218,4 +218,7 @@ def test_slots_of_an_arena_do_not_meet() -> None:
         assert arena.tensor(slot, value).data_ptr() % ALIGNMENT == 0 or not value.numel()
     with pytest.raises(RuntimeError, match="before the first"):
         arena.reserve(1)
-    assert pinned_like(values[0]).stride() == values[0].stride()
+    alone = pinned_like(values[0])
+    assert alone.stride() == values[0].stride()
+    for held in (alone, arena.tensor(slots[0], values[0])):  # torch asks of a storage's first byte whether it is pinned
+        assert held.untyped_storage().data_ptr() % ALIGNMENT == 0

@@ -65,7 +65,8 @@ def host_memory(num_bytes: int, *, pinned: bool) -> torch.Tensor:
         hint = "give a smaller host_memory="
         raise NotEnoughMemory(f"the host has no {show_bytes(num_bytes)} for what leaves the card", hint=hint) from error
     start = -whole.data_ptr() % ALIGNMENT
-    memory = whole[start : start + num_bytes]
+    # a storage of its own, which begins there: torch asks of a storage's first byte whether it is pinned
+    memory = torch.from_numpy(whole.numpy()[start : start + num_bytes])
     if pinned:
         _register(memory)
     return memory
