@@ -28,8 +28,8 @@ TILE, COLUMNS, NUM_WARPS = 1024, 128, 2
 AHEAD, DOTS_AHEAD, FEW_PROGRAMS = 2, 1, 1 << 12
 """Blocks of entries of long targets that are under way at a time where there are few programs: one that takes block after block
 waits for memory twice each time, and a kernel over a small graph waits for its longest targets. Over a large one others run, as
-many as registers allow. A layer of HGT on FB15k-237 takes 1.08 ms so on an H200, 1.12 with 4 and 2, 1.10 with 8 and 4; 1.29 to 1.33 with
-four warps, 1.13 with one and half of the numbers."""
+many as registers allow. A layer of HGT on FB15k-237 takes 1.08 ms so on an H200, 1.12 with 4 and 2, 1.10 with 8 and 4; about 1.3
+with four warps, 1.13 with one and half of the numbers."""
 
 
 @triton.jit
