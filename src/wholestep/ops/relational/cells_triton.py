@@ -42,17 +42,15 @@ AGAIN_ROWS = 32
 
 
 @triton.jit
-def _sums_kernel(
-    x, weight, ptr, index, edge, partial, width, x_row, out, nodes, groups, first, behind,
-    WEIGHTED: tl.constexpr, NAMED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
+def _sums(
+    x, weight, ptr, index, edge, partial, cell, cells, column, width, x_row,
+    WEIGHTED: tl.constexpr, NAMED: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """out (behind - first, groups, width): the sums of the cells of those nodes."""
-    node, group = first + tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
-    number, column = tl.arange(0, AHEAD)[None, :], tl.arange(0, COLUMNS)
-    cell = group * nodes + node
-    start = tl.load(ptr + cell, mask=node < behind, other=0)
-    count = tl.load(ptr + cell + 1, mask=node < behind, other=0) - start
+    """(LANES, COLUMNS): what the entries of each cell add up to; zeros from `cells` on."""
+    start = tl.load(ptr + cell, mask=cell < cells, other=0)
+    count = tl.load(ptr + cell + 1, mask=cell < cells, other=0) - start
+    number = tl.arange(0, AHEAD)[None, :]
     entry = (start[:, None] + number).to(tl.int64)
     real = (number < count[:, None]) & (count <= AHEAD)[:, None]
     row = tl.load(index + entry, mask=real, other=-1).to(tl.int64)
@@ -61,11 +59,42 @@ def _sums_kernel(
         place = tl.load(edge + entry, mask=real, other=-1).to(tl.int64)
     total = tl.sum(taken(x, weight, row, place, column, width, x_row, WEIGHTED), 1)
     if tl.max(count, 0) > AHEAD:
-        long = tl.where(count > AHEAD, cell, groups * nodes)
+        long = tl.where(count > AHEAD, cell, cells)
         total += row_sums(
-            x, weight, ptr, index, edge, partial, long, groups * nodes, column, width, x_row, WEIGHTED, NAMED, ROWS, COLUMNS,
-            AHEAD, CHUNK,
-        )  # fmt: skip
+            x,
+            weight,
+            ptr,
+            index,
+            edge,
+            partial,
+            long,
+            cells,
+            column,
+            width,
+            x_row,
+            WEIGHTED,
+            NAMED,
+            LANES,
+            COLUMNS,
+            AHEAD,
+            CHUNK,
+        )
+    return total
+
+
+@triton.jit
+def _sums_kernel(
+    x, weight, ptr, index, edge, partial, width, x_row, out, nodes, groups, first, behind,
+    WEIGHTED: tl.constexpr, NAMED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """out (behind - first, groups, width): the sums of the cells of those nodes."""
+    node, group, column = first + tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1), tl.arange(0, COLUMNS)
+    cell = tl.where(node < behind, group * nodes + node, groups * nodes)
+    total = _sums(
+        x, weight, ptr, index, edge, partial, cell, groups * nodes, column, width, x_row, WEIGHTED, NAMED, ROWS, COLUMNS, AHEAD,
+        CHUNK,
+    )  # fmt: skip
     at = out + ((node - first).to(tl.int64) * groups + group)[:, None] * width + column[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=(node < behind)[:, None] & (column < width)[None, :])
 
@@ -97,28 +126,16 @@ def _added_kernel(
     AHEAD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """out[node] += the rows of its cells of these groups, whose products lie beside each other in `made`."""
-    block, lane = tl.program_id(0) * ROWS, tl.arange(0, ROWS * BESIDE)
-    node, number, column = block + lane // BESIDE, tl.arange(0, AHEAD)[None, :], tl.arange(0, COLUMNS)
+    block, lane, column = tl.program_id(0) * ROWS, tl.arange(0, ROWS * BESIDE), tl.arange(0, COLUMNS)
+    node = block + lane // BESIDE
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for done in range(first, behind, BESIDE):
         group = done + lane % BESIDE
         cell = tl.where((node < nodes) & (group < behind), group * nodes + node, groups * nodes)
-        start = tl.load(ptr + cell, mask=cell < groups * nodes, other=0)
-        count = tl.load(ptr + cell + 1, mask=cell < groups * nodes, other=0) - start
-        entry = (start[:, None] + number).to(tl.int64)
-        real = (number < count[:, None]) & (count <= AHEAD)[:, None]
-        row = tl.load(index + entry, mask=real, other=-1).to(tl.int64)
-        place = tl.where(row >= 0, entry, -1)
-        if NAMED:
-            place = tl.load(edge + entry, mask=real, other=-1).to(tl.int64)
-        theirs = made + ((group - first) * width)[:, None, None]
-        part = tl.sum(taken(theirs, weight, row, place, column, width, made_row, WEIGHTED), 1)
-        if tl.max(count, 0) > AHEAD:
-            long = tl.where(count > AHEAD, cell, groups * nodes)
-            part += row_sums(
-                theirs, weight, ptr, index, edge, partial, long, groups * nodes, column, width, made_row, WEIGHTED, NAMED,
-                ROWS * BESIDE, COLUMNS, AHEAD, CHUNK,
-            )  # fmt: skip
+        part = _sums(
+            made + ((group - first) * width)[:, None, None], weight, ptr, index, edge, partial, cell, groups * nodes, column,
+            width, made_row, WEIGHTED, NAMED, ROWS * BESIDE, COLUMNS, AHEAD, CHUNK,
+        )  # fmt: skip
         total += tl.sum(tl.reshape(part, (ROWS, BESIDE, COLUMNS)), 1)
     nodes_here = block + tl.arange(0, ROWS)
     at = out + nodes_here.to(tl.int64)[:, None] * width + column[None, :]
