@@ -60,7 +60,7 @@ class Arena:
 def host_memory(num_bytes: int, *, pinned: bool) -> torch.Tensor:
     """Bytes of the host that begin at a page, registered with CUDA if asked."""
     try:
-        whole = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8)
+        whole = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device="cpu")
     except RuntimeError as error:
         hint = "give a smaller host_memory="
         raise NotEnoughMemory(f"the host has no {show_bytes(num_bytes)} for what leaves the card", hint=hint) from error
