@@ -13,7 +13,7 @@ every replay.
 import functools
 import importlib.util
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,9 +56,15 @@ def scaled_grad(grad: Tensor, param: Tensor, scale: Tensor | None) -> Tensor:
     A gradient of a narrower dtype (lean_gradients) is widened first, and one that lies in memory in another way than its
     parameter is copied, as autograd would have left it: torch's fused kernels go through memory and ask for no strides.
     """
+    grad = grad.resolve_conj()
     wide = grad if widest(grad.dtype, param.dtype) is grad.dtype else grad.to(param.dtype)
     scaled = wide if scale is None else (wide * scale).to(wide.dtype)
     return matching(scaled, param)
+
+
+def as_real(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Complex ones as views of their real and imaginary parts, which torch's optimizers update side by side."""
+    return [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
 
 
 def fused_or_single(params: list[Tensor], states: list[list[Tensor]]) -> str:

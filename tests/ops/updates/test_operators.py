@@ -66,6 +66,28 @@ def test_the_arithmetic_is_torchs(name: str, dtype: torch.dtype, monkeypatch: py
         torch.testing.assert_close(ours, theirs, rtol=limit, atol=limit)
 
 
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_complex_parameters_take_the_kernels_of_real_ones(kind: str) -> None:
+    """Compiled steps take torch's fused kernels, which know no complex numbers."""
+    torch.manual_seed(0)
+    params = [torch.randn(3, 2, dtype=torch.complex64), torch.randn(4)]
+    optimizer = getattr(torch.optim, kind)(params, lr=0.1, **({"momentum": 0.9} if kind == "SGD" else {}))
+    update, group = update_of(optimizer), optimizer.param_groups[0]
+    assert update is not None
+    keys, flags = update.describe(optimizer, group, params)
+    hyper = torch.tensor(update.fill(group, 1.0), dtype=torch.float64)
+    grads = [torch.randn_like(p).conj() for p in params]
+    found = []
+    for how in ("single", "fused"):
+        states = [[update.new_state(optimizer, key, p) for p in params] if key in keys else [] for key in update.states]
+        mine = [p.clone() for p in params]
+        update.in_place(mine, grads, *states, hyper, None, *{**flags, "implementation": how}.values())
+        found.append([*mine, *(t for kept in states for t in kept)])
+    for one, other, before in zip(*found, [*params, *[None] * len(found[0])]):
+        torch.testing.assert_close(one, other)
+        assert before is None or not torch.equal(one, before)
+
+
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_skipped_update_changes_nothing(name: str) -> None:
     update, (group, flags), params, grads, states = operands(name, torch.float32)

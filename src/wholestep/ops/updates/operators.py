@@ -62,6 +62,8 @@ def define_update(
         kept, (hyper, scale, *chosen) = [list(kept) for kept in rest[:count]], rest[count:]
         named = dict(zip((*flags, "implementation"), chosen, strict=True))
         on_gpu = bool(params) and params[0].is_cuda
+        if on_gpu or named["implementation"] == "fused":  # kernels know real numbers
+            params, grads, *kept = map(multi_tensor.as_real, (params, grads, *kept))
         if on_gpu and launch and multi_tensor.triton_reason() is None:
             launch(params, grads, [tensors for tensors in kept if tensors], hyper, scale, named)
         elif on_gpu and arithmetic:
