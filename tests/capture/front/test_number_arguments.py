@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from tests.runtime.twins import Side, Twins
 from torch import nn
 
+import wholestep
+
 SOURCE = torch.Generator().manual_seed(0)
 X, T = torch.randn(5, 4, generator=SOURCE), torch.randn(5, 4, generator=SOURCE)
 CLASSES = torch.tensor([0, 3, -100, 1, 2])
@@ -111,3 +113,23 @@ def test_a_method_that_takes_numbers_only_is_captured_anew_without_a_word_of_tor
     twins = Twins(side, (X, 0))
     twins.train([(X, number) for number in (0, 1, 2)], tolerance=1e-6)
     assert twins.step.rung == "whole step" and not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (lambda out: F.smooth_l1_loss(out, out.detach() + 1, beta=-0.3), "negative values for beta"),
+        (lambda out: nn.HuberLoss(delta=0.0)(out, out.detach() + 1), "non-positive values for delta"),
+        (lambda out: F.softshrink(out, -0.1).sum(), "lambda must be"),
+        (lambda out: F.cross_entropy(out, out.argmax(1), label_smoothing=1.5), "label_smoothing must be between"),
+    ],
+)
+def test_numbers_that_eager_refuses_train_nothing_compiled(loss: Any, told: str) -> None:
+    """Compiled code is made of decompositions, which compute with them."""
+    model, batch = nn.Linear(3, 2), torch.randn(4, 3)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = wholestep.compile(model, lambda m, b: loss(m(b)), optimizer, batch, verbose=False, check="off", cache=False)
+    with pytest.raises(RuntimeError, match=told):
+        step(batch)
+    assert all(map(torch.equal, before, model.parameters()))

@@ -161,8 +161,22 @@ _AS_UNDER_AUTOCAST = (F.scaled_dot_product_attention, F.batch_norm, torch.as_ten
 """Whose types autocast leaves alone, or gives to what ours is made of as well."""
 
 
-def composed(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], varies: Callable[[Any], bool]) -> Any:
-    """What takes the place of a call of a function, or None; `varies`: whether an argument is a number that does."""
+_REFUSED: dict[Any, tuple[str, Callable[[float], bool]]] = {
+    F.huber_loss: ("delta", lambda value: value <= 0), F.smooth_l1_loss: ("beta", lambda value: value < 0),
+    F.cross_entropy: ("label_smoothing", lambda value: value > 1), F.softshrink: ("lambd", lambda value: value < 0),
+}  # fmt: skip
+"""Function -> numbers that its operator refuses and that the decomposition, of which compiled code is made, computes with."""
+
+
+def composed(
+    function: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    varies: Callable[[Any], bool],
+    constant: Callable[[Any], Any],
+) -> Any:
+    """What takes the place of a call of a function, or None; `varies`: whether an argument is a number that does, `constant`: the
+    number that it is."""
     ours = COMPOSED.get(function)
     if ours is None or (_has_autocast() and function not in _AS_UNDER_AUTOCAST):
         return None  # autocast has types of its own for losses, which differ between devices
@@ -170,7 +184,11 @@ def composed(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], vari
         given = inspect.signature(ours).bind(*args, **kwargs).arguments
     except TypeError:  # with an argument that is not known here, such as `reduce`
         return None
-    return ours if any(varies(value) for name, value in given.items() if name in _NUMBERS) else None
+    if any(varies(value) for name, value in given.items() if name in _NUMBERS):
+        return ours
+    number, refused = _REFUSED.get(function, ("", bool))
+    value = constant(given[number]) if number in given else None
+    return ours if isinstance(value, int | float) and refused(value) else None
 
 
 def _has_autocast() -> bool:

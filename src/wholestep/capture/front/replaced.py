@@ -150,7 +150,8 @@ def _by_numbers(plain: Callable[..., Any] | None) -> Callable[..., Any]:
         """Dynamo's, of a function that would take a number for a constant."""
         known = getattr(assuming, "on", False)
         varies = lambda value: isinstance(value, SymNodeVariable)  # noqa: E731
-        ours = composed(function.value, args, kwargs, varies) if known else None
+        constant = lambda value: value.as_python_constant() if value.is_python_constant() else None  # noqa: E731
+        ours = composed(function.value, args, kwargs, varies, constant) if known else None
         if ours is not None:
             return _handler(ours)(function, tx, *args, **kwargs)
         return None if plain is None else plain(function, tx, *args, **kwargs)
