@@ -376,6 +376,18 @@ def step_over(graph: RelGraph, example: Block, **options: Any) -> tuple[wholeste
     return made, model
 
 
+def train_beside(eager: Network, step: wholestep.Step, over: Any, *, rel: float) -> None:
+    """The losses of a step are eager's, block by block."""
+    optimizer = torch.optim.Adam(eager.parameters(), lr=1e-2)
+    for block in over:
+        ours = step(block)
+        optimizer.zero_grad()
+        theirs = kind_loss(eager, block)
+        theirs.backward()
+        optimizer.step()
+        assert float(ours) == pytest.approx(theirs.item(), rel=rel)
+
+
 @pytest.mark.parametrize("together", [1, 8])
 def test_few_captures_for_many_blocks_and_the_losses_of_eager(together: int) -> None:
     graph = skewed()
@@ -383,14 +395,7 @@ def test_few_captures_for_many_blocks_and_the_losses_of_eager(together: int) -> 
     step, _ = step_over(graph, next(iter(made_blocks)))
     torch.manual_seed(0)
     eager = Network(graph.num_nodes, graph.num_relations)
-    optimizer = torch.optim.Adam(eager.parameters(), lr=1e-2)
-    for block in made_blocks:
-        ours = step(block)
-        optimizer.zero_grad()
-        theirs = kind_loss(eager, block)
-        theirs.backward()
-        optimizer.step()
-        assert float(ours) == pytest.approx(theirs.item(), rel=1e-4)
+    train_beside(eager, step, made_blocks, rel=1e-4)
     assert step.count == len(made_blocks) == 29 and step.rung == "whole step" and step.captures <= 4
 
 
@@ -468,12 +473,5 @@ def test_on_a_gpu_blocks_are_replayed_with_the_losses_of_eager() -> None:
         torch.manual_seed(0)
         eager = Network(made_blocks.graph.num_nodes, made_blocks.graph.num_relations)
     eager.load_state_dict(model.state_dict())
-    optimizer = torch.optim.Adam(eager.parameters(), lr=1e-2)
-    for block in made_blocks:
-        ours = step(block)
-        optimizer.zero_grad()
-        theirs = kind_loss(eager, block)
-        theirs.backward()
-        optimizer.step()
-        assert float(ours) == pytest.approx(theirs.item(), rel=1e-3)
+    train_beside(eager, step, made_blocks, rel=1e-3)
     assert step.count == 50 and step.captures <= 2 and step.regions["cuda_graph"]["mode"] == "replayed"

@@ -29,7 +29,7 @@ from wholestep.ops.grouped_narrow_triton import ready, tile_of
 from wholestep.ops.relational import segments_triton as segments
 from wholestep.ops.relational.cells import groups_at_once, nodes_at_once, product_first
 from wholestep.ops.relational.gather_triton import NUM_WARPS as CHUNK_WARPS
-from wholestep.ops.relational.gather_triton import TILE, _terms, flat_rows, sums_of_chunks
+from wholestep.ops.relational.gather_triton import TILE, _terms, flat_rows, stand_ins, sums_of_chunks
 from wholestep.ops.relational.linear_sum_triton import row_sums, taken
 
 ROWS, NUM_WARPS, AHEAD = 8, 2, 4
@@ -240,19 +240,11 @@ def _nothing(*tensors: Tensor) -> bool:
     return any(t.numel() == 0 for t in tensors)
 
 
-def _stand_ins(
-    x: Tensor, weight: Tensor | None, index: Tensor, edge: Tensor | None
-) -> tuple[Tensor, Tensor, dict[str, bool]]:
-    """Where a table has no weights or no edges, another tensor stands in, which is not read."""
-    fixed = {"WEIGHTED": weight is not None, "NAMED": edge is not None}
-    return x if weight is None else weight.contiguous(), index if edge is None else edge, fixed
-
-
 def _rows_again(
     x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, edge: Tensor | None, w: Tensor, out: Tensor
 ) -> None:
     (groups, inner, columns), nodes = w.shape, out.shape[0]
-    factors, names, fixed = _stand_ins(x, weight, index, edge)
+    factors, names, fixed = stand_ins(x, weight, index, edge)
     _rows_again_kernel[(triton.cdiv(nodes, AGAIN_ROWS),)](
         x, factors, ptr, index, names, inner, x.stride(0), w, out, nodes, groups, columns, *w.stride(), ROWS=AGAIN_ROWS,
         COLUMNS=tile_of(columns), INNER=tile_of(inner), num_warps=4, num_stages=1, **fixed,
@@ -264,7 +256,7 @@ def _weights_again(
     out: Tensor,
 ) -> None:  # fmt: skip
     groups, inner, columns = out.shape
-    factors, names, fixed = _stand_ins(x, weight, index, edge)
+    factors, names, fixed = stand_ins(x, weight, index, edge)
     _weights_again_kernel[(groups,)](
         x, factors, grad, ptr, index, target, names, out, (ptr.shape[0] - 1) // groups, inner, columns, x.stride(0),
         grad.stride(0), ROWS=64, COLUMNS=tile_of(columns), INNER=tile_of(inner), PRECISION=narrow_precision(), num_warps=4,
@@ -289,7 +281,7 @@ def _product_first(
     (groups, inner, columns), nodes, (factors, names, fixed) = (
         w.shape,
         (ptr.shape[0] - 1) // w.shape[0],
-        _stand_ins(x, weight, index, edge),
+        stand_ins(x, weight, index, edge),
     )
     owner = segments.owners(ptr, index.shape[0])
     partial, total = (x.new_empty(rows, columns, dtype=torch.float32) for rows in (max(owner.shape[0], 1), nodes))

@@ -221,6 +221,14 @@ def flat_rows(x: Tensor) -> Tensor:
     return flat if flat.stride(1) == 1 else flat.contiguous()
 
 
+def stand_ins(
+    x: Tensor, weight: Tensor | None, index: Tensor, edge: Tensor | None
+) -> tuple[Tensor, Tensor, dict[str, int]]:
+    """Where a table has no weights or no edges, another tensor stands in, which is not read; with it what is fixed."""
+    fixed: dict[str, int] = {"WEIGHTED": weight is not None, "NAMED": edge is not None}
+    return x if weight is None else weight.contiguous(), index if edge is None else edge, fixed
+
+
 def sums_of_chunks(
     x: Tensor, weight: Tensor | None, ptr: Tensor, index: Tensor, edge: Tensor | None
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, int]]:
@@ -228,9 +236,8 @@ def sums_of_chunks(
     width, owner = x.shape[1], segments.owners(ptr, index.shape[0])
     heads, columns = 1 if weight is None else weight.shape[1:].numel(), min(triton.next_power_of_2(width), COLUMNS)
     partial = x.new_empty(max(owner.shape[0], 1), width, dtype=torch.float32)
-    fixed = {"WEIGHTED": weight is not None, "NAMED": edge is not None, "PER_HEAD": heads > 1}
-    # Where a table has no weights or no edges, another tensor stands in, which is not read.
-    factors, names = x if weight is None else weight.contiguous(), index if edge is None else edge
+    factors, names, fixed = stand_ins(x, weight, index, edge)
+    fixed["PER_HEAD"] = heads > 1
     sizes = width, x.stride(0), heads, width // heads
     if owner.shape[0]:
         chunks, at_once = owner.shape[0], segments.chunks_at_a_time(index.shape[0], ptr.shape[0] - 1)
